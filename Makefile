@@ -1,0 +1,49 @@
+# One command does all: `make test` and `make quickstart` set up what a fresh machine needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export RAY_AUTH_MODE := disabled
+
+.PHONY: setup quickstart test test-slow check bench bench-gpu system clean
+
+setup: $(STAMP) system
+
+# torch first and pinned: a looser requirement pulls gigabytes of CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+# bubblewrap holds the sandbox; where it cannot be installed, the tests that need it skip and say so.
+system:
+	@command -v bwrap >/dev/null 2>&1 \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 \
+	       && apt-get update -qq >/dev/null 2>&1 && apt-get install -y -qq bubblewrap >/dev/null 2>&1; } \
+	  || echo "bubblewrap is missing and could not be installed: sandbox tests will skip"
+
+quickstart: setup
+	$(BIN)/hone quickstart $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1500
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu:
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
