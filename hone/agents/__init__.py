@@ -1,0 +1,1 @@
+"""Agents: how one row becomes a trajectory, in one turn or many."""

@@ -1,0 +1,115 @@
+"""Finished trajectories to one padded batch: prompts left, responses right, as wide as the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.agents.contract import AgentLoopOutput
+from hone.protocol import DataProto
+
+
+class BadTrajectory(ValueError):
+    """A loop returned something no batch can hold."""
+
+
+def check_output(output: AgentLoopOutput, name: str) -> None:
+    """Say which loop returned what; a wrong mask would train on the wrong tokens."""
+    tokens = len(output.response_ids)
+    for field, value in (
+        ("response_mask", output.response_mask),
+        ("response_logprobs", output.response_logprobs),
+        ("versions", output.versions),
+    ):
+        if value is not None and len(value) != tokens:
+            raise BadTrajectory(
+                f"agent loop {name!r} returned {tokens} response_ids but {len(value)} {field}; "
+                "they must have one entry a token"
+            )
+    if len(output.prompt_ids) == 0 or tokens == 0:
+        raise BadTrajectory(f"agent loop {name!r} returned an empty prompt or response")
+    if not all(m in (0, 1) for m in output.response_mask):
+        raise BadTrajectory(
+            f"agent loop {name!r} returned a response_mask with values other than 0, 1"
+        )
+
+
+def collate_outputs(
+    outputs: Sequence[AgentLoopOutput],
+    *,
+    pad_token_id: int,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+) -> DataProto:
+    """Pad and stack; widths default to the longest of the batch."""
+    width = prompt_width or max(len(o.prompt_ids) for o in outputs)
+    length = response_width or max(len(o.response_ids) for o in outputs)
+    prompts, prompt_mask = _left([o.prompt_ids for o in outputs], width, pad_token_id)
+    responses = _right([o.response_ids for o in outputs], length, pad_token_id, torch.int64)
+    valid = _right([[1] * len(o.response_ids) for o in outputs], length, 0, torch.int64)
+    response_mask = _right([o.response_mask for o in outputs], length, 0, torch.int64)
+    attention_mask = torch.cat([prompt_mask, valid], 1)
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": response_mask,
+        "attention_mask": attention_mask,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+    }
+    if all(o.response_logprobs is not None for o in outputs):
+        log_probs = _right([o.response_logprobs or [] for o in outputs], length, 0.0, torch.float32)
+        tensors["rollout_log_probs"] = log_probs * response_mask
+    scored = [o.reward_score is not None for o in outputs]
+    if any(scored):
+        tensors["rm_scores"] = _scores_on_last_policy_token(outputs, response_mask)
+    return DataProto.from_dict(tensors=tensors, non_tensors=_facts(outputs))
+
+
+def _scores_on_last_policy_token(outputs: Sequence[AgentLoopOutput], mask: Tensor) -> Tensor:
+    columns = torch.arange(1, mask.shape[1] + 1)
+    last = (mask * columns).argmax(1)
+    scores = torch.zeros(mask.shape, dtype=torch.float32)
+    scores[torch.arange(len(outputs)), last] = torch.tensor(
+        [float(o.reward_score or 0.0) for o in outputs]
+    )
+    return scores
+
+
+def _facts(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
+    facts: dict[str, list[Any]] = {
+        "num_turns": [o.num_turns for o in outputs],
+        "stop_reason": [o.stop_reason for o in outputs],
+        "versions": [list(o.versions) if o.versions is not None else None for o in outputs],
+    }
+    for name in sorted({key for o in outputs for key in o.extra_fields}):
+        facts[name] = [o.extra_fields.get(name) for o in outputs]
+    return {name: object_array(values) for name, values in facts.items()}
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """One object a row, whatever the objects are (numpy would unpack lists)."""
+    out = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        out[i] = value
+    return out
+
+
+def _left(rows: Sequence[Sequence[int]], width: int, pad: int) -> tuple[Tensor, Tensor]:
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = torch.as_tensor(row)
+        mask[i, width - len(row) :] = 1
+    return ids, mask
+
+
+def _right(rows: Sequence[Sequence[Any]], width: int, pad: float, dtype: torch.dtype) -> Tensor:
+    out = torch.full((len(rows), width), pad, dtype=dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return out

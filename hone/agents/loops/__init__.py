@@ -1,0 +1,1 @@
+"""Built-in agent loops, one file each."""

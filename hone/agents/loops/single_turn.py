@@ -1,0 +1,27 @@
+"""One prompt, one completion: the loop of every row that names no other."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+
+class SingleTurnAgentLoop(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt_ids = self.prompt_ids(kwargs)
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            kwargs["trajectory_id"], prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
+            num_turns=2,
+            metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
+            versions=output.versions,
+            stop_reason=output.stop_reason.value,
+        )

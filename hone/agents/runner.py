@@ -1,0 +1,138 @@
+"""The loop runner: rows in, trajectories out, every row through its own loop at the same time.
+
+The runner owns the seed of each trajectory: (run seed, uid, sample index), so that the tokens of a row
+do not depend on which rows run beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hone.agents.collate import check_output, collate_outputs
+from hone.agents.contract import (
+    LOOPS,
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    ServerManager,
+)
+from hone.config import PPOTrainerConfig
+from hone.ops.counter_rng import fold_seed
+from hone.plugins import load_object
+from hone.protocol import DataProto
+from hone.rollout.contract import RolloutEngine
+
+LoopFactory = Callable[..., AgentLoopBase]
+Widths = Callable[[int, int], tuple[int, int]]
+"""(longest prompt, longest response) here to the widths to pad to: ranks agree on the largest."""
+
+
+class LoopRunner:
+    """Runs agent loops beside one rollout engine."""
+
+    def __init__(
+        self, config: PPOTrainerConfig, engine: RolloutEngine, tokenizer: Any, *, run_seed: int
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._run_seed = run_seed
+        self._own = _listed_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+
+    def run(self, rows: DataProto, *, widths: Widths | None = None) -> DataProto:
+        """One trajectory for each row; `meta_info` says how to sample (`sampling_params`)."""
+        outputs = asyncio.run(self._run_all(rows))
+        width = max(len(o.prompt_ids) for o in outputs)
+        length = max(len(o.response_ids) for o in outputs)
+        if widths is not None:
+            width, length = widths(width, length)
+        batch = collate_outputs(
+            outputs,
+            pad_token_id=self._tokenizer.pad_token_id,
+            prompt_width=width,
+            response_width=length,
+        )
+        batch.meta_info["metrics"] = _summary(outputs)
+        return batch
+
+    async def _run_all(self, rows: DataProto) -> list[AgentLoopOutput]:
+        sampling = rows.meta_info["sampling_params"]
+        columns = rows.non_tensor_batch
+        tasks = [
+            asyncio.create_task(
+                self._run_one({k: v[i] for k, v in columns.items()}, dict(sampling))
+            )
+            for i in range(len(rows))
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+    async def _run_one(self, row: Mapping[str, Any], sampling: dict[str, Any]) -> AgentLoopOutput:
+        rollout = self._config.actor_rollout_ref.rollout
+        name = row.get("agent_name") or rollout.agent.default_agent_loop
+        factory = self._own[name] if name in self._own else LOOPS.get(name)
+        manager = ServerManager(
+            self._engine,
+            seed=fold_seed(self._run_seed, row["uid"], row["sample_index"]),
+            max_tokens=rollout.response_length,
+        )
+        loop = factory(self._config, manager, self._tokenizer, None)
+        output = await loop.run(sampling, **row)
+        check_output(output, name)
+        return _cut(output, rollout.response_length)
+
+
+def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:
+    """No response is longer than `max_response_length`; what a loop wrote beyond it is dropped."""
+    if len(output.response_ids) <= longest:
+        return output
+    output.response_ids = output.response_ids[:longest]
+    output.response_mask = output.response_mask[:longest]
+    if output.response_logprobs is not None:
+        output.response_logprobs = output.response_logprobs[:longest]
+    if output.versions is not None:
+        output.versions = output.versions[:longest]
+    return output
+
+
+def _summary(outputs: list[AgentLoopOutput]) -> dict[str, float]:
+    """min, max and mean of what loops measured, by the family's metric names."""
+    measured = [
+        asdict(o.metrics) if isinstance(o.metrics, AgentLoopMetrics) else dict(o.metrics)
+        for o in outputs
+    ]
+    summary: dict[str, float] = {}
+    for name in ("generate_sequences", "tool_calls", "num_preempted"):
+        values = np.array([float(m.get(name, 0.0)) for m in measured])
+        for statistic in ("min", "max", "mean"):
+            summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
+    return summary
+
+
+def _listed_loops(path: str | None) -> dict[str, LoopFactory]:
+    """Loops of a YAML list: `name`, `_target_` and further constructor arguments."""
+    if path is None:
+        return {}
+    from functools import partial
+
+    from omegaconf import OmegaConf
+
+    listed = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
+    loops: dict[str, LoopFactory] = {}
+    for entry in listed if isinstance(listed, list) else [listed]:
+        arguments = {str(k): v for k, v in dict(entry).items()}  # type: ignore[arg-type]
+        name, target = arguments.pop("name", None), arguments.pop("_target_", None)
+        if not name or not target:
+            raise ValueError(f"{path}: every loop needs `name` and `_target_`, got {entry}")
+        loops[str(name)] = partial(load_object(str(target)), **arguments)
+    return loops

@@ -1,0 +1,107 @@
+"""Trajectories of several rows, for estimators that look from token to token.
+
+The rows of one trajectory follow each other in batch order. What the first token of a later row
+looks back from (its return, its value) is where the last token of the row before it looks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantages.outcome import Labels
+from hone.ops.groups import factorise
+from hone.ops.masked import masked_fill_zero
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Which row continues which."""
+
+    owner: Tensor  # [B] trajectory of each row
+    rank: Tensor  # [B] 0 for the first row of a trajectory, 1 for the next …
+    after: Tensor  # [B] the row that continues this one; -1 for the last
+
+    @classmethod
+    def of(cls, index: Labels | None, trajectory_id: Labels | None, like: Tensor) -> Chain | None:
+        """None when every row is a trajectory of its own."""
+        if trajectory_id is None:
+            return None
+        rows = len(like)
+        attempt = factorise(trajectory_id)
+        prompt = np.zeros(rows, np.int64) if index is None else factorise(index)
+        keys = prompt * (int(attempt.max(initial=0)) + 1) + attempt
+        owner = np.unique(keys, return_inverse=True)[1].reshape(-1)
+        order = np.argsort(owner, kind="stable")  # rows of one trajectory together, in batch order
+        continues = owner[order][1:] == owner[order][:-1]
+        after = np.full(rows, -1, np.int64)
+        after[order[:-1][continues]] = order[1:][continues]
+        starts = np.concatenate([[True], ~continues]) if rows else np.zeros(0, bool)
+        place = np.arange(rows)
+        rank = np.empty(rows, np.int64)
+        rank[order] = place - np.maximum.accumulate(np.where(starts, place, 0))
+        parts = (owner.astype(np.int64), rank, after)
+        return cls(*(torch.from_numpy(part).to(like.device) for part in parts))
+
+    def backwards(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(rows, their successors or -1), last rows first, so that successors are always done."""
+        for rank in range(int(self.rank.max()) if len(self.rank) else -1, -1, -1):
+            rows = (self.rank == rank).nonzero().squeeze(1)
+            yield rows, self.after[rows]
+
+    def later(self, per_row: Tensor) -> Tensor:
+        """[B]: sum of `per_row` over the rows that come after this one in its trajectory."""
+        out = torch.zeros_like(per_row)
+        for rows, after in self.backwards():
+            out[rows] = torch.where(after >= 0, out[after] + per_row[after], out[rows])
+        return out
+
+    def earlier(self, per_row: Tensor) -> Tensor:
+        """[B]: sum of `per_row` over the rows that come before this one in its trajectory."""
+        whole = per_row.new_zeros(len(per_row)).index_add_(0, self.owner, per_row)
+        return whole[self.owner] - self.later(per_row) - per_row
+
+
+def rewards_to_go(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, chain: Chain | None
+) -> Tensor:
+    """[B, T] discounted sum of the rewards from here on; 0 outside the mask.
+
+    Only the policy's own tokens count as time: a discount is not paid for a tool's tokens.
+    """
+    rewards = masked_fill_zero(token_level_rewards, response_mask)
+    if gamma == 1:
+        ahead = rewards.flip(-1).cumsum(-1).flip(-1)
+        if chain is not None:
+            ahead = ahead + chain.later(rewards.sum(-1)).unsqueeze(-1)
+        return masked_fill_zero(ahead, response_mask)
+    returns = torch.zeros_like(rewards)
+    state = rewards.new_zeros(len(rewards))  # return at each row's first token
+    for rows, start in starts(chain, state):
+        returns[rows], state[rows] = _discounted(rewards[rows], response_mask[rows], gamma, start)
+    return returns
+
+
+def starts(chain: Chain | None, state: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """(rows, what lies beyond their last token) in an order in which `state` is filled in time."""
+    if chain is None:
+        yield slice(None), torch.zeros_like(state)
+        return
+    for rows, after in chain.backwards():
+        beyond = (after >= 0).reshape(-1, *([1] * (state.dim() - 1)))
+        yield rows, torch.where(beyond, state[after], torch.zeros_like(state[rows]))
+
+
+def _discounted(
+    rewards: Tensor, mask: Tensor, gamma: float, ahead: Tensor
+) -> tuple[Tensor, Tensor]:
+    kept = mask.bool().T
+    out = torch.zeros_like(rewards.T)
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        ahead = torch.where(kept[t], rewards[:, t] + gamma * ahead, ahead)
+        out[t] = ahead
+    return masked_fill_zero(out.T, mask), ahead

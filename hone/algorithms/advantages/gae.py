@@ -1,0 +1,62 @@
+"""Generalised advantage estimation over the tokens the policy wrote (1506.02438).
+
+Tool and padding tokens are skipped: the token before them looks at the next token of the policy.
+Advantages are whitened over the batch; returns are taken before that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantages.chain import Chain, starts
+from hone.algorithms.advantages.outcome import Labels
+from hone.algorithms.settings import setting
+from hone.ops.masked import masked_fill_zero, masked_whiten
+
+
+def gae(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels | None = None,
+    config: Any = None,
+    *,
+    values: Tensor,
+    trajectory_id: Labels | None = None,
+    gamma: float | None = None,
+    lam: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """δ_t = r_t + γ·V_next − V_t;  A_t = δ_t + γλ·A_next;  return = A + V."""
+    gamma = setting(config, "gamma", "algorithm") if gamma is None else gamma
+    lam = setting(config, "lam", "algorithm") if lam is None else lam
+    mask = response_mask.bool()
+    rewards = masked_fill_zero(token_level_rewards, mask)
+    values = masked_fill_zero(values, mask)
+    advantages = torch.zeros_like(rewards)
+    state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
+    for rows, beyond in starts(Chain.of(index, trajectory_id, rewards), state):
+        advantages[rows], state[rows] = _scan(
+            rewards[rows], values[rows], mask[rows], gamma, lam, beyond
+        )
+    raw = masked_fill_zero(advantages, mask)
+    return masked_whiten(raw, mask), raw + values
+
+
+def _scan(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, beyond: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, all rows at once; `beyond` [B, 2] is what follows the last token."""
+    kept, r, v = (
+        x.T.contiguous() for x in (mask, rewards, values)
+    )  # [T, B]: one step lies together
+    next_value, carried = beyond.unbind(-1)
+    out = torch.zeros_like(r)
+    for t in range(len(r) - 1, -1, -1):
+        delta = r[t] + gamma * next_value - v[t]
+        carried = torch.where(kept[t], delta + gamma * lam * carried, carried)
+        next_value = torch.where(kept[t], v[t], next_value)
+        out[t] = carried
+    return out.T, torch.stack([next_value, carried], dim=-1)

@@ -1,0 +1,27 @@
+"""GPG (2504.02546): group-centred scores, scaled up for the share of samples that score nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hone.algorithms.advantages.outcome import Labels, outcomes
+
+
+def gpg(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels | None = None,
+    config: Any = None,
+    *,
+    trajectory_id: Labels | None = None,
+    f_norm: float = 1.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """A = α·(R − mean_g)/f_norm with α = trajectories / trajectories whose score is not 0."""
+    outcome = outcomes("gpg", token_level_rewards, response_mask, index, trajectory_id)
+    scores = outcome.scores
+    alpha = len(scores) / scores.count_nonzero().clamp(min=1)
+    spread = outcome.spread(alpha * (scores - outcome.baseline()) / f_norm)
+    return spread, spread

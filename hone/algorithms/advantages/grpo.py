@@ -1,0 +1,56 @@
+"""Scores relative to the group: GRPO, and Dr.GRPO without the division by the deviation.
+
+A group of one keeps its raw score. A group of equal scores gets 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hone.algorithms.advantages.outcome import Labels, outcomes
+from hone.algorithms.settings import setting
+from hone.ops.groups import Groups
+
+EPS = 1e-6
+
+
+def grpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels | None = None,
+    config: Any = None,
+    *,
+    trajectory_id: Labels | None = None,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """A = (R − mean_g) / (std_g + ε), std unbiased; without the division if so configured."""
+    by_std = norm_adv_by_std_in_grpo
+    if by_std is None:
+        by_std = setting(config, "norm_adv_by_std_in_grpo", "algorithm")
+    outcome = outcomes("grpo", token_level_rewards, response_mask, index, trajectory_id)
+    spread = outcome.spread(relative_to_group(outcome.groups, outcome.scores, by_std))
+    return spread, spread
+
+
+def relative_to_group(groups: Groups, scores: Tensor, by_std: bool) -> Tensor:
+    """[N] score minus group mean, over the group's deviation; a group of one: mean 0, deviation 1."""
+    mean = groups.mean(scores)[groups.ids].masked_fill(groups.singleton, 0.0)
+    if not by_std:
+        return scores - mean
+    std = groups.std(scores)[groups.ids].masked_fill(groups.singleton, 1.0)
+    return (scores - mean) / (std + EPS)
+
+
+def dr_grpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels | None = None,
+    config: Any = None,
+    **columns: Any,
+) -> tuple[Tensor, Tensor]:
+    """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
+    columns["norm_adv_by_std_in_grpo"] = False
+    return grpo(token_level_rewards, response_mask, index, config, **columns)

@@ -1,0 +1,108 @@
+"""One number a trajectory: what every outcome estimator starts from and ends with.
+
+A trajectory is usually one row. Where `trajectory_id` says that several rows belong to one, their
+rewards and lengths are added up, statistics count the trajectory once, and each of its rows gets
+the trajectory's advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.ops.groups import Groups, factorise
+from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum, zero_one
+
+_BLOCK = 256  # rows
+
+Labels = Sequence[Any] | np.ndarray | Tensor
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Totals of N trajectories and the groups they form."""
+
+    rewards: Tensor  # [B, T]
+    mask: Tensor  # [B, T] bool
+    rows: Tensor | None  # [B] trajectory of each row; None when each row is its own
+    groups: Groups  # of the N trajectories
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[N] float64: reward summed over the response mask."""
+        return self.total(row_sums(self.rewards, self.mask))
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[N] tokens the policy wrote."""
+        return self.total(count_kept(self.mask, -1).double())
+
+    def total(self, per_row: Tensor) -> Tensor:
+        """[B] → [N]: add up the rows of each trajectory."""
+        if self.rows is None:
+            return per_row
+        return per_row.new_zeros(len(self.groups.ids)).index_add_(0, self.rows, per_row)
+
+    def baseline(self) -> Tensor:
+        """[N] mean score of the group; 0 for a group of one, which keeps its raw score."""
+        mean = self.groups.mean(self.scores)[self.groups.ids]
+        return mean.masked_fill(self.groups.singleton, 0.0)
+
+    def whiten(self, per_trajectory: Tensor) -> Tensor:
+        """[N] → [N]: what whitening over all tokens does when a trajectory's tokens are equal."""
+        lengths = self.lengths
+        tokens = lengths.sum()
+        away = per_trajectory - (per_trajectory * lengths).sum() / tokens.clamp(min=1)
+        variance = (away**2 * lengths).sum() / (tokens - 1).clamp(min=1)
+        return away * torch.rsqrt(variance + WHITEN_EPS)
+
+    def spread(self, per_trajectory: Tensor) -> Tensor:
+        """[N] → [B, T]: the same value on each token the policy wrote, 0 elsewhere."""
+        per_row = per_trajectory if self.rows is None else per_trajectory[self.rows]
+        dtype = self.rewards.dtype
+        return zero_one(self.mask, dtype).mul_(per_row.to(dtype).unsqueeze(-1))
+
+
+def outcomes(
+    name: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Labels | None,
+    trajectory_id: Labels | None,
+) -> Outcomes:
+    """The trajectories of a batch, in groups of equal `index` (the prompt's uid)."""
+    if index is None:
+        raise ValueError(
+            f"{name} compares the responses of one prompt and got index=None; "
+            "pass the batch's uid column"
+        )
+    rows_count, device = len(token_level_rewards), token_level_rewards.device
+    if len(index) != rows_count:
+        raise ValueError(f"{name}: index has {len(index)} labels for {rows_count} rows")
+    mask = response_mask.bool()
+    if trajectory_id is None:
+        return Outcomes(token_level_rewards, mask, None, Groups.of(index, device))
+    prompt = factorise(index)
+    attempt = factorise(trajectory_id)
+    _, first, rows = np.unique(
+        prompt * (int(attempt.max(initial=0)) + 1) + attempt, return_index=True, return_inverse=True
+    )
+    owner = torch.from_numpy(rows.reshape(-1)).to(device)
+    return Outcomes(token_level_rewards, mask, owner, Groups.of(prompt[first], device))
+
+
+def row_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] → [B] float64: the sum over the mask."""
+    sums = x.new_empty(len(x))
+    for start in range(0, len(x), _BLOCK):  # whole blocks, so that temporaries stay in the cache
+        block = slice(start, start + _BLOCK)
+        torch.sum(x[block] * zero_one(mask[block], x.dtype), -1, out=sums[block])
+    if not sums.isfinite().all():  # 0 · NaN is NaN: leave out what the mask leaves out
+        sums = masked_sum(x, mask, -1)
+    return sums.double()

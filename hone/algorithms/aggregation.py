@@ -1,0 +1,119 @@
+"""From per-token losses to one number, the same number however the mini-batch is cut.
+
+`agg_loss` returns this micro-batch's share: the shares of all micro-batches and ranks sum to the
+loss of the mini-batch. The counts it divides by are those of the whole mini-batch; the engine
+announces them with `counted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hone.ops.masked import masked_mean, masked_sum
+
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """What a mini-batch holds, summed over all micro-batches and all ranks."""
+
+    tokens: float
+    """Tokens in the loss mask."""
+    sequences: float
+    """Rows with at least one token in the loss mask."""
+    width: float | None = None
+    """The longest response allowed: divides `seq-mean-token-sum-norm` where the config gives no
+    `loss_scale_factor`. Without it the mask's own width is taken, which depends on padding."""
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, width: float | None = None) -> BatchCounts:
+        """The counts of one mask."""
+        kept = loss_mask.bool()
+        return cls(float(kept.sum()), float(kept.any(dim=-1).sum()), width)
+
+
+_counts: ContextVar[BatchCounts | None] = ContextVar("hone_batch_counts", default=None)
+
+
+@contextmanager
+def counted(counts: BatchCounts) -> Iterator[None]:
+    """Inside, `agg_loss` divides by these counts."""
+    token = _counts.set(counts)
+    try:
+        yield
+    finally:
+        _counts.reset(token)
+
+
+def current_counts() -> BatchCounts | None:
+    return _counts.get()
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """This micro-batch's share of the mini-batch loss, times `dp_size`.
+
+    `dp_size` is for engines whose gradients are averaged, not summed, over ranks. Counts come from
+    the arguments, else from `counted`, else from `loss_mask` itself (the mask is then the whole
+    mini-batch). An empty mask gives 0 with a gradient of 0.
+    """
+    if loss_agg_mode not in MODES:
+        raise ValueError(
+            f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {', '.join(MODES)}"
+        )
+    if loss_agg_mode == "token-sum":
+        return masked_sum(loss_mat, loss_mask) * dp_size
+    counts = _counts.get()
+    if loss_agg_mode == "token-mean":
+        total = masked_sum(loss_mat, loss_mask)
+        tokens = _first(batch_num_tokens, counts.tokens if counts else None)
+        return (
+            total / _divisor(tokens, loss_mask.bool().sum(), dp_size, "batch_num_tokens") * dp_size
+        )
+
+    per_row = masked_mean if loss_agg_mode == "seq-mean-token-mean" else masked_sum
+    total = per_row(loss_mat, loss_mask, -1).sum()  # a row without tokens adds 0
+    rows = _first(global_batch_size, counts.sequences if counts else None)
+    local = loss_mask.bool().any(dim=-1).sum()
+    loss = total / _divisor(rows, local, dp_size, "global_batch_size") * dp_size
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        width = _first(loss_scale_factor, counts.width if counts else None)
+        loss = loss / (loss_mask.shape[-1] if width is None else width)
+    return loss
+
+
+def _first(*choices: float | Tensor | None) -> float | Tensor | None:
+    return next((choice for choice in choices if choice is not None), None)
+
+
+def _divisor(
+    given: float | Tensor | None, local: Tensor, dp_size: int, name: str
+) -> float | Tensor:
+    if given is None:
+        if dp_size > 1:
+            raise ValueError(
+                f"agg_loss got dp_size={dp_size} but no {name}: this rank's mask does not know "
+                f"the whole mini-batch. Pass {name}, or call inside `counted(BatchCounts(...))`"
+            )
+        given = local
+    return torch.clamp(given, min=1) if isinstance(given, Tensor) else max(float(given), 1.0)

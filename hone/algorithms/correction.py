@@ -1,0 +1,97 @@
+"""Correction for rollout log-probs that differ from the trainer's.
+
+Importance weights multiply the policy loss; rejection narrows `loss_mask`. `response_mask` is
+never touched: it says who wrote a token, and advantages, KL and metrics go on using it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms import thresholds
+from hone.algorithms.correction_metrics import (
+    agreement_metrics,
+    rejection_metrics,
+    weight_metrics,
+)
+from hone.algorithms.rejection import EXPONENT_BOUND, rejection_mask
+from hone.algorithms.settings import setting
+from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
+
+_SECTION = "algorithm.rollout_correction"
+_THRESHOLD = f"{_SECTION}.rollout_is_threshold"
+_PREFIX = "rollout_corr/"
+
+
+def correct(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    loss_mask: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """(importance weights or None, the narrowed loss mask, metrics named `rollout_corr/…`).
+
+    `config` is algorithm.rollout_correction. `loss_mask` is what earlier filters left; it starts
+    as the response mask.
+    """
+
+    def option(key: str) -> Any:
+        return setting(config, key, _SECTION)
+
+    mask = response_mask.bool()
+    old, rollout = (masked_fill_zero(x, mask) for x in (old_log_probs, rollout_log_probs))
+    log_ratio = (old - rollout).detach()
+    metrics = agreement_metrics(old, rollout, mask)
+    weights = None
+    level, threshold = option("rollout_is"), option("rollout_is_threshold")
+    if level is not None:
+        weights = importance_weights(log_ratio, mask, level, threshold)
+        raw = _ratio(log_ratio, mask, level)
+        metrics |= weight_metrics(raw, mask, thresholds.ratio_band(threshold, _THRESHOLD))
+        if option("rollout_is_batch_normalize"):
+            weights, factor = _normalise(weights, mask, level)
+            metrics["rollout_is_batch_norm_factor"] = factor
+    keep, verdicts = rejection_mask(
+        log_ratio, mask, option("rollout_rs"), option("rollout_rs_threshold")
+    )
+    if verdicts:
+        metrics |= rejection_metrics(verdicts, keep, mask)
+    narrowed = (response_mask if loss_mask is None else loss_mask) * keep
+    return weights, narrowed, {_PREFIX + key: float(value) for key, value in metrics.items()}
+
+
+def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: Any) -> Tensor:
+    """[B, T] train/rollout by token or by sequence; 0 outside the mask; no gradient.
+
+    One number cuts weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).
+    """
+    bounds = thresholds.numbers(threshold, _THRESHOLD)
+    weights = _ratio(log_ratio, mask, level)
+    if len(bounds) == 1:
+        return weights.clamp(max=bounds[0])
+    inside = (weights >= bounds[0]) & (weights <= bounds[1])
+    return torch.where(inside, weights, 0.0)
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    log_ratio = masked_fill_zero(log_ratio, mask).detach()
+    if level == "sequence":
+        log_ratio = masked_sum(log_ratio, mask, -1).unsqueeze(-1).expand_as(log_ratio)
+    elif level != "token":
+        raise ValueError(
+            f"{_SECTION}.rollout_is={level!r} is unknown; use 'token', 'sequence' or null"
+        )
+    return masked_fill_zero(log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), mask)
+
+
+def _normalise(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """Weights divided by their mean (over tokens, or over sequences), and that mean."""
+    if level == "token":
+        mean = masked_mean(weights, mask)
+    else:
+        mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
+    return (weights / mean if mean > 1e-8 else weights), mean

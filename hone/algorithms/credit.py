@@ -1,0 +1,86 @@
+"""PURE (2504.15275): from scores of reasoning steps to token rewards and returns.
+
+A step's score stands on its last token. Credit is assigned by a soft minimum, by the strict minimum
+of what is still to come, or as a plain sum. Running the process reward model is not done here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantages.chain import rewards_to_go
+from hone.ops.masked import masked_fill_zero
+
+GAMMA_DECAY = "gamma-decay"
+STRICT_MIN = "strict min-form"
+
+
+def step_ends(responses: Tensor, response_mask: Tensor, separator_ids: Tensor) -> Tensor:
+    """[B, T] bool: tokens that end a step, and the last token the policy wrote, each once."""
+    mask = response_mask.bool()
+    position = torch.arange(mask.shape[-1], device=mask.device)
+    last = torch.where(mask, position, -1).amax(-1, keepdim=True)
+    return mask & (torch.isin(responses, separator_ids) | (position == last))
+
+
+def step_rewards(logits: Tensor) -> Tensor:
+    """[..., 2] logits (bad, good) → p(good) − p(bad), in −1 … 1."""
+    return torch.tanh((logits[..., 1] - logits[..., 0]) / 2)
+
+
+def assign_credit(
+    process_rewards: Tensor, step_mask: Tensor, credit_assignment: float | str
+) -> Tensor:
+    """[B, T] step rewards as the return computation wants them; 0 where no step ends.
+
+    A number T > 0 weighs each step by softmax(−r/T) over its row, so that their sum tends to the
+    row's minimum as T → 0. The two named forms leave the rewards as they are.
+    """
+    mask = step_mask.bool()
+    rewards = masked_fill_zero(process_rewards, mask)
+    if isinstance(credit_assignment, str):
+        if credit_assignment in (GAMMA_DECAY, STRICT_MIN):
+            return rewards
+        try:
+            credit_assignment = float(credit_assignment)
+        except ValueError:
+            credit_assignment = -1.0
+    if not credit_assignment > 0:
+        raise ValueError(
+            f"reward_model.credit_assignment must be a temperature above 0, {GAMMA_DECAY!r} or "
+            f"{STRICT_MIN!r}; got {credit_assignment!r}"
+        )
+    share = torch.softmax(torch.where(mask, -rewards / credit_assignment, -torch.inf), dim=-1)
+    return masked_fill_zero(share * rewards, mask)
+
+
+def min_form_returns(process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, T] G_t = min of the rewards of the steps that end at t or later; 0 outside the mask.
+
+    Tokens at which no step ends take no part in the minimum; after the last step nothing is left
+    to judge and G is 0.
+    """
+    ahead = torch.where(step_mask.bool(), process_rewards, torch.inf)
+    lowest = ahead.flip(-1).cummin(-1).values.flip(-1)
+    return masked_fill_zero(torch.where(lowest.isinf(), 0.0, lowest), response_mask)
+
+
+def process_returns(
+    token_level_rewards: Tensor,
+    process_rewards: Tensor,
+    step_mask: Tensor,
+    response_mask: Tensor,
+    credit_assignment: float | str,
+) -> Tensor:
+    """[B, T] returns of rewards that contain process rewards.
+
+    Under the strict minimum the process part enters as a minimum and everything else (rule score,
+    KL) as a sum; otherwise all of it is a sum.
+    """
+    if credit_assignment != STRICT_MIN:
+        return rewards_to_go(token_level_rewards, response_mask, 1.0, None)
+    rest = token_level_rewards - masked_fill_zero(process_rewards, step_mask)
+    return rewards_to_go(rest, response_mask, 1.0, None) + min_form_returns(
+        process_rewards, step_mask, response_mask
+    )

@@ -1,0 +1,60 @@
+"""Which groups of a batch are worth an update: DAPO's filter, and PURE's two.
+
+Pure functions of scores and group labels; collecting more groups is the trainer's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.ops.groups import Groups
+
+Labels = Sequence[Any] | np.ndarray | Tensor
+
+
+def keep_informative(scores: Labels, index: Labels) -> Tensor:
+    """[B] bool: the row's group has scores that differ, or is a single sample (2503.14476)."""
+    values, groups = _prepare(scores, index)
+    return ((groups.max(values) > groups.min(values)) | (groups.sizes == 1))[groups.ids]
+
+
+def remove_extreme(scores: Labels, index: Labels) -> Tensor:
+    """[B] bool: 0 < mean score of the group < 1."""
+    values, groups = _prepare(scores, index)
+    mean = groups.mean(values)
+    return ((mean > 0) & (mean < 1))[groups.ids]
+
+
+def interquartile(
+    scores: Labels, index: Labels, lower_percentile_bound: float, upper_percentile_bound: float
+) -> Tensor:
+    """[B] bool: the group's mean lies between two percentiles of all groups' means.
+
+    When the percentiles coincide (all groups equal) every group at that value is kept.
+    """
+    values, groups = _prepare(scores, index)
+    mean = groups.mean(values)
+    if not len(mean):
+        return torch.zeros(0, dtype=torch.bool)
+    bounds = torch.tensor(
+        [lower_percentile_bound, upper_percentile_bound], dtype=mean.dtype, device=mean.device
+    )
+    low, high = torch.quantile(mean, bounds / 100)
+    return ((mean >= low) & ((mean < high) | (low == high) & (mean == high)))[groups.ids]
+
+
+def _prepare(scores: Labels, index: Labels) -> tuple[Tensor, Groups]:
+    values = torch.as_tensor(
+        scores if isinstance(scores, Tensor) else np.asarray(scores, dtype=np.float64)
+    ).double()
+    if values.dim() != 1 or len(values) != len(index):
+        raise ValueError(
+            f"group filter: scores have shape {tuple(values.shape)} for {len(index)} labels; "
+            "give one number a row"
+        )
+    return values, Groups.of(index, values.device)

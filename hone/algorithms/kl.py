@@ -1,0 +1,131 @@
+"""Estimates of the KL divergence from the reference policy, their use in the reward, and the
+controllers of the coefficient. Where the KL enters the loss instead, the engine aggregates
+`kl_penalty` like any other per-token loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hone.ops.masked import masked_fill_zero, masked_mean
+
+_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+_EXPONENT_BOUND = 20.0
+_K3_BOUND = 10.0
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Per-token estimate, same shape as `logprob`.
+
+    A trailing `+` ("k3+") keeps the value and takes the gradient of k2, which is the unbiased
+    gradient of the divergence.
+    """
+    straight_through = kl_penalty.endswith("+")
+    value = _estimate(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+    if not straight_through:
+        return value
+    k2 = _estimate(logprob, ref_logprob, "k2")
+    return value.detach() + k2 - k2.detach()
+
+
+def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
+    difference = logprob - ref_logprob
+    match _ALIASES.get(kind, kind):
+        case "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3":
+            x = (-difference).clamp(-_EXPONENT_BOUND, _EXPONENT_BOUND)
+            return (x.exp() - x - 1).clamp(-_K3_BOUND, _K3_BOUND)
+        case "full":
+            raise NotImplementedError(
+                "kl_penalty='full' needs each token's whole distribution, which is never kept; "
+                "use 'k3' (low variance) or 'k1'"
+            )
+    raise NotImplementedError(
+        f"kl_penalty={kind!r} is unknown; use one of {', '.join(KINDS)}, "
+        "each also with a trailing '+'"
+    )
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    kl_coef: float,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """Rewards = scores − kl_coef·KL, both 0 outside the mask, and the batch's current KL.
+
+    The current KL is the mean over rows of each row's token mean; rows without tokens do not count.
+    """
+    kl = masked_fill_zero(kl_penalty(old_log_probs, ref_log_prob, kind), response_mask)
+    rewards = masked_fill_zero(token_level_scores, response_mask) - kl_coef * kl
+    current = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))
+    return rewards, current
+
+
+class KLController(Protocol):
+    """Holds the coefficient of the in-reward KL."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None: ...
+
+
+class FixedKLController:
+    """The coefficient never changes."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """Moves the coefficient so that the KL comes to the target (Ziegler et al., 1909.08593)."""
+
+    _STEP_BOUND = 0.2
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if horizon <= 0:
+            raise ValueError(
+                f"kl_ctrl.horizon={horizon} must be above 0: it is how many samples a change takes"
+            )
+        if target_kl <= 0:
+            raise ValueError(
+                f"kl_ctrl.target_kl={target_kl} must be above 0: the controller divides by it"
+            )
+        super().__init__(init_kl_coef)
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        error = float(current_kl) / self.target - 1
+        error = max(-self._STEP_BOUND, min(self._STEP_BOUND, error))
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
+    """From `algorithm.kl_ctrl`: type, kl_coef, target_kl, horizon."""
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    raise NotImplementedError(
+        f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is unknown; use 'fixed' or 'adaptive'"
+    )

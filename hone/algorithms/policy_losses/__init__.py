@@ -1,0 +1,46 @@
+"""Policy losses by name, callable in the family's form.
+
+`fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`
+returns `(loss, metrics)`: this micro-batch's share of the loss (aggregation.py), and token means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hone.algorithms.lookup import Entry, Table
+
+T = TypeVar("T")
+
+_HERE = "hone.algorithms.policy_losses"
+
+TABLE = Table(
+    "policy loss",
+    {
+        "vanilla": Entry(f"{_HERE}.vanilla:vanilla"),
+        "gspo": Entry(f"{_HERE}.sequence_ratio:gspo"),
+        "luspo": Entry(f"{_HERE}.sequence_ratio:luspo"),
+        "geo_mean": Entry(f"{_HERE}.sequence_ratio:geo_mean"),
+        "sapo": Entry(f"{_HERE}.sapo:sapo"),
+        "cispo": Entry(f"{_HERE}.cispo:cispo"),
+        "gpg": Entry(f"{_HERE}.reinforce:gpg"),
+        "reinforce": Entry(f"{_HERE}.reinforce:reinforce"),
+        "bypass_mode": Entry(f"{_HERE}.bypass:bypass_mode"),
+        "clip_cov": Entry(f"{_HERE}.covariance:clip_cov"),
+        "kl_cov": Entry(f"{_HERE}.covariance:kl_cov"),
+        "dppo_tv": Entry(f"{_HERE}.dppo:dppo_tv"),
+        "dppo_kl": Entry(f"{_HERE}.dppo:dppo_kl"),
+        "dro": Entry(f"{_HERE}.dro:dro"),
+    },
+)
+
+
+def get_policy_loss_fn(name: str) -> Callable[..., Any]:
+    """The loss of that name, or of "pkg.mod:object"; an unknown name is an error."""
+    return TABLE.get(name)
+
+
+def register_policy_loss(name: str) -> Callable[[T], T]:
+    """Decorator that adds a user's loss to the table."""
+    return TABLE.register(name)

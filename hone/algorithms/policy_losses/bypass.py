@@ -1,0 +1,64 @@
+"""Training against the rollout's own log-probs: the old policy is the one that sampled.
+
+No pass recomputes old log-probs; the distance between the rollout engine and the policy being
+trained is corrected inside the loss, with the current log-probs. Rejected tokens stay in the
+denominator, so the loss does not depend on how the mini-batch is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.correction import importance_weights
+from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens
+from hone.algorithms.policy_losses.reinforce import policy_gradient
+from hone.algorithms.policy_losses.vanilla import ppo_clip
+from hone.algorithms.rejection import rejection_mask
+from hone.algorithms.settings import setting
+
+_SECTION = "algorithm.rollout_correction"
+
+
+def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
+    """`ppo_clip`: PPO on the tokens rejection keeps; `reinforce`: −A·log π·w on them.
+
+    Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction).
+    """
+
+    def option(key: str) -> Any:
+        return setting(tokens.extras.get("rollout_correction"), key, _SECTION)
+
+    if option("rollout_is_batch_normalize"):
+        raise ValueError(
+            "rollout_is_batch_normalize divides by a mean over the whole batch, which a loss in "
+            "bypass_mode does not see; set it to false or bypass_mode to false"
+        )
+    log_ratio = tokens.log_ratio.detach()
+    keep, _ = rejection_mask(
+        log_ratio, tokens.mask, option("rollout_rs"), option("rollout_rs_threshold")
+    )
+    kind = option("loss_type")
+    weights = torch.ones_like(log_ratio)
+    if kind == "reinforce":
+        loss, metrics = policy_gradient(tokens)
+        if option("rollout_is") is not None:
+            weights = importance_weights(
+                log_ratio, tokens.mask, option("rollout_is"), option("rollout_is_threshold")
+            )
+    elif kind == "ppo_clip":  # the ratio already is the importance weight
+        loss, metrics = ppo_clip(replace(tokens, weights=None))
+    else:
+        raise ValueError(
+            f"algorithm.rollout_correction.loss_type={kind!r} is unknown; use ppo_clip or reinforce"
+        )
+    loss = torch.where(keep, loss * weights, 0.0)
+    metrics["rollout_corr/rollout_is_mean"] = weights
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = ~keep
+    return loss, metrics
+
+
+bypass_mode = PolicyLoss("bypass_mode", corrected, weighs_itself=True)

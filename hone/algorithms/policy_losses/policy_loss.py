@@ -1,0 +1,156 @@
+"""What all policy losses share: clean inputs, weights, aggregation, token-mean metrics.
+
+A loss itself is one function from per-token inputs to per-token values. It never sees NaN from
+outside the mask, and it does not know how the mini-batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.settings import given, setting
+from hone.ops.masked import masked_fill_zero, masked_mean
+
+SECTION = "actor_rollout_ref.actor"
+RATIO_EXPONENT_BOUND = 20.0
+
+Columns = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One batch as a loss sees it. Every tensor is [B, T] and 0 outside the mask."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    mask: Tensor  # bool
+    config: Any
+    weights: Tensor | None = None  # rollout importance weights
+    prepared: Columns = field(default_factory=dict)  # this batch's rows of what `prepare` made
+    extras: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the call
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.log_prob - self.old_log_prob
+
+    def setting(self, key: str) -> Any:
+        return setting(self.config, key, SECTION)
+
+    def clip_bounds(self) -> tuple[float, float]:
+        """How far the ratio may fall and rise: clip_ratio_low and _high, each else clip_ratio."""
+        low, high = given(self.config, "clip_ratio_low"), given(self.config, "clip_ratio_high")
+        both = self.setting("clip_ratio") if low is None or high is None else 0.0
+        return (both if low is None else low), (both if high is None else high)
+
+
+PerToken = Callable[[Tokens], tuple[Tensor, Columns]]
+Prepare = Callable[[Tokens], Columns]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A per-token loss made callable in the family's form."""
+
+    name: str
+    per_token: PerToken
+    """Tokens → per-token loss and per-token metrics."""
+    agg_mode: str | None = None
+    """Set where the aggregation is part of the loss's definition and `loss_agg_mode` has no say."""
+    weighs_itself: bool = False
+    """The loss applies the rollout importance weights in its own way."""
+    prepare_tokens: Prepare | None = None
+    """Set where the rule needs statistics of the whole mini-batch."""
+
+    @property
+    def needs_batch_statistics(self) -> bool:
+        return self.prepare_tokens is not None
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        config: Any = None,
+    ) -> Columns:
+        """Run once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
+        if self.prepare_tokens is None:
+            return {}
+        return self.prepare_tokens(
+            _clean(old_log_prob, log_prob, advantages, response_mask, config)
+        )
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+        *,
+        prepared: Columns | None = None,
+        **extras: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """This micro-batch's share of the loss, and token means over this call's mask."""
+        if self.prepare_tokens is not None and prepared is None:
+            prepared = self.prepare(old_log_prob, log_prob, advantages, response_mask, config)
+        tokens = _clean(old_log_prob, log_prob, advantages, response_mask, config)
+        tokens = replace(tokens, prepared=prepared or {}, extras=extras)
+        if rollout_is_weights is not None:
+            weights = masked_fill_zero(rollout_is_weights, tokens.mask).detach()
+            tokens = replace(tokens, weights=weights)
+        loss, measured = self.per_token(tokens)
+        if tokens.weights is not None and not self.weighs_itself:
+            loss = loss * tokens.weights
+        total = agg_loss(
+            loss,
+            tokens.mask,
+            self.agg_mode or loss_agg_mode,
+            loss_scale_factor=given(config, "loss_scale_factor"),
+        )
+        metrics = {
+            key: masked_mean(value.detach().to(loss.dtype), tokens.mask)
+            for key, value in measured.items()
+        }
+        return total, metrics
+
+
+def _clean(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+) -> Tokens:
+    mask = response_mask.bool()
+    old, new, adv = (masked_fill_zero(x, mask) for x in (old_log_prob, log_prob, advantages))
+    return Tokens(old.detach(), new, adv.detach(), mask, config)
+
+
+def clipped_log_ratio(tokens: Tokens) -> Tensor:
+    """log π/π_old bounded so that its exponential stays finite."""
+    return tokens.log_ratio.clamp(-RATIO_EXPONENT_BOUND, RATIO_EXPONENT_BOUND)
+
+
+def standard_metrics(
+    tokens: Tokens, clipped: Tensor | None = None, clipped_below: Tensor | None = None
+) -> Columns:
+    """The family's three metrics, still per token."""
+    none = torch.zeros_like(tokens.mask)
+    clipped = none if clipped is None else clipped
+    clipped_below = none if clipped_below is None else clipped_below
+    return {
+        "actor/pg_clipfrac": clipped,
+        "actor/ppo_kl": -tokens.log_ratio,
+        "actor/pg_clipfrac_lower": clipped_below,
+    }

@@ -1,0 +1,45 @@
+"""Losses that clip one ratio a sequence: GSPO (2507.18071), LUSPO (2602.05261), GMPO (2507.20673)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens, standard_metrics
+from hone.ops.masked import masked_mean
+
+_EXPONENT_CEILING = 10.0
+
+
+def sequence_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
+    """max(−A·s, −A·clip(s)), s = exp of the mean log-ratio; each token carries its own gradient."""
+    low, high = tokens.clip_bounds()
+    mean = masked_mean(tokens.log_ratio, tokens.mask, -1).unsqueeze(-1).detach()
+    log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
+    ratio = log_ratio.clamp(max=_EXPONENT_CEILING).exp()
+    plain = -tokens.advantages * ratio
+    clipped = -tokens.advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(plain, clipped), standard_metrics(tokens, clipped > plain)
+
+
+def geometric_mean(tokens: Tokens) -> tuple[Tensor, Columns]:
+    """−mean(A)·exp(mean of log-ratios clipped in log space, on the side the advantage pushes to)."""
+    low, high = tokens.clip_bounds()
+    sign = tokens.advantages.sign()
+    log_ratio = tokens.log_ratio
+    bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+    ratio = masked_mean(bounded, tokens.mask, -1).exp()
+    loss = -masked_mean(tokens.advantages, tokens.mask, -1) * ratio
+    if tokens.weights is not None:
+        log_weights = torch.where(tokens.mask, tokens.weights, torch.ones_like(loss[:, None])).log()
+        loss = loss * masked_mean(log_weights, tokens.mask, -1).exp()
+    over, under = log_ratio > high, log_ratio < -low
+    metrics = standard_metrics(tokens, over & (sign > 0), under & (sign < 0))
+    return loss.unsqueeze(-1).expand_as(log_ratio), metrics
+
+
+gspo = PolicyLoss("gspo", sequence_clip)
+luspo = PolicyLoss("luspo", sequence_clip, agg_mode="seq-mean-token-sum")
+geo_mean = PolicyLoss(
+    "geo_mean", geometric_mean, agg_mode="seq-mean-token-mean", weighs_itself=True
+)

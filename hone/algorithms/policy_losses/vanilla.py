@@ -1,0 +1,37 @@
+"""PPO's clipped surrogate with dual clip (1707.06347; dual clip 1912.09729)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.policy_losses.policy_loss import (
+    Columns,
+    PolicyLoss,
+    Tokens,
+    clipped_log_ratio,
+    standard_metrics,
+)
+
+
+def ppo_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
+    """max(−A·r, −A·clip(r)); for A < 0 never more than −A·c."""
+    low, high = tokens.clip_bounds()
+    dual = tokens.setting("clip_ratio_c")
+    if dual <= 1:
+        raise ValueError(
+            f"clip_ratio_c={dual} must be above 1: "
+            "it bounds the ratio where the advantage is negative"
+        )
+    advantages = tokens.advantages
+    ratio = clipped_log_ratio(tokens).exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    worse = torch.maximum(plain, clipped)
+    ceiling = -advantages * dual
+    negative = advantages < 0
+    loss = torch.where(negative, torch.minimum(ceiling, worse), worse)
+    return loss, standard_metrics(tokens, clipped > plain, (worse > ceiling) & negative)
+
+
+vanilla = PolicyLoss("vanilla", ppo_clip)

@@ -1,0 +1,105 @@
+"""Rejection of tokens or sequences whose rollout and training log-probs disagree too much.
+
+`log_ratio` is log(train / rollout) at each token. k1 is the log-ratio itself and its bounds are
+bounds of the ratio train/rollout; k2 = ½·lr², k3 = e^lr − 1 − lr have one upper bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hone.algorithms import thresholds
+from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
+
+EXPONENT_BOUND = 20.0
+_KEY = "algorithm.rollout_correction.rollout_rs_threshold"
+
+OPTIONS = (
+    *(f"token_k{n}" for n in (1, 2, 3)),
+    *(f"seq_sum_k{n}" for n in (1, 2, 3)),
+    *(f"seq_mean_k{n}" for n in (1, 2, 3)),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one option measured and decided."""
+
+    values: Tensor  # [B, T] for token options, [B] for sequence options
+    low: float
+    high: float
+    keep: Tensor  # [B, T] bool
+
+
+def rejection_mask(
+    log_ratio: Tensor, mask: Tensor, options: Any, bounds: Any
+) -> tuple[Tensor, dict[str, Verdict]]:
+    """The tokens of `mask` that pass every option, and each option's verdict."""
+    keep = mask.bool()
+    log_ratio = masked_fill_zero(log_ratio, mask)
+    verdicts = {
+        option: _judge(option, log_ratio, mask.bool(), bound)
+        for option, bound in _pair(options, bounds)
+    }
+    for verdict in verdicts.values():
+        keep = keep & verdict.keep
+    return keep, verdicts
+
+
+def _pair(options: Any, bounds: Any) -> list[tuple[str, Any]]:
+    chosen, given = thresholds.split(options), thresholds.split(bounds)
+    for option in chosen:
+        if option not in OPTIONS:
+            raise ValueError(
+                f"algorithm.rollout_correction.rollout_rs has {option!r}, which is unknown; "
+                f"use any of {', '.join(OPTIONS)}"
+            )
+    if len(given) == 1:
+        given = given * len(chosen)
+    if len(given) != len(chosen):
+        raise ValueError(
+            f"{_KEY}={bounds!r} gives {len(given)} bounds for {len(chosen)} rejection options "
+            f"({', '.join(chosen)}); give one for all or one each, comma separated"
+        )
+    return list(zip(chosen, given, strict=True))
+
+
+def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Any) -> Verdict:
+    level, kind = option.rsplit("_", 1)
+    low, high = _limits(kind, bound)
+    per_token = _divergence(kind, log_ratio)
+    match level:
+        case "token":
+            values = per_token
+        case "seq_sum":
+            values = masked_sum(per_token, mask, -1)
+        case "seq_mean":
+            values = masked_mean(per_token, mask, -1)
+        case _:
+            values = masked_fill_zero(per_token, mask).amax(-1)
+    inside = (values >= low) & (values <= high)
+    return Verdict(values, low, high, mask & (inside if values.dim() == 2 else inside[:, None]))
+
+
+def _limits(kind: str, bound: Any) -> tuple[float, float]:
+    if kind == "k1":
+        low, high = thresholds.ratio_band(bound, _KEY)
+        return math.log(low), math.log(high)
+    limits = thresholds.numbers(bound, _KEY)
+    if len(limits) != 1:
+        raise ValueError(f"{_KEY}={bound!r}: {kind} takes one upper bound, such as 0.01")
+    return -math.inf, limits[0]
+
+
+def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return 0.5 * log_ratio**2
+    return log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp() - 1 - log_ratio

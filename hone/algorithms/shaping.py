@@ -1,0 +1,58 @@
+"""Changes to a batch's rewards or rows that are no estimator: overlong penalty, PF-PPO resampling,
+whitening of any estimator's advantages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.ops.masked import masked_whiten
+
+_FLOOR = 1e-8
+
+
+def overlong_penalty(
+    lengths: Tensor, max_resp_len: int, buffer_len: int, penalty_factor: float
+) -> Tensor:
+    """[B] 0 up to max − buffer, then falling linearly to −penalty_factor at max (2503.14476)."""
+    if not 0 < buffer_len <= max_resp_len:
+        raise ValueError(
+            f"overlong_buffer.len={buffer_len} must be above 0 and at most "
+            f"max_resp_len={max_resp_len}"
+        )
+    over = lengths.to(torch.get_default_dtype()) - (max_resp_len - buffer_len)
+    return -(over / buffer_len * penalty_factor).clamp(min=0)
+
+
+def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:
+    """[B] how likely each row is to be drawn again (PF-PPO, 2409.06957).
+
+    pow: |score|^p; max_min: 1 for the best and the worst, else 0; max_random: 0.4 for the best, 0.1
+    for the others.
+    """
+    if reweight_method == "pow":
+        weights = scores.abs() ** weight_pow
+    elif reweight_method == "max_min":
+        weights = ((scores == scores.max()) | (scores == scores.min())).to(scores.dtype)
+    elif reweight_method == "max_random":
+        weights = torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype)
+    else:
+        raise ValueError(
+            f"algorithm.pf_ppo.reweight_method={reweight_method!r} is unknown; "
+            "use pow, max_min or max_random"
+        )
+    return (weights + _FLOOR).clamp(min=_FLOOR)
+
+
+def pf_ppo_rows(
+    scores: Tensor, reweight_method: str, weight_pow: float, generator: torch.Generator
+) -> Tensor:
+    """[B] row numbers drawn with replacement. The caller's generator keeps a run replayable."""
+    weights = pf_ppo_weights(scores, reweight_method, weight_pow)
+    return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
+
+
+def normalise_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
+    """`algorithm.adv_norm`: whiten over all policy tokens of the batch, 0 elsewhere."""
+    return masked_whiten(advantages, response_mask)

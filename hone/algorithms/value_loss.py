@@ -1,0 +1,35 @@
+"""The critic's loss: squared error to the return, the worse of the clipped and the unclipped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.aggregation import agg_loss
+from hone.ops.masked import masked_fill_zero, masked_mean
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """½·max((v−R)², (clip(v, V±c)−R)²) aggregated, and the share of tokens where clipping won."""
+    vpreds, returns, values = (
+        masked_fill_zero(x, response_mask) for x in (vpreds, returns, values)
+    )
+    clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    error = (vpreds - returns) ** 2
+    clipped_error = (clipped - returns) ** 2
+    loss = agg_loss(
+        0.5 * torch.maximum(error, clipped_error),
+        response_mask,
+        loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+    )
+    clipfrac = masked_mean((clipped_error > error).to(error.dtype), response_mask)
+    return loss, clipfrac.detach()

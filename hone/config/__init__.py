@@ -1,0 +1,20 @@
+"""Configuration: the typed schema, where every default lives, and the way from overrides to it.
+
+Importing this loads no torch; Hydra loads when a configuration is composed.
+"""
+
+from __future__ import annotations
+
+from hone.config.compose import Composed, compose, config_to_dict, load_config, replace
+from hone.config.errors import ConfigError
+from hone.config.schema import PPOTrainerConfig
+
+__all__ = [
+    "Composed",
+    "ConfigError",
+    "PPOTrainerConfig",
+    "compose",
+    "config_to_dict",
+    "load_config",
+    "replace",
+]

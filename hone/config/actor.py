@@ -1,0 +1,228 @@
+"""The actor (what the policy update does) and the reference policy.
+
+Batch sizes are in prompts, sequences or tokens, as each docstring says; the derived ones are properties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
+from hone.config.keys import at_most, follows
+from hone.config.profiler import ProfilerConfig
+
+LossAggMode = Literal[
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+]
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which policy loss and its own constants."""
+
+    loss_mode: str = "vanilla"
+    """Name of the loss, or `pkg.mod:function` for your own."""
+    clip_cov_ratio: float = 2e-4
+    """clip_cov: share of tokens whose gradient is dropped."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: lower covariance bound."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: upper covariance bound."""
+    kl_cov_ratio: float = 2e-4
+    """kl_cov: share of tokens that get the KL term."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: weight of the KL term."""
+    dro_beta: float | None = None
+    """dro: weight of the squared log-ratio; must be given and positive for `dro`."""
+
+
+@dataclass(frozen=True)
+class RouterReplayConfig:
+    """Replay of expert routing for mixture-of-experts models."""
+
+    mode: str = "disabled"
+    """disabled, R2 or R3."""
+    record_file: str | None = None
+    """File to record routing to."""
+    replay_file: str | None = None
+    """File to replay routing from."""
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """The policy update."""
+
+    strategy: Literal["fsdp", "fsdp2", "megatron", "veomni"] = "fsdp2"
+    """Training engine beyond one rank; fsdp and fsdp2 both mean FSDP2 here."""
+    rollout_n: int = field(default=follows("actor_rollout_ref.rollout.n"))
+    """Responses a prompt; follows the rollout."""
+    ppo_mini_batch_size: int = field(default=at_most(256, "data.train_batch_size"))
+    """Prompts in one update (optimizer step); each brings its `rollout.n` responses."""
+    ppo_micro_batch_size: int | None = None
+    """Sequences in one forward over all ranks; give `ppo_micro_batch_size_per_gpu`."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Sequences in one forward on one rank; null forms micro-batches by token budget."""
+    use_dynamic_bsz: bool = False
+    """Form micro-batches by token budget even when a micro-batch size is given."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Token budget of one forward and backward on one rank."""
+    clip_ratio: float = 0.2
+    """The probability ratio is clipped to 1 - clip_ratio … 1 + clip_ratio."""
+    clip_ratio_low: float | None = None
+    """Lower clip where it differs from `clip_ratio`."""
+    clip_ratio_high: float | None = None
+    """Upper clip where it differs from `clip_ratio`; DAPO uses 0.28."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: largest ratio that counts where the advantage is negative; above 1."""
+    tau_pos: float = 1.0
+    """sapo: temperature for positive advantages."""
+    tau_neg: float = 1.05
+    """sapo: temperature for negative advantages."""
+    freeze_vision_tower: bool = False
+    """Do not train the vision tower."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """Which policy loss and its own constants."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How per-token losses become one number."""
+    loss_scale_factor: float | None = None
+    """Divisor of `seq-mean-token-sum-norm`; null is the longest response allowed."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    calculate_entropy: bool = False
+    """Report the entropy even when its weight is 0."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of the KL loss."""
+    kl_loss_type: str = "low_var_kl"
+    """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; a trailing + takes k2's gradient."""
+    use_prefix_grouper: bool = False
+    """Compute a group's shared prompt once in training."""
+    use_torch_compile: bool = field(
+        default=follows("actor_rollout_ref.actor.fsdp_config.use_torch_compile")
+    )
+    """Compile each decoder block with torch.compile."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
+    shuffle: bool = False
+    """Shuffle the rows of a batch before cutting it into mini-batches."""
+    data_loader_seed: int = 42
+    """Seed of that shuffle."""
+    use_fused_kernels: bool = field(default=follows("actor_rollout_ref.model.use_fused_kernels"))
+    """Fused linear + log-softmax; follows the model."""
+    grad_clip: float = field(default=follows("actor_rollout_ref.actor.optim.clip_grad"))
+    """Largest gradient norm; follows the optimizer block."""
+    ulysses_sequence_parallel_size: int = field(
+        default=follows("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size")
+    )
+    """Ranks that share one sequence; follows the engine block."""
+    entropy_from_logits_with_chunking: bool = field(
+        default=follows("actor_rollout_ref.actor.fsdp_config.entropy_from_logits_with_chunking")
+    )
+    """Entropy in chunks of tokens; follows the engine block."""
+    entropy_checkpointing: bool = field(
+        default=follows("actor_rollout_ref.actor.fsdp_config.entropy_checkpointing")
+    )
+    """Recompute the entropy in the backward pass; follows the engine block."""
+    use_remove_padding: bool = field(default=follows("actor_rollout_ref.model.use_remove_padding"))
+    """Rows are packed without padding; follows the model."""
+    calculate_sum_pi_squared: bool = False
+    """Also compute the sum of squared probabilities; estimators that need it ask by themselves."""
+    sum_pi_squared_checkpointing: bool = False
+    """Recompute that sum in the backward pass."""
+    state_masking: bool = True
+    """Tokens that tools and environments wrote carry no loss."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and schedule."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding, dtype, offload."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What a checkpoint holds."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """Profiling of the actor."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    """Replay of expert routing."""
+
+    @property
+    def low_clip(self) -> float:
+        """Distance below 1 at which the ratio is clipped."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def high_clip(self) -> float:
+        """Distance above 1 at which the ratio is clipped."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    @property
+    def forms_micro_batches_by_tokens(self) -> bool:
+        """True when the token budget, not a sequence count, cuts a mini-batch."""
+        sizes = (self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size)
+        return self.use_dynamic_bsz or sizes == (None, None)
+
+    def sequences_per_micro_batch(self, ranks: int) -> int | None:
+        """Sequences in one forward on one rank; None where the token budget decides."""
+        if self.forms_micro_batches_by_tokens:
+            return None
+        return sequences_per_rank(
+            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, ranks
+        )
+
+    def sequences_per_update(self, responses_per_prompt: int | None = None) -> int:
+        """Sequences in one update over all ranks."""
+        n = self.rollout_n if responses_per_prompt is None else responses_per_prompt
+        return self.ppo_mini_batch_size * n
+
+    def updates_per_step(self, prompts_per_step: int) -> int:
+        """Optimizer steps one batch gives, all epochs together."""
+        return -(-prompts_per_step // self.ppo_mini_batch_size) * self.ppo_epochs
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """The reference policy: forward only."""
+
+    strategy: str = field(default=follows("actor_rollout_ref.actor.strategy"))
+    """Engine; follows the actor."""
+    rollout_n: int = field(default=follows("actor_rollout_ref.rollout.n"))
+    """Responses a prompt; follows the rollout."""
+    use_torch_compile: bool = field(default=follows("actor_rollout_ref.actor.use_torch_compile"))
+    """Compile each decoder block; follows the actor."""
+    log_prob_micro_batch_size: int | None = None
+    """Sequences in one forward over all ranks; give `log_prob_micro_batch_size_per_gpu`."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Sequences in one forward on one rank; null forms micro-batches by token budget."""
+    log_prob_use_dynamic_bsz: bool = field(
+        default=follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    )
+    """Form micro-batches by token budget; follows the actor."""
+    log_prob_max_token_len_per_gpu: int = field(
+        default=follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    )
+    """Token budget of one forward on one rank; follows the actor."""
+    ulysses_sequence_parallel_size: int = field(
+        default=follows("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
+    )
+    """Ranks that share one sequence; follows the actor."""
+    entropy_from_logits_with_chunking: bool = False
+    """Entropy in chunks of tokens."""
+    entropy_checkpointing: bool = False
+    """Recompute the entropy in the backward pass."""
+    fsdp_config: FSDPConfig = field(default_factory=lambda: FSDPConfig(forward_only=True))
+    """Sharding, dtype, offload."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """Profiling of the reference."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    """Replay of expert routing."""
+
+    def sequences_per_micro_batch(self, ranks: int) -> int | None:
+        """Sequences in one forward on one rank; None where the token budget decides."""
+        if self.log_prob_use_dynamic_bsz:
+            return None
+        return sequences_per_rank(
+            self.log_prob_micro_batch_size_per_gpu, self.log_prob_micro_batch_size, ranks
+        )

@@ -1,0 +1,115 @@
+"""The algorithm: advantage estimator, KL, rollout correction, group filters.
+
+Formulas live in `hone.algorithms`; `docs/algorithms.md` has one table of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    """Weight of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed keeps `kl_coef`; adaptive steers towards `target_kl`."""
+    kl_coef: float = 0.001
+    """The weight, or where the adaptive one starts."""
+    horizon: int = 10000
+    """adaptive: sequences over which the weight reacts."""
+    target_kl: float = 0.1
+    """adaptive: the KL to hold."""
+
+
+@dataclass(frozen=True)
+class PFPPOConfig:
+    """PF-PPO: resample the batch by reward."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    """How a score becomes a weight."""
+    weight_pow: float = 2.0
+    """pow: the exponent."""
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Correction for rollout log-probs that differ from the trainer's."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights by token or sequence; null has none."""
+    rollout_is_threshold: float | str = 2.0
+    """Weights are cut at this value; `lo_hi` zeroes weights outside the band (IcePop)."""
+    rollout_rs: str | tuple[str, ...] | None = None
+    """Rejection options, comma separated: token_k1…k3, seq_sum_k1…, seq_mean_k1…, seq_max_k2|k3."""
+    rollout_rs_threshold: float | str | None = None
+    """Bounds of the rejection options: one number, or `lo_hi` for k1, comma separated."""
+    bypass_mode: bool = False
+    """Use rollout log-probs as the old ones; no recomputation."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """bypass: the loss."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their batch mean."""
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: drop groups without signal and generate more."""
+
+    enable: bool = False
+    """Filter groups."""
+    metric: str | None = "reward"
+    """What must vary within a group: acc, score, reward, seq_reward, seq_final_reward, an extra."""
+    max_num_gen_batches: int = 0
+    """Generation rounds a step before giving up; 0 is no limit."""
+    max_inflight_gen_batches: int = 1
+    """Generation rounds under way at the same time."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages, KL in the reward, correction, filters."""
+
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    adv_estimator: str = "gae"
+    """Name of the estimator, or `pkg.mod:function` for your own."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide group advantages by the group's deviation; false is Dr.GRPO."""
+    adv_norm: bool = False
+    """Whiten advantages over all policy tokens of the batch, whatever the estimator."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference policy from each token's reward."""
+    kl_penalty: str = "kl"
+    """KL estimator in the reward: kl|k1, abs, mse|k2, low_var_kl|k3."""
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    """Weight of that penalty."""
+    use_pf_ppo: bool = False
+    """Resample the batch by reward."""
+    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+    """How PF-PPO weighs rows."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """Correction for rollout log-probs that differ from the trainer's."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """DAPO's dynamic sampling."""
+    gdpo_reward_keys: tuple[str, ...] | None = None
+    """gdpo: reward parts normalised one by one."""
+    gdpo_reward_weights: tuple[float, ...] | None = None
+    """gdpo: weight of each part; null is 1 each."""
+
+
+@dataclass(frozen=True)
+class CurriculumFilterConfig:
+    """PURE's filter of groups that are too easy or too hard."""
+
+    enable: bool = False
+    """Filter groups by their mean rule score."""
+    fn_name: str = "remove_extreme"
+    """remove_extreme keeps 0 < mean < 1; interquartile keeps the middle of the batch."""
+    fn_params: dict[str, Any] = field(
+        default_factory=lambda: {"lower_percentile_bound": 25, "upper_percentile_bound": 75}
+    )
+    """interquartile: the percentiles."""

@@ -1,0 +1,328 @@
+"""Checks of a `ppo_trainer` tree that need more than one key, or more than a type.
+
+They run before any model is loaded; each sentence names values that work. All defects are reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hone.config.convert import show_value
+from hone.config.errors import did_you_mean, nearest
+from hone.config.ranges import RANGES, out_of_range
+from hone.config.schema import PPOTrainerConfig
+
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+LEAVE_ONE_OUT = ("rloo", "rloo_vectorized", "grpo_passk")
+TRACKERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab")
+CHECKPOINT_PARTS = ("model", "optimizer", "extra", "hf_model")
+CREDIT_ASSIGNMENTS = ("gamma-decay", "strict min-form")
+REJECTIONS = (
+    *(f"{level}_k{i}" for level in ("token", "seq_sum", "seq_mean") for i in (1, 2, 3)),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+def find_problems(config: PPOTrainerConfig, origins: dict[str, str]) -> list[str]:
+    """One sentence for each defect of the tree; ranges first, as the other checks divide by them."""
+    problems = out_of_range(config, {k: r for k, r in RANGES.items() if k in origins})
+    if problems:
+        return problems
+    return [problem for find in CHECKS for problem in find(config)]
+
+
+def multiples(value: int, unit: int) -> str:
+    """The nearest multiples of `unit` around `value`, as `use A or B`."""
+    below = value // unit * unit
+    return f"use {below} or {below + unit}" if below else f"use {unit}"
+
+
+def divisors(value: int, near: int) -> str:
+    """The nearest divisors of `value` around `near`, as `use A or B`."""
+    every = [d for d in range(1, value + 1) if value % d == 0]
+    below = max((d for d in every if d <= near), default=None)
+    above = min((d for d in every if d > near), default=None)
+    return "use " + " or ".join(str(d) for d in (below, above) if d is not None)
+
+
+def _batches(config: PPOTrainerConfig) -> Iterator[str]:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    ranks = config.world_size
+    unit = ranks // _common_divisor(ranks, n)
+    if prompts % unit:
+        rows = f" times rollout.n={n}" if n > 1 else ""
+        yield (
+            f"data.train_batch_size={prompts}{rows} is not divisible by {ranks} data-parallel ranks; "
+            + multiples(prompts, unit)
+        )
+        return
+    minis = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if uses_critic(config) and config.critic.ppo_mini_batch_size not in minis.values():
+        minis["critic"] = config.critic.ppo_mini_batch_size
+    for block, mini in minis.items():
+        key = f"{block}.ppo_mini_batch_size={mini}"
+        if mini > prompts:
+            yield f"{key} is more prompts than a step has (data.train_batch_size={prompts}); use {prompts}"
+        elif prompts % mini:
+            yield f"{key} does not divide data.train_batch_size={prompts}; {divisors(prompts, mini)}"
+        elif mini % unit:
+            yield f"{key} is not divisible by {ranks} data-parallel ranks; {multiples(mini, unit)}"
+
+
+def _common_divisor(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+def _generation_batch(config: PPOTrainerConfig) -> Iterator[str]:
+    size, filters = config.data.gen_batch_size, config.algorithm.filter_groups
+    if size is not None and size != config.data.train_batch_size and not filters.enable:
+        yield (
+            f"data.gen_batch_size={size} differs from data.train_batch_size="
+            f"{config.data.train_batch_size}, which needs algorithm.filter_groups.enable=true; "
+            "set it, or data.gen_batch_size=null"
+        )
+    if filters.enable and config.actor_rollout_ref.rollout.n == 1:
+        yield (
+            "algorithm.filter_groups.enable=true needs groups, and actor_rollout_ref.rollout.n=1; "
+            "use actor_rollout_ref.rollout.n=2 or more"
+        )
+    if filters.enable and filters.metric is None:
+        yield "algorithm.filter_groups.metric=null; use reward, acc, or the name of a reward extra"
+
+
+def _micro_batches(config: PPOTrainerConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    pairs = {
+        "actor_rollout_ref.actor.ppo_micro_batch_size": policy.actor,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size": policy.ref,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size": policy.rollout,
+        "critic.ppo_micro_batch_size": config.critic,
+        "critic.forward_micro_batch_size": config.critic,
+        "reward_model.micro_batch_size": config.reward_model,
+    }
+    for key, block in pairs.items():
+        name = key.rsplit(".", 1)[1]
+        total, per_rank = getattr(block, name), getattr(block, f"{name}_per_gpu")
+        if total is not None and per_rank is not None:
+            yield f"{key}={total} and {key}_per_gpu={per_rank} say the same thing twice; keep {key}_per_gpu"
+
+
+def _token_budgets(config: PPOTrainerConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    longest = policy.rollout.prompt_length + policy.rollout.response_length
+    limit = policy.rollout.max_model_len
+    if limit is not None and limit < longest:
+        yield (
+            f"actor_rollout_ref.rollout.max_model_len={limit} is less than the longest prompt plus "
+            f"response ({longest}); use {longest} or null, or lower data.max_response_length"
+        )
+    budgets: dict[str, int] = {}
+    if policy.actor.forms_micro_batches_by_tokens:
+        budgets["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = (
+            policy.actor.ppo_max_token_len_per_gpu
+        )
+    if uses_critic(config) and config.critic.forms_micro_batches_by_tokens:
+        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+    for key, budget in budgets.items():
+        if budget < longest:
+            yield (
+                f"{key}={budget} tokens cannot hold the longest prompt plus response "
+                f"({policy.rollout.prompt_length} + {policy.rollout.response_length}); use {longest} or more"
+            )
+
+
+def _sampling(config: PPOTrainerConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.do_sample and rollout.temperature <= 0:
+        yield (
+            f"actor_rollout_ref.rollout.temperature={show_value(rollout.temperature)} with do_sample=true "
+            "samples nothing; use temperature=1.0, or do_sample=false to decode greedily"
+        )
+    if not rollout.do_sample and rollout.n > 1 and not config.trainer.val_only:
+        yield (
+            f"actor_rollout_ref.rollout.do_sample=false gives {rollout.n} equal responses a prompt; "
+            "use do_sample=true, or n=1"
+        )
+    val = rollout.val_kwargs
+    if val.do_sample and val.temperature <= 0:
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.temperature={show_value(val.temperature)} with "
+            "val_kwargs.do_sample=true; use val_kwargs.temperature=1.0, or val_kwargs.do_sample=false"
+        )
+    if not val.do_sample and val.n > 1:
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.n={val.n} greedy responses are all the same; "
+            "use val_kwargs.do_sample=true with a temperature above 0, or val_kwargs.n=1"
+        )
+
+
+def uses_critic(config: PPOTrainerConfig) -> bool:
+    """True when the run has a value model."""
+    if config.critic.enable is None:
+        return config.algorithm.adv_estimator == "gae"
+    return config.critic.enable
+
+
+def _estimator(config: PPOTrainerConfig) -> Iterator[str]:
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    if algorithm.adv_estimator in LEAVE_ONE_OUT and n == 1:
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses of one prompt, and "
+            "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"
+        )
+    if algorithm.adv_estimator == "gae" and config.critic.enable is False:
+        yield "algorithm.adv_estimator=gae reads values, and critic.enable=false; use null or true"
+    if config.trainer.critic_warmup > 0 and not uses_critic(config):
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic would train nothing; "
+            "use 0, or critic.enable=true"
+        )
+    if algorithm.adv_estimator == "gdpo":
+        keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+        if not keys:
+            yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the parts to normalise"
+        elif weights is not None and len(weights) != len(keys):
+            yield (
+                f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} "
+                "algorithm.gdpo_reward_keys; give one each, or null"
+            )
+
+
+def _kl(config: PPOTrainerConfig) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    kinds = {"algorithm.kl_penalty": config.algorithm.kl_penalty}
+    kinds["actor_rollout_ref.actor.kl_loss_type"] = actor.kl_loss_type
+    for key, kind in kinds.items():
+        if kind.removesuffix("+") not in KL_ESTIMATORS:
+            yield f"{key}={kind} is no KL estimator; use {', '.join(KL_ESTIMATORS)}, or one of them with +"
+    beta = actor.policy_loss.dro_beta
+    if actor.policy_loss.loss_mode == "dro" and (beta is None or beta <= 0):
+        yield (
+            f"actor_rollout_ref.actor.policy_loss.dro_beta={show_value(beta)} with loss_mode=dro; "
+            "use a number above 0"
+        )
+
+
+def _correction(config: PPOTrainerConfig) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    key = "algorithm.rollout_correction"
+    options = correction.rollout_rs
+    named = options.split(",") if isinstance(options, str) else list(options or ())
+    for option in (name.strip() for name in named):
+        if option not in REJECTIONS:
+            yield f"{key}.rollout_rs has no option '{option}'.{did_you_mean(nearest(option, REJECTIONS))}"
+    if named and correction.rollout_rs_threshold is None:
+        yield f"{key}.rollout_rs={','.join(named)} needs {key}.rollout_rs_threshold, for example 2.0"
+    reads = correction.rollout_is is not None or bool(named) or correction.bypass_mode
+    if reads and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield f"{key} reads rollout log-probs; use actor_rollout_ref.rollout.calculate_log_probs=true"
+
+
+def _rewards(config: PPOTrainerConfig) -> Iterator[str]:
+    model, manager = config.reward_model, config.reward_manager
+    if model.enable and not model.model.path:
+        yield "reward_model.enable=true needs reward_model.model.path"
+    if manager.source == "importlib" and not manager.module.path:
+        yield "reward_manager.source=importlib needs reward_manager.module.path, the file of your class"
+    if manager.name == "blank" and manager.source == "register" and not model.enable:
+        yield (
+            "reward_manager.name=blank gives no score and reward_model.enable=false, so there is no "
+            "reward at all; use naive, or reward_model.enable=true"
+        )
+    credit = model.credit_assignment
+    if isinstance(credit, str) and credit not in CREDIT_ASSIGNMENTS:
+        yield (
+            f"reward_model.credit_assignment={credit}; use {', '.join(CREDIT_ASSIGNMENTS)}, or a "
+            "temperature above 0"
+        )
+    if isinstance(credit, float) and credit <= 0:
+        yield f"reward_model.credit_assignment={show_value(credit)}; a temperature is above 0, as 0.1"
+    buffer = model.reward_kwargs.overlong_buffer_cfg
+    limit = model.reward_kwargs.max_resp_len or config.data.max_response_length
+    if buffer.enable and not 0 < buffer.len <= limit:
+        yield (
+            f"reward_model.reward_kwargs.overlong_buffer_cfg.len={buffer.len} lies outside the response "
+            f"(1 to {limit} tokens); use for example {max(1, limit // 5)}"
+        )
+
+
+def _data(config: PPOTrainerConfig) -> Iterator[str]:
+    data = config.data
+    if data.dataset_weights is not None:
+        files, weights = len(data.train_files), len(data.dataset_weights)
+        if files != weights:
+            yield f"data.dataset_weights has {weights} numbers for {files} data.train_files; give one each"
+        if any(w < 0 for w in data.dataset_weights) or sum(data.dataset_weights) <= 0:
+            yield "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]"
+    if bool(data.sampler.class_path) != bool(data.sampler.class_name):
+        yield "data.sampler needs both class_path and class_name, or neither"
+    if data.custom_cls.path and not data.custom_cls.name:
+        yield "data.custom_cls.path needs data.custom_cls.name, the class in that file"
+
+
+def _run(config: PPOTrainerConfig) -> Iterator[str]:
+    trainer, ranks = config.trainer, config.world_size
+    if trainer.controller == "local" and ranks > 1:
+        yield (
+            f"trainer.controller=local is one process, and nnodes={trainer.nnodes} times n_gpus_per_node="
+            f"{trainer.n_gpus_per_node} is {ranks}; use trainer.controller=ray, or 1 and 1"
+        )
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
+    for name in trainer.logger:
+        if name not in TRACKERS:
+            hint = did_you_mean(nearest(name, TRACKERS))
+            yield f"trainer.logger has no tracker '{name}'.{hint} Use {', '.join(TRACKERS)}"
+    blocks = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    for key, block in blocks.items():
+        parts = (*block.checkpoint.save_contents, *(block.checkpoint.load_contents or ()))
+        for part in dict.fromkeys(parts):
+            if part not in CHECKPOINT_PARTS:
+                yield f"{key}.checkpoint has no part '{part}'; use {', '.join(CHECKPOINT_PARTS)}"
+    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    if size != -1 and (size < 1 or ranks % size):
+        yield (
+            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide {ranks} ranks; "
+            f"use -1, or {divisors(ranks, max(size, 1)).removeprefix('use ')}"
+        )
+
+
+CHECKS: tuple[Callable[[PPOTrainerConfig], Iterator[str]], ...] = (
+    _batches,
+    _generation_batch,
+    _micro_batches,
+    _token_budgets,
+    _sampling,
+    _estimator,
+    _kl,
+    _correction,
+    _rewards,
+    _data,
+    _run,
+)
+
+
+def find_idle(config: PPOTrainerConfig, origins: dict[str, str]) -> list[str]:
+    """Keys that were set but have no effect beside the others."""
+    idle: list[str] = []
+
+    def say(prefix: str, why: str) -> None:
+        set_keys = [k for k in origins if k == prefix or k.startswith(prefix + ".")]
+        idle.extend(f"{key} has no effect while {why} ({origins[key]})" for key in set_keys)
+
+    if not config.algorithm.use_kl_in_reward:
+        say("algorithm.kl_ctrl", "algorithm.use_kl_in_reward=false")
+    if not config.actor_rollout_ref.actor.use_kl_loss:
+        say("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.use_kl_loss=false")
+    if not uses_critic(config):
+        estimator = config.algorithm.adv_estimator
+        for block in ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value"):
+            say(f"critic.{block}", f"there is no critic (algorithm.adv_estimator={estimator})")
+    if not config.uses_reference:
+        say("actor_rollout_ref.ref", "no KL to the reference policy is asked for")
+    if not config.reward_model.enable:
+        say("reward_model.model", "reward_model.enable=false")
+    return idle

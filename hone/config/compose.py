@@ -1,0 +1,235 @@
+"""From what the user wrote to the frozen tree: aliases, unknown keys, interpolation, types, checks.
+
+The order of precedence is schema, files in the order of their defaults list, command line.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hone.config.absent import absent_rule
+from hone.config.convert import build, show_value, to_plain
+from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.config.keys import block_type, hints, walk_fields
+from hone.config.sources import Setting, parse_overrides, read_config
+from hone.config.states import Rule, rule_of
+from hone.config.trees import OTHER_NAMES, TREES, Tree
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A checked tree, the origin of each value that someone set, and what to say at start."""
+
+    config: Any
+    origins: dict[str, str]
+    notes: tuple[str, ...] = ()
+    """Neutral keys that were set, and keys without effect: the run lists them once."""
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted key came from."""
+        return self.origins.get(key, "default")
+
+
+def compose(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "ppo_trainer",
+    config_path: str | Path | None = None,
+    schema: str | None = None,
+) -> Composed:
+    """Resolve a configuration and remember where each value came from."""
+    found, settings = _from_files(OTHER_NAMES.get(config_name, config_name), config_path)
+    tree = TREES[schema or found or "ppo_trainer"]
+    return compose_settings(tree, [*settings, *parse_overrides(overrides)])
+
+
+def _from_files(
+    config_name: str, config_path: str | Path | None
+) -> tuple[str | None, list[Setting]]:
+    if config_path is not None:
+        return read_config(config_name, config_path, tuple(TREES))
+    if config_name in TREES:
+        return config_name, []
+    if "megatron" in config_name:
+        raise ConfigError(f"config '{config_name}': megatron is not built; use ppo_trainer")
+    raise ConfigError(
+        f"there is no built-in config '{config_name}'."
+        f"{did_you_mean(nearest(config_name, TREES))} "
+        "A config of your own needs --config-path, the folder that holds it"
+    )
+
+
+def compose_settings(schema: Tree, settings: Sequence[Setting]) -> Composed:
+    """Apply settings to the schema's defaults and check the result."""
+    root = schema.root
+    tree = copy.deepcopy(to_plain(root()))
+    origins: dict[str, str] = {}
+    problems: list[str] = []
+    notes: list[str] = []
+    for setting in schema.translate(settings, problems):
+        rule = absent_rule(setting.key) if _owner(root, setting.key) is None else None
+        if rule is not None:
+            answer = _answer(setting.key, setting.value, None, rule, setting.origin)
+            (notes if rule.lets_through(setting.value, None) else problems).append(answer)
+            continue
+        problem = _apply(tree, root, setting)
+        if problem:
+            problems.append(problem)
+        else:
+            origins[setting.key] = setting.origin
+    if problems:
+        raise ConfigError(problems)
+    config = build(root, _resolve(tree), lambda key: origins.get(key, "default"))
+    _answer_states(config, schema, origins, problems, notes)
+    problems.extend(schema.find_problems(config, origins))
+    if problems:
+        raise ConfigError(problems)
+    notes.extend(schema.find_idle(config, origins))
+    return Composed(config, origins, tuple(dict.fromkeys(notes)))
+
+
+def _owner(root: type, key: str) -> str | None:
+    """The declared leaf or block that holds the key, or None."""
+    cls, walked = root, ""
+    for name in key.split("."):
+        if name not in hints(cls):
+            return None
+        walked = f"{walked}.{name}" if walked else name
+        inner = block_type(hints(cls)[name])
+        if inner is None:
+            return walked
+        cls = inner
+    return walked
+
+
+def _answer(key: str, value: Any, default: Any, rule: Rule, origin: str) -> str:
+    if rule.lets_through(value, default):
+        return f"{key}={show_value(value)}: {rule.why} ({origin})"
+    return f"{key}={show_value(value)} is refused: {rule.why} ({origin})"
+
+
+def _answer_states(
+    config: Any, schema: Tree, origins: dict[str, str], problems: list[str], notes: list[str]
+) -> None:
+    """Say of every key that someone set whether it is neutral or refused."""
+    defaults = {key: value for key, _, _, value in walk_fields(schema.root)}
+    for key, origin in origins.items():
+        leaf = _owner(schema.root, key)
+        if leaf not in defaults:
+            continue
+        rule, value = rule_of(leaf, schema.rules), get(config, leaf)
+        if not rule.lets_through(value, defaults[leaf]):
+            problems.append(_answer(leaf, value, defaults[leaf], rule, origin))
+        elif rule.state == "neutral":
+            notes.append(_answer(leaf, value, defaults[leaf], rule, origin))
+
+
+def _apply(tree: dict[str, Any], root: type, setting: Setting) -> str | None:
+    """Write one setting into the tree; returns the problem, if there is one."""
+    node, cls, walked = tree, root, ""
+    names = setting.key.split(".")
+    for depth, name in enumerate(names):
+        annotations = hints(cls)
+        if name not in annotations:
+            return unknown_key(root, cls, walked, name, setting)
+        walked = f"{walked}.{name}" if walked else name
+        inner = block_type(annotations[name])
+        if inner is None:
+            return _set_leaf(node, name, names[depth + 1 :], walked, setting)
+        node, cls = node[name], inner
+    if setting.value is None or setting.value == {}:
+        return None
+    return f"{setting.key} is a block of keys; set the keys inside it ({setting.origin})"
+
+
+def _set_leaf(
+    node: dict[str, Any], name: str, rest: list[str], key: str, setting: Setting
+) -> str | None:
+    if not rest:
+        if setting.delete:
+            return f"{key} cannot be removed; give it a value or null ({setting.origin})"
+        node[name] = setting.value
+        return None
+    if node[name] is None:
+        node[name] = {}
+    if not isinstance(node[name], dict):
+        return f"{key} is a value, it has no key '{rest[0]}' ({setting.origin})"
+    inner = node[name]
+    for part in rest[:-1]:
+        inner = inner.setdefault(part, {})
+    if setting.delete:
+        inner.pop(rest[-1], None)
+    else:
+        inner[rest[-1]] = setting.value
+    return None
+
+
+def unknown_key(root: type, cls: type, walked: str, name: str, setting: Setting) -> str:
+    """The sentence for a key that does not exist: nearest sibling, else the same leaf elsewhere."""
+    sibling = nearest(name, hints(cls))
+    if sibling is None:
+        leaf = setting.key.split(".")[-1]
+        every = [key for key, *_ in walk_fields(root)]
+        same = [key for key in every if key.split(".")[-1] == leaf]
+        sibling = min(same, key=len) if same else nearest(setting.key, every)
+    owner = walked or "the config"
+    return f"{owner} has no key '{name}'.{did_you_mean(sibling)} ({setting.origin})"
+
+
+def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    OmegaConf.register_new_resolver("least", lambda *numbers: min(numbers), replace=True)
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"a reference does not resolve: {str(error).splitlines()[0]}") from None
+    assert isinstance(resolved, dict)
+    return resolved  # type: ignore[return-value]
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "ppo_trainer",
+    config_path: str | Path | None = None,
+    schema: str | None = None,
+) -> Any:
+    """The frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
+    return compose(
+        overrides, config_name=config_name, config_path=config_path, schema=schema
+    ).config
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Plain nested dict of a config tree or block, ready for YAML or JSON."""
+    plain = to_plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def get(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def replace(config: T, key: str, value: Any) -> T:
+    """A copy of the tree with one dotted key changed; the key must exist."""
+    name, _, rest = key.partition(".")
+    names = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
+    if name not in names:
+        raise ConfigError(
+            f"{type(config).__name__} has no key '{name}'.{did_you_mean(nearest(name, names))}"
+        )
+    changed = replace(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: changed})  # type: ignore[type-var]

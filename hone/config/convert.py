@@ -1,0 +1,198 @@
+"""Plain trees to frozen dataclasses, with types checked value by value.
+
+OmegaConf's own structured configs know no union of a list and a string and name no origin; this does both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+from hone.config.errors import ConfigError
+from hone.config.keys import block_type, hints
+
+T = TypeVar("T")
+Origin = Callable[[str], str]
+
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+
+
+class _NoFit(Exception):
+    """The value does not fit the annotation."""
+
+
+def describe_type(annotation: Any) -> str:
+    """What a field takes, in words."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe_type(a) for a in args)
+    if origin is Literal:
+        return "one of " + ", ".join(str(a) for a in args)
+    if origin is tuple:
+        return "a list of " + {int: "integers", float: "numbers", str: "strings"}.get(
+            args[0], "values"
+        )
+    names = {
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
+    if annotation in names:
+        return names[annotation]
+    return "a mapping" if origin is dict else "any value"
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
+        return value.lower() in _TRUE
+    raise _NoFit
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            raise _NoFit from None
+    raise _NoFit
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise _NoFit from None
+    raise _NoFit
+
+
+def _to_str(value: Any) -> str:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise _NoFit
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {
+    bool: _to_bool,
+    int: _to_int,
+    float: _to_float,
+    str: _to_str,
+}
+
+
+def fit(value: Any, annotation: Any) -> Any:
+    """`value` as the annotation wants it; raises `_NoFit` where it cannot be."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return value
+    if annotation in _SCALARS:
+        return _SCALARS[annotation](value)
+    if annotation is type(None):
+        if value is None:
+            return None
+        raise _NoFit
+    if origin is Literal:
+        return _fit_literal(value, args)
+    if origin in (Union, types.UnionType):
+        return _fit_union(value, args)
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        if any(item is None for item in items):
+            raise _NoFit
+        return tuple(fit(item, args[0]) for item in items)
+    if origin is dict and isinstance(value, Mapping):
+        return dict(value)
+    raise _NoFit
+
+
+def _fit_literal(value: Any, choices: tuple[Any, ...]) -> Any:
+    for choice in choices:
+        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+            return choice
+    raise _NoFit
+
+
+def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
+    exact = [m for m in members if m in (type(value), type(None)) and isinstance(value, m)]
+    for member in [*exact, *members]:
+        try:
+            return fit(value, member)
+        except _NoFit:
+            continue
+    raise _NoFit
+
+
+def build(cls: type[T], tree: Mapping[str, Any], origin_of: Origin) -> T:
+    """The frozen dataclass tree for `tree`, whose keys are all known; every misfit is reported."""
+    problems: list[str] = []
+    result = _build(cls, tree, "", origin_of, problems)
+    if problems:
+        raise ConfigError(problems)
+    return result
+
+
+def _build(
+    cls: type[T], tree: Mapping[str, Any], prefix: str, origin_of: Origin, problems: list[str]
+) -> T:
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        key, annotation, value = prefix + field.name, hints(cls)[field.name], tree[field.name]
+        inner = block_type(annotation)
+        if inner is not None:
+            values[field.name] = _build(inner, value, key + ".", origin_of, problems)
+            continue
+        try:
+            values[field.name] = fit(value, annotation)
+        except _NoFit:
+            problems.append(
+                f"{key}={show_value(value)} is {_kind(value)}; "
+                f"expected {describe_type(annotation)} ({origin_of(key)})"
+            )
+            values[field.name] = value
+    return cls(**values)
+
+
+def _kind(value: Any) -> str:
+    kinds = {type(None): "null", bool: "a truth value", int: "an integer", float: "a number"}
+    kinds |= {str: "a string", list: "a list", tuple: "a list", dict: "a mapping"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def show_value(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(show_value(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{show_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, str):
+        return repr(value) if value == "" or value != value.strip() or "\n" in value else value
+    return str(value)
+
+
+def to_plain(value: Any) -> Any:
+    """Nested dicts and lists of a dataclass tree, as YAML or JSON would hold them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {k: to_plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(v) for v in value]
+    return value

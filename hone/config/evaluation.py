@@ -1,0 +1,76 @@
+"""The `evaluation` tree: a file with responses in, scores per data source out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hone.config.reward import CustomRewardFunctionConfig, SandboxFusionConfig
+from hone.config.trainer import RayKwargs
+
+
+@dataclass(frozen=True)
+class EvaluationDataConfig:
+    """The file to score."""
+
+    path: tuple[str, ...] = ("math_Qwen2-7B-Instruct.parquet",)
+    """Parquet or jsonl files with a column of responses; one path or a list."""
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+    response_key: str = "responses"
+    """Column of the responses, a list a row."""
+    data_source_key: str = "data_source"
+    """Column that chooses the score function."""
+    reward_model_key: str = "reward_model"
+    """Column with the ground truth."""
+
+
+@dataclass(frozen=True)
+class EvaluationMetricsConfig:
+    """What is computed from the scores."""
+
+    pass_at: tuple[int, ...] | None = None
+    """k of pass@k, best@k and maj@k; null is the powers of two up to the responses a row."""
+    correct_from: float = 1.0
+    """Least score that counts as correct in pass@k."""
+    confidence: float = 0.95
+    """Level of the bootstrap intervals."""
+    bootstrap_samples: int = 1000
+    """Resamples of the rows for the intervals."""
+    seed: int = 1
+    """Seed of the resampling."""
+
+
+@dataclass(frozen=True)
+class EvaluationOutputConfig:
+    """Where the results go."""
+
+    json_path: str | None = None
+    """File for the results; null prints only."""
+    plot_path: str | None = None
+    """PNG of the results; null draws none."""
+    scores_path: str | None = None
+    """Parquet of the rows with a `scores` column; null writes none."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Everything one evaluation reads."""
+
+    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
+    """The file to score."""
+    custom_reward_function: CustomRewardFunctionConfig = field(
+        default_factory=CustomRewardFunctionConfig
+    )
+    """A user's own score function; null scores by data source."""
+    metrics: EvaluationMetricsConfig = field(default_factory=EvaluationMetricsConfig)
+    """What is computed from the scores."""
+    output: EvaluationOutputConfig = field(default_factory=EvaluationOutputConfig)
+    """Where the results go."""
+    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+    """A code-running service."""
+    num_processes: int | None = None
+    """Scoring processes; null chooses by cores."""
+    timeout_s: float = 300.0
+    """Seconds one score may take; then it counts as failed."""
+    ray_kwargs: RayKwargs = field(default_factory=RayKwargs)
+    """Ray."""

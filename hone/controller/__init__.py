@@ -1,0 +1,63 @@
+"""The single controller: a loop that looks like one process drives workers on many.
+
+Ray is loaded only when one of its names is asked for. Leaves out what workers do (hone.workers).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hone.controller.class_with_init_args import ClassWithInitArgs
+from hone.controller.colocated import create_colocated_worker_cls
+from hone.controller.decorator import (
+    Dispatch,
+    Execute,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from hone.controller.local import LocalWorkerGroup
+from hone.controller.resource_pool import (
+    ResourcePool,
+    ResourcePoolManager,
+    Role,
+    merge_resource_pool,
+    split_resource_pool,
+)
+from hone.controller.worker import Worker
+from hone.controller.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from hone.controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+_RAY_NAMES = {"RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"}
+
+__all__ = [
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "LocalWorkerGroup",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
+    "Worker",
+    "WorkerGroup",
+    "create_colocated_worker_cls",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "merge_resource_pool",
+    "register",
+    "register_dispatch_mode",
+    "split_resource_pool",
+    "update_dispatch_mode",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RAY_NAMES:
+        return getattr(importlib.import_module("hone.controller.ray"), name)
+    raise AttributeError(f"module 'hone.controller' has no attribute {name!r}")

@@ -1,0 +1,16 @@
+"""Several roles in one process a rank: they share the device and need no transport between them.
+
+Leaves out time-sharing of memory: workers offload what they do not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
+
+
+def create_colocated_worker_cls(class_dict: Mapping[Any, ClassWithInitArgs]) -> ColocatedClass:
+    """Roles by name, to be started as one group; `group.spawn(roles)` gives a group for each."""
+    return ColocatedClass({str(role): made_of for role, made_of in class_dict.items()})

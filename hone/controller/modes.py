@@ -1,0 +1,142 @@
+"""The functions behind the dispatch modes: split arguments over ranks, join results.
+
+Each splitting function returns positional and keyword arguments as lists with one entry a rank.
+Leaves out the calls themselves, and unpadding: a worker's host drops the rows added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+
+from hone.protocol import DataProto, DataProtoFuture, split_padded
+
+PerRank = tuple[tuple[list[Any], ...], dict[str, list[Any]]]
+DispatchFn = Callable[..., PerRank]
+CollectFn = Callable[[Any, list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where each rank stands on a named mesh: its data-parallel group, and whether it answers."""
+
+    dp_ranks: tuple[int, ...]
+    collects: tuple[bool, ...]
+
+    @property
+    def dp_size(self) -> int:
+        return max(self.dp_ranks) + 1
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """A function of (mesh name, group, …) as one of (group, …), picklable."""
+
+    mesh_name: str
+    function: Callable[..., Any]
+
+    def __call__(self, group: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.mesh_name, group, *args, **kwargs)
+
+
+def broadcast(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+    """Every rank gets the same arguments."""
+    return _each(lambda value: [value] * group.world_size, args, kwargs)
+
+
+def one_each(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+    """Every argument is a list with one entry a rank."""
+
+    def checked(value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple) or len(value) != group.world_size:
+            got = f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
+            raise ValueError(
+                f"this method takes lists with one entry for each of {group.world_size} ranks; "
+                f"got {got}; register it with Dispatch.ONE_TO_ALL to send all ranks the same"
+            )
+        return list(value)
+
+    return _each(checked, args, kwargs)
+
+
+def split_batches(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+    """Batches are split over all ranks, evened out with marked rows; other values go to all."""
+    return _split(args, kwargs, group.world_size, range(group.world_size))
+
+
+def split_after_func(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+    """The first argument is a function, sent to all; the rest as `split_batches`."""
+    if not args or not callable(args[0]):
+        raise TypeError("the first argument of this method is the function each rank runs")
+    rest, named = split_batches(group, *args[1:], **kwargs)
+    return ([args[0]] * group.world_size, *rest), named
+
+
+def not_dispatched(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+    """Methods the rollout calls directly have no driver side."""
+    raise RuntimeError(
+        "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
+        "worker, not through its group"
+    )
+
+
+def dispatch_nd_compute_dataproto(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> PerRank:
+    """Batches are split over the data-parallel groups of a mesh."""
+    mesh: Mesh = group.mesh(mesh_name)
+    return _split(args, kwargs, mesh.dp_size, mesh.dp_ranks)
+
+
+def collect_nd_compute_dataproto(mesh_name: str, group: Any, results: list[Any]) -> Any:
+    """Results of the ranks that collect, one a data-parallel group, in the groups' order."""
+    mesh: Mesh = group.mesh(mesh_name)
+    answering = [rank for rank in range(len(results)) if mesh.collects[rank]]
+    answering.sort(key=lambda rank: mesh.dp_ranks[rank])
+    return concat_batches(group, [results[rank] for rank in answering])
+
+
+def as_list(group: Any, results: list[Any]) -> list[Any]:
+    """What each rank returned, in rank order."""
+    return list(results)
+
+
+def concat_batches(group: Any, results: list[Any]) -> DataProto:
+    """The ranks' batches one below the other."""
+    for rank, result in enumerate(results):
+        if not isinstance(result, DataProto):
+            raise TypeError(
+                f"rank {rank} returned a {type(result).__name__}, and batches are to be joined; "
+                "return a DataProto, or register the method with Dispatch.DP_COMPUTE_METRIC"
+            )
+    return DataProto.concat(results)
+
+
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, part_of_rank: Sequence[int]
+) -> PerRank:
+    values = [*args, *kwargs.values()]
+    if any(isinstance(value, TensorDict) for value in values):
+        raise TypeError("got a TensorDict; wrap it with DataProto.from_tensordict")
+    if not any(isinstance(value, DataProto | DataProtoFuture) for value in values):
+        raise TypeError(
+            "this method splits a DataProto over its ranks and got none among its arguments"
+        )
+
+    def cut(value: Any) -> list[Any]:
+        if isinstance(value, DataProto):
+            pieces: list[Any] = split_padded(value, parts)
+        elif isinstance(value, DataProtoFuture):
+            pieces = list(value.split_padded(parts))
+        else:
+            return [value] * len(part_of_rank)
+        return [pieces[part] for part in part_of_rank]
+
+    return _each(cut, args, kwargs)
+
+
+def _each(
+    split: Callable[[Any], list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PerRank:
+    return tuple(split(value) for value in args), {key: split(kwargs[key]) for key in kwargs}

@@ -1,0 +1,411 @@
+"""Ranks as Ray actors: N processes on M nodes behind the same worker group. The only ray import.
+
+Every wait has a deadline and says who waits for what; a process that dies is reported with its rank
+and last log lines. Leaves out restarting it: a run resumes from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    import ray
+except ImportError as error:
+    raise ImportError(
+        "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
+        "or use trainer.controller=local"
+    ) from error
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from hone.controller.class_with_init_args import ClassWithInitArgs
+from hone.controller.crew import Call, Crew
+from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
+from hone.controller.host import WorkerHost
+from hone.controller.resource_pool import ResourcePool
+from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
+from hone.controller.worker import LOOPBACK, Placement, free_port
+from hone.controller.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+START_DEADLINE_S = 300.0
+CALL_DEADLINE_S = 24 * 3600.0
+GOODBYE_DEADLINE_S = 10.0
+LOG_DEADLINE_S = 10.0
+LOG_LINES = 20
+
+
+def start_ray(ray_init: Mapping[str, Any]) -> bool:
+    """Start or join Ray with these `ray.init` options; False where it runs already."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a token in the home folder serves nobody
+    options = {key: value for key, value in ray_init.items() if value is not None}
+    ray.init(**{"include_dashboard": False, "ignore_reinit_error": True, **options})
+    return True
+
+
+def stop_ray() -> None:
+    """Leave Ray, and end it where this process started it."""
+    ray.shutdown()
+
+
+class RayResourcePool(ResourcePool):
+    """A resource pool by the name the family uses; a plain one does as well."""
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker's class with its arguments and the options of its Ray actor."""
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cls, *args, **kwargs)
+        self.options: dict[str, Any] = {}
+
+    def update_options(self, options: Mapping[str, Any]) -> None:
+        """Options for `Actor.options(…)`."""
+        self.options.update(options)
+
+    def set_additional_resource(self, resources: Mapping[str, float]) -> None:
+        """Ray resources each rank needs besides its device."""
+        self.options["resources"] = dict(resources)
+
+
+class _SeatActor:
+    """One rank's process: it says where it is, makes the workers, runs calls."""
+
+    def __init__(self, import_path: list[str]) -> None:
+        # What the loop can import, a worker can: a user's own module may lie anywhere on its path.
+        sys.path += [entry for entry in import_path if entry not in sys.path]
+        self._host: WorkerHost | None = None
+
+    def facts(self, rank: int) -> tuple[Seat, int]:
+        context = ray.get_runtime_context()
+        logs = tuple(
+            target for fd in (2, 1) if os.path.isabs(target := _link(f"/proc/self/fd/{fd}"))
+        )
+        seat = Seat(rank, os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), logs)
+        return seat, free_port()
+
+    def build(self, made_of: ClassWithInitArgs, placement: Placement, threads: int) -> None:
+        os.environ.update(placement.environment())
+        self._host = WorkerHost(made_of, placement, threads)
+
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._host is not None, "build comes before call"
+        return self._host.call(role, method, args, kwargs)
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
+
+
+@dataclass(frozen=True)
+class RefWait:
+    """Waits for the results of one call; picklable, so that a future can be resolved anywhere."""
+
+    owner: str
+    method: str
+    seats: tuple[Seat, ...]
+    deadline_s: float
+
+    def __call__(self, refs: Sequence[Any]) -> list[Any]:
+        """Results in rank order; the first failure of any rank is raised as soon as it is known."""
+        ends = time.monotonic() + self.deadline_s
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        results: dict[int, Any] = {}
+        pending = list(refs)
+        while pending:
+            left = ends - time.monotonic()
+            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, left))
+            if not ready:
+                raise self._too_late([rank_of[ref] for ref in pending])
+            for ref in ready:
+                rank = rank_of[ref]
+                results[rank] = self._result(ref, rank, max(1.0, ends - time.monotonic()))
+        return [results[rank] for rank in range(len(refs))]
+
+    def _result(self, ref: Any, rank: int, timeout_s: float) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except RayTaskError as error:
+            where = f"rank {rank} of {self.owner!r} raised in {self.method!r}:\n{error}"
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
+                raise cause from RemoteTraceback(where)
+            raise RuntimeError(where) from error
+        except GetTimeoutError as error:
+            raise self._too_late([rank]) from error
+        except RayActorError as error:
+            raise died(self.owner, self._seat(rank), self.method, error) from error
+        except RayError as error:  # its result went with its node or owner
+            raise died(self.owner, self._seat(rank), self.method, error) from error
+
+    def _seat(self, rank: int) -> Seat:
+        return self.seats[rank] if rank < len(self.seats) else Seat(rank, 0, "its node", "", ())
+
+    def _too_late(self, ranks: list[int]) -> WaitTimeout:
+        where = [f"rank {r} (pid {self._seat(r).pid} on {self._seat(r).node_ip})" for r in ranks]
+        return WaitTimeout(
+            self.owner,
+            f"{self.method!r} on {', '.join(where)}",
+            self.deadline_s,
+            "the process lives but has not answered: look at its stack with py-spy, or raise the "
+            "deadline if the work is that long",
+        )
+
+
+def died(owner: str, seat: Seat, method: str, error: Exception) -> WorkerDied:
+    """The report on a dead process: why Ray thinks it died, and what it wrote last."""
+    text = str(error)
+    start = text.find("Worker exit detail:")
+    reason = text[start + len("Worker exit detail:") :] if start >= 0 else text
+    reason = " ".join(reason.split("Some common causes")[0].split()).rstrip(". ")
+    hint = "; killed for memory, crashed, or stopped from outside" if start >= 0 else ""
+    return WorkerDied(owner, seat, method, reason + hint, last_log_lines(seat))
+
+
+def last_log_lines(seat: Seat) -> list[str]:
+    """What a process wrote last; read on its node where that is another."""
+    if not seat.logs:
+        return []
+    here = ray.get_runtime_context().get_node_id()
+    if here == seat.node_id:
+        return _tail(seat.logs)
+    strategy = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
+    reader = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=strategy)
+    try:
+        lines: list[str] = ray.get(reader.remote(seat.logs), timeout=LOG_DEADLINE_S)
+    except RayError as error:
+        return [f"(its log could not be read from here: {type(error).__name__})"]
+    return lines
+
+
+class Reservation:
+    """The placement groups of one pool, shared by all crews on it; one group a node."""
+
+    def __init__(self, pool: ResourcePool, deadline_s: float) -> None:
+        self._users = 0
+        self._pool = pool
+        _check_fit(pool)
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if pool.use_gpu else {})}
+        self.groups: list[PlacementGroup] = [
+            placement_group([dict(bundle)] * count, strategy="STRICT_PACK")
+            for count in pool.process_on_nodes
+        ]
+        ends = time.monotonic() + deadline_s
+        for group in self.groups:
+            if not group.wait(timeout_seconds=max(1.0, ends - time.monotonic())):
+                self._give_back()
+                raise WaitTimeout(
+                    pool.name_prefix,
+                    f"Ray to reserve {pool.process_on_nodes} processes",
+                    deadline_s,
+                    f"available are {ray.available_resources()}: another run may hold the rest",
+                )
+
+    def take(self) -> None:
+        if self._users >= self._pool.max_colocate_count:
+            raise ValueError(
+                f"{self._pool} is shared by {self._users} worker groups already; give it a larger "
+                "max_colocate_count, or colocate roles with create_colocated_worker_cls"
+            )
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._give_back()
+            _reservations.pop(self._pool, None)
+
+    def _give_back(self) -> None:
+        for group in self.groups:
+            remove_placement_group(group)
+
+
+_reservations: weakref.WeakKeyDictionary[ResourcePool, Reservation] = weakref.WeakKeyDictionary()
+
+
+class RayCrew(Crew):
+    """The ranks of one pool, each an actor in its own process."""
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        made_of: ClassWithInitArgs,
+        name: str,
+        start_deadline_s: float,
+        call_deadline_s: float,
+        worker_env: Mapping[str, str],
+    ) -> None:
+        self.world_size = pool.world_size
+        self.name = name
+        self._call_deadline_s = call_deadline_s
+        self._seats: tuple[Seat, ...] = ()
+        self._actors: list[Any] = []
+        reservation = _reservations.get(pool)
+        if reservation is None:
+            reservation = _reservations[pool] = Reservation(pool, start_deadline_s)
+        reservation.take()
+        self._reservation: Reservation | None = reservation
+        try:
+            self._start(pool, made_of, start_deadline_s, worker_env)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(
+        self,
+        pool: ResourcePool,
+        made_of: ClassWithInitArgs,
+        deadline_s: float,
+        env: Mapping[str, str],
+    ) -> None:
+        threads = [thread_count(count) for count in pool.local_world_size_list()]
+        self._actors = self._make_actors(pool, made_of, threads, env)
+        ask = RefWait(self.name, "start", (), deadline_s)
+        told = ask([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
+        self._seats = tuple(seat for seat, _ in told)
+        one_node = len({seat.node_id for seat in self._seats}) == 1
+        master_addr = LOOPBACK if one_node else self._seats[0].node_ip
+        builds = []
+        for rank, actor in enumerate(self._actors):
+            placement = Placement(
+                rank=rank,
+                world_size=self.world_size,
+                # Ray shows each process only its own GPU, which is then number 0.
+                local_rank=0 if pool.use_gpu else pool.local_rank_list()[rank],
+                local_world_size=pool.local_world_size_list()[rank],
+                master_addr=master_addr,
+                master_port=told[0][1],
+                role=self.name,
+            )
+            builds.append(actor.build.remote(made_of, placement, threads[rank]))
+        RefWait(self.name, "__init__", self._seats, deadline_s)(builds)
+
+    def _make_actors(
+        self,
+        pool: ResourcePool,
+        made_of: ClassWithInitArgs,
+        threads: list[int],
+        env: Mapping[str, str],
+    ) -> list[Any]:
+        assert self._reservation is not None
+        share = int(10_000 / pool.max_colocate_count) / 10_000  # Ray counts in ten-thousandths
+        slots = [
+            (group, local)
+            for group, count in zip(self._reservation.groups, pool.process_on_nodes, strict=True)
+            for local in range(count)
+        ]
+        actor_class = ray.remote(_SeatActor)
+        actors = []
+        for (group, bundle), count in zip(slots, threads, strict=True):
+            fixed = {
+                name: str(count) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", THREADS_ENV)
+            }
+            options: dict[str, Any] = {
+                "num_cpus": share,
+                "num_gpus": share if pool.use_gpu else 0,
+                "max_restarts": 0,
+                "runtime_env": {"env_vars": {**fixed, **env}},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=bundle
+                ),
+                **getattr(made_of, "options", {}),
+            }
+            actors.append(actor_class.options(**options).remote(list(sys.path)))
+        return actors
+
+    def submit(self, rank: int, call: Call) -> Any:
+        if not self._actors:
+            raise RuntimeError(f"worker group {self.name!r} was shut down; make a new one")
+        return self._actors[rank].call.remote(call.role, call.method, call.args, call.kwargs)
+
+    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Any]], list[Any]]:
+        return RefWait(owner, method, self._seats, self._call_deadline_s)
+
+    def shutdown(self) -> None:
+        actors, self._actors = self._actors, []
+        if ray.is_initialized():
+            goodbyes = [actor.close.remote() for actor in actors if self._seats]
+            if goodbyes:
+                ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_DEADLINE_S)
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            if self._reservation is not None:
+                self._reservation.release()
+        self._reservation = None
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A worker group whose ranks are Ray actors."""
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        name_prefix: str = "",
+        start_deadline_s: float = START_DEADLINE_S,
+        call_deadline_s: float = CALL_DEADLINE_S,
+        worker_env: Mapping[str, str] | None = None,
+    ) -> None:
+        if ray_cls_with_init is None:
+            raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
+        start_ray({})
+        fix_threads(thread_count())  # the loop's own maths, as under the local controller
+        name = name_prefix or ray_cls_with_init.name
+        crew = RayCrew(
+            resource_pool or ResourcePool([1]),
+            ray_cls_with_init,
+            name,
+            start_deadline_s,
+            call_deadline_s,
+            worker_env or {},
+        )
+        super().__init__(crew, ray_cls_with_init, name)
+
+
+def _check_fit(pool: ResourcePool) -> None:
+    kind = "GPU" if pool.use_gpu else "CPU"
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    have = sorted((int(node["Resources"].get(kind, 0)) for node in nodes), reverse=True)
+    want = sorted(pool.process_on_nodes, reverse=True)
+    free = list(have)
+    for count in want:
+        free.sort(reverse=True)
+        if not free or free[0] < count:
+            raise ValueError(
+                f"{pool} does not fit this Ray cluster, whose nodes have {have} {kind}s; set "
+                "trainer.n_gpus_per_node and trainer.nnodes to what there is"
+            )
+        free[0] -= count
+
+
+def _tail(paths: Sequence[str]) -> list[str]:
+    lines: list[str] = []
+    for path in paths:
+        if os.path.exists(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                kept = collections.deque(file, maxlen=LOG_LINES)
+            # Ray writes markers of its own for finding jobs and actors in the file.
+            lines += [line.rstrip() for line in kept if line.strip() and not line.startswith(":")]
+    return lines
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

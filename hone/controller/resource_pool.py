@@ -1,0 +1,185 @@
+"""Which role runs on which processes of which nodes.
+
+A pool is a number of processes on each of some nodes; the manager maps roles to pools. Leaves out
+reserving them: the Ray controller turns a pool into placement groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+
+class Role(Enum):
+    """What a worker does in the loop."""
+
+    Actor = "actor"
+    Rollout = "rollout"
+    ActorRollout = "actor_rollout"
+    ActorRolloutRef = "actor_rollout_ref"
+    Critic = "critic"
+    RefPolicy = "ref"
+    RewardModel = "rm"
+    ProcessRewardModel = "prm"
+    Env = "env"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def from_string(cls, name: str) -> Role:
+        """The role called `name`, by value ("critic") or by member name ("Critic")."""
+        for role in cls:
+            if name in (role.value, role.name):
+                return role
+        raise ValueError(f"no role {name!r}; there are {[role.value for role in cls]}")
+
+
+class ResourcePool:
+    """`process_on_nodes[i]` processes on node i; ranks count through the nodes in order."""
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = False,
+        name_prefix: str = "pool",
+        max_colocate_count: int = 10,
+    ) -> None:
+        counts = [int(count) for count in process_on_nodes]
+        if not counts or min(counts) < 1:
+            raise ValueError(
+                f"process_on_nodes={counts}: give each node at least one process, as in [1] or [8, 8]"
+            )
+        if max_colocate_count < 1:
+            raise ValueError(f"max_colocate_count={max_colocate_count}: at least one group shares")
+        self.process_on_nodes = counts
+        self.use_gpu = use_gpu
+        self.name_prefix = name_prefix
+        self.max_colocate_count = max_colocate_count
+        """How many worker groups share each process slot of this pool."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    @property
+    def store(self) -> list[int]:
+        return list(self.process_on_nodes)
+
+    def local_world_size_list(self) -> list[int]:
+        """For each rank, how many ranks its node has."""
+        return [count for count in self.process_on_nodes for _ in range(count)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each rank, its number on its node."""
+        return [local for count in self.process_on_nodes for local in range(count)]
+
+    def __repr__(self) -> str:
+        kind = "GPU" if self.use_gpu else "CPU"
+        return (
+            f"{type(self).__name__}({self.name_prefix!r}, {self.process_on_nodes} {kind} processes)"
+        )
+
+
+class ResourcePoolManager:
+    """Pools by name, and the pool of each role."""
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[Role, str],
+        use_gpu: bool = False,
+        max_colocate_count: int = 10,
+    ) -> None:
+        unknown = {
+            str(role): name for role, name in mapping.items() if name not in resource_pool_spec
+        }
+        if unknown:
+            raise ValueError(
+                f"roles mapped to pools that do not exist: {unknown}; pools are "
+                f"{sorted(resource_pool_spec)}"
+            )
+        self.resource_pool_spec = {name: list(nodes) for name, nodes in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        self.use_gpu = use_gpu
+        self.max_colocate_count = max_colocate_count
+        self.resource_pool_dict: dict[str, ResourcePool] = {}
+
+    def create_resource_pool(self) -> dict[str, ResourcePool]:
+        """Make every pool; a second time returns the same ones."""
+        for name, nodes in self.resource_pool_spec.items():
+            if name not in self.resource_pool_dict:
+                self.resource_pool_dict[name] = ResourcePool(
+                    nodes,
+                    use_gpu=self.use_gpu,
+                    name_prefix=name,
+                    max_colocate_count=self.max_colocate_count,
+                )
+        return self.resource_pool_dict
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        """The pool this role runs on."""
+        if role not in self.mapping:
+            mapped = sorted(str(known) for known in self.mapping)
+            raise ValueError(f"role {str(role)!r} has no pool; mapped are {mapped}")
+        return self.create_resource_pool()[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Processes of all pools together; each has one GPU where GPUs are used."""
+        return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
+
+    def misfits(self, free_per_node: Sequence[int]) -> list[str]:
+        """One sentence for each pool that does not fit nodes with this many free devices each."""
+        free = sorted(free_per_node, reverse=True)
+        problems: list[str] = []
+        wanted: list[tuple[int, str]] = sorted(
+            ((count, name) for name, nodes in self.resource_pool_spec.items() for count in nodes),
+            reverse=True,
+        )
+        for count, name in wanted:
+            if not free or free[0] < count:
+                problems.append(
+                    f"pool {name!r} wants {count} processes on one node; nodes have "
+                    f"{sorted(free_per_node, reverse=True)} and {free} are left"
+                )
+                continue
+            free[0] -= count
+            free.sort(reverse=True)
+        return problems
+
+
+def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[ResourcePool]:
+    """Cut a pool of one process count a node into pools of `sizes` processes, in rank order."""
+    if sum(sizes) != pool.world_size or any(size < 1 for size in sizes):
+        raise ValueError(
+            f"{list(sizes)} do not add up to the {pool.world_size} processes of {pool}"
+        )
+    nodes = [node for node, count in enumerate(pool.process_on_nodes) for _ in range(count)]
+    parts: list[ResourcePool] = []
+    start = 0
+    for number, size in enumerate(sizes):
+        mine = nodes[start : start + size]
+        counts = [mine.count(node) for node in dict.fromkeys(mine)]
+        parts.append(_like(pool, counts, f"{pool.name_prefix}_{number}"))
+        start += size
+    return parts
+
+
+def merge_resource_pool(first: ResourcePool, second: ResourcePool) -> ResourcePool:
+    """One pool with the nodes of both."""
+    if (first.use_gpu, first.max_colocate_count) != (second.use_gpu, second.max_colocate_count):
+        raise ValueError(f"{first} and {second} differ in kind or sharing; they cannot be merged")
+    counts = [*first.process_on_nodes, *second.process_on_nodes]
+    return _like(first, counts, f"{first.name_prefix}_{second.name_prefix}")
+
+
+def _like(pool: ResourcePool, counts: list[int], name: str) -> ResourcePool:
+    kind: Any = type(pool)
+    made: ResourcePool = kind(
+        counts,
+        use_gpu=pool.use_gpu,
+        name_prefix=name,
+        max_colocate_count=pool.max_colocate_count,
+    )
+    return made

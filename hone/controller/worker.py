@@ -1,0 +1,148 @@
+"""Worker: what runs on one rank, and what it knows about its place.
+
+A worker's class marks methods with `@register`; its group calls them. Leaves out how ranks are
+started: a group hands each worker its placement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.controller.decorator import Dispatch, register
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a worker stands among the ranks of its group."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    role: str = "worker"
+
+    def environment(self) -> dict[str, str]:
+        """The variables torch.distributed reads."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Placement:
+        """The place a launcher such as torchrun gave; rank 0 of 1 without one."""
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return cls()
+        return cls(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", 0)),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+            master_addr=environment.get("MASTER_ADDR", LOOPBACK),
+            master_port=int(environment.get("MASTER_PORT", 0)),
+        )
+
+
+_placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar(
+    "placement", default=None
+)
+
+
+@contextlib.contextmanager
+def placed(placement: Placement) -> Iterator[None]:
+    """Workers made inside stand at this place."""
+    token = _placement.set(placement)
+    try:
+        yield
+    finally:
+        _placement.reset(token)
+
+
+class Worker:
+    """Base class of everything a worker group runs."""
+
+    _place: Placement
+    _meshes: dict[str, tuple[int, bool]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        # Here and not in __init__, so that a subclass knows its rank before it calls super().
+        worker = super().__new__(cls)
+        worker._place = _placement.get() or Placement.from_environment(os.environ)
+        worker._meshes = {}
+        return worker
+
+    @property
+    def rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._place.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self._place.local_world_size
+
+    @property
+    def role(self) -> str:
+        return self._place.role
+
+    def get_master_addr_port(self) -> tuple[str, int]:
+        """Where rank 0 listens, for torch.distributed."""
+        return self._place.master_addr, self._place.master_port
+
+    def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Say where this rank stands on a named mesh, and whether its results are collected."""
+        known = self._meshes.get(mesh_name)
+        if known is not None and known != (dp_rank, is_collect):
+            raise ValueError(f"rank {self.rank} stands at {known} on mesh {mesh_name!r} already")
+        if dp_rank < 0:
+            raise ValueError(f"data-parallel rank {dp_rank} on mesh {mesh_name!r}")
+        self._meshes[mesh_name] = (dp_rank, is_collect)
+
+    _register_dispatch_collect_info = register_mesh
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
+        """This rank's (data-parallel rank, whether it collects) on a mesh."""
+        if mesh_name not in self._meshes:
+            raise ValueError(
+                f"rank {self.rank} has no place on mesh {mesh_name!r} (it has "
+                f"{sorted(self._meshes)}); call register_mesh in the worker before the first call"
+            )
+        return self._meshes[mesh_name]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        """Run `func(worker, …)` on each rank's part."""
+        return func(self, *args, **kw)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `func(…)` on rank 0."""
+        return func(*args, **kwargs)
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,34 @@
+"""Data sets, prompts, batches: from files to the rows that a step generates from.
+
+Names are loaded when first used, so that `import hone.data` stays light.
+Leaves out rewards (hone.rewards) and everything after tokenisation.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_WHERE = {
+    "AbstractCurriculumSampler": "hone.data.samplers",
+    "AbstractSampler": "hone.data.samplers",
+    "DataError": "hone.data.rows",
+    "MultiTurnSFTDataset": "hone.data.sft",
+    "PromptLoader": "hone.data.loader",
+    "RLHFDataset": "hone.data.dataset",
+    "SFTDataset": "hone.data.sft",
+    "check_file": "hone.data.check",
+    "collate_fn": "hone.data.loader",
+    "create_rl_dataset": "hone.data.create",
+    "create_rl_sampler": "hone.data.create",
+    "prepare": "hone.data.prepare",
+    "render_prompt": "hone.data.prompts",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

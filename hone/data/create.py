@@ -1,0 +1,154 @@
+"""From config to objects: the data set class, its sampler and the loader of a run.
+
+A user's own class comes from a file or a module (data.custom_cls, data.sampler).
+Leaves out where the config comes from: it is handed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.config.data import DataConfig
+from hone.data.dataset import RLHFDataset
+from hone.data.loader import PromptLoader
+from hone.data.rows import DataError
+from hone.data.samplers import Mixture
+
+
+def load_object(path: str, name: str, key: str) -> Any:
+    """Object `name` of a file (`dir/file.py`) or a module (`pkg.mod` or `pkg://pkg.mod`)."""
+    module = _load_module(path, key)
+    if not hasattr(module, name):
+        public = [other for other in vars(module) if not other.startswith("_")]
+        raise DataError(f"{key}: {path} has no {name!r}; it has {', '.join(sorted(public))}")
+    return getattr(module, name)
+
+
+def _load_module(path: str, key: str) -> Any:
+    dotted = path.removeprefix("pkg://")
+    if dotted == path and (path.endswith(".py") or os.sep in path):
+        file = Path(path).expanduser().resolve()
+        if not file.is_file():
+            raise DataError(f"{key}: file {path} does not exist")
+        # The same file gives the same module, so that its classes stay identical when loaded twice.
+        name = f"hone_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        raise DataError(f"{key}: cannot import {dotted!r}: {error}") from error
+
+
+def dataset_class(config: DataConfig) -> type:
+    """RLHFDataset, or the class that data.custom_cls names."""
+    if not config.custom_cls.path:
+        return RLHFDataset
+    if not config.custom_cls.name:
+        raise DataError(
+            f"data.custom_cls.path={config.custom_cls.path} needs data.custom_cls.name, the class"
+        )
+    found = load_object(config.custom_cls.path, config.custom_cls.name, "data.custom_cls")
+    if not (
+        isinstance(found, type) and hasattr(found, "__getitem__") and hasattr(found, "__len__")
+    ):
+        raise DataError(
+            f"data.custom_cls.name={config.custom_cls.name} must be a class with __len__ and"
+            " __getitem__ (a subclass of hone.data.RLHFDataset is the easy way)"
+        )
+    return found
+
+
+def create_rl_dataset(
+    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    data_config: DataConfig,
+    tokenizer: Any,
+    processor: Any = None,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Any:
+    """The data set of a run; by the family's name and arguments."""
+    return dataset_class(data_config)(
+        data_files=data_paths,
+        tokenizer=tokenizer,
+        config=data_config,
+        processor=processor,
+        max_samples=max_samples,
+    )
+
+
+def create_rl_sampler(data_config: DataConfig, dataset: Any, run_seed: int | None = None) -> Any:
+    """The user's sampler, a mixture by weights, or None for the loader's own order."""
+    chosen = data_config.sampler
+    if chosen is not None and chosen.class_path:
+        if not chosen.class_name:
+            raise DataError(f"data.sampler.class_path={chosen.class_path} needs class_name")
+        if data_config.dataset_weights:
+            raise DataError("data.sampler and data.dataset_weights both decide the order; set one")
+        cls = load_object(chosen.class_path, chosen.class_name, "data.sampler")
+        sampler = cls(data_source=dataset, data_config=data_config)
+        if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
+            raise DataError(f"data.sampler: {chosen.class_name} needs __iter__ and __len__")
+        return sampler
+    if not data_config.dataset_weights:
+        return None
+    if not hasattr(dataset, "groups"):
+        raise DataError(
+            f"data.dataset_weights needs a data set with groups(); {type(dataset).__name__} has"
+            " none (hone.data.RLHFDataset has)"
+        )
+    return Mixture(
+        dataset.groups(),
+        list(data_config.dataset_weights),
+        shuffle=data_config.shuffle,
+        seed=_seed(data_config, run_seed),
+    )
+
+
+def create_train_loader(
+    data_config: DataConfig, dataset: Any, batch_size: int, run_seed: int | None = None
+) -> PromptLoader:
+    """Training batches of `batch_size` prompts; the tail of an epoch that fills none is dropped."""
+    return PromptLoader(
+        dataset,
+        batch_size,
+        shuffle=data_config.shuffle,
+        seed=_seed(data_config, run_seed),
+        drop_last=True,
+        sampler=create_rl_sampler(data_config, dataset, run_seed),
+    )
+
+
+def create_val_loader(
+    data_config: DataConfig, dataset: Any, run_seed: int | None = None
+) -> PromptLoader:
+    """Validation batches, the last partial one included; all rows at once without a batch size."""
+    return PromptLoader(
+        dataset,
+        data_config.val_batch_size or len(dataset),
+        shuffle=data_config.validation_shuffle,
+        seed=_seed(data_config, run_seed),
+        drop_last=False,
+    )
+
+
+def _seed(data_config: DataConfig, run_seed: int | None) -> int | None:
+    return data_config.seed if data_config.seed is not None else run_seed

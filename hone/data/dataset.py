@@ -1,0 +1,286 @@
+"""The prompts of a run: rows in the family's schema, checked, filtered, tokenised and cut.
+
+`RLHFDataset[i]` is one row as a dict; order, batches and uids are loader.py's.
+Leaves out image tensors: images stay in the row for the loop that needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.config.data import DataConfig
+from hone.data.prompts import (
+    Message,
+    PromptError,
+    as_messages,
+    raw_text,
+    render_prompt,
+    truncate,
+)
+from hone.data.rows import BadRows, DataError, Row, read_rows
+from hone.data.schema import SchemaCheck
+
+logger = logging.getLogger(__name__)
+
+SINGLE_TURN_AGENT = "single_turn_agent"
+PLACEHOLDERS = {"<image>": "image", "<video>": "video"}
+
+
+class RLHFDataset:
+    """Prompt rows from one or many files.
+
+    A row holds raw_prompt, prompt_ids (cut to data.max_prompt_length), data_source, reward_model,
+    extra_info, agent_name (None where the data name none), tools_kwargs, interaction_kwargs,
+    index, and every other column of the file as it is.
+    """
+
+    def __init__(
+        self,
+        data_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        tokenizer: Any,
+        config: DataConfig,
+        processor: Any = None,
+        max_samples: int = -1,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = config
+        self.bad_rows = BadRows(config.on_bad_row)
+        self.tools = list(tools) if tools is not None else load_tool_schemas(config)
+        self.store = read_rows(data_files, self.bad_rows)
+        self.added: list[Row] = []
+        self.overlong_rows = 0
+        kept = self._checked_positions()
+        kept = self._sampled(kept, max_samples)
+        self.positions = self._filtered(kept) if config.filter_overlong_prompts else kept
+        self._report(len(kept))
+
+    def __len__(self) -> int:
+        return len(self.positions) + len(self.added)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._prepared(dict(self.raw_row(index)), index)
+
+    def raw_row(self, index: int) -> Row:
+        """The row as its file (or on_batch_end) gave it."""
+        if index < len(self.positions):
+            return self.store[self.positions[index]]
+        return self.added[index - len(self.positions)]
+
+    def where(self, index: int) -> str:
+        if index < len(self.positions):
+            return self.store.where(self.positions[index])
+        return f"row {index - len(self.positions)} added by on_batch_end"
+
+    def key(self, index: int) -> tuple[str, int]:
+        """(data set name, row number): the part of the uid that names the row."""
+        if index < len(self.positions):
+            return self.store.key(self.positions[index])
+        return f"{self.store.fingerprint}+added", index - len(self.positions)
+
+    def groups(self) -> list[list[int]]:
+        """Row indices by data file, in the order of data.train_files: what weights mix."""
+        groups: list[list[int]] = [[] for _ in self.store.files]
+        for index, position in enumerate(self.positions):
+            groups[self.store.file_of(position)].append(index)
+        return groups
+
+    @property
+    def fingerprint(self) -> str:
+        return self.store.fingerprint
+
+    def on_batch_end(self, batch: Any) -> Sequence[Row] | None:
+        """Called after each step with the finished batch; rows it returns join the data set.
+
+        A subclass (data.custom_cls) may override it. New rows are drawn from the next epoch on.
+        """
+        return None
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add rows in the family's schema; a bad one is reported like any other."""
+        check = SchemaCheck(self.config.prompt_key, self.config.prompt_format)
+        for row in rows:
+            problem = check.problem(row)
+            if problem is None:
+                self.added.append(dict(row))
+            else:
+                self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "rows": len(self.positions), "added": self.added}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["fingerprint"] != self.fingerprint or state["rows"] != len(self.positions):
+            raise DataError(
+                "the data differ from those of the checkpoint: it was made with"
+                f" {state['rows']} rows of other content ({state['fingerprint'][:8]}), there are"
+                f" {len(self.positions)} now ({self.fingerprint[:8]}); restore the files and the"
+                " data.* settings, or start a new run from the checkpoint's model"
+                " (trainer.resume_mode=disable)"
+            )
+        self.added = [dict(row) for row in state["added"]]
+
+    def _checked_positions(self) -> list[int]:
+        positions = []
+        columns = (self.config.prompt_key, "reward_model", "extra_info", "data_source")
+        position = 0
+        for file in self.store.files:
+            check = SchemaCheck(self.config.prompt_key, self.config.prompt_format)
+            for row in file.rows.scan(columns):
+                problem = check.problem(row)
+                if problem is None:
+                    positions.append(position)
+                else:
+                    self.bad_rows.report(problem.reason, f"{self.store.where(position)}: {problem}")
+                position += 1
+        if not positions:
+            raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
+        return positions
+
+    def _sampled(self, positions: list[int], max_samples: int) -> list[int]:
+        if max_samples <= 0 or max_samples >= len(positions):
+            return positions
+        if not self.config.shuffle:
+            return positions[:max_samples]
+        drawn = random.Random(f"max_samples:{self.config.seed}").sample(positions, max_samples)
+        return sorted(drawn)
+
+    def _filtered(self, positions: list[int]) -> list[int]:
+        kept = [
+            position
+            for position in positions
+            if len(self._rendered(self.store[position], self.store.where, position))
+            <= self.config.max_prompt_length
+        ]
+        self.overlong_rows = len(positions) - len(kept)
+        if not kept:
+            raise DataError(
+                f"all {len(positions)} prompts have more than data.max_prompt_length="
+                f"{self.config.max_prompt_length} tokens; raise it"
+            )
+        return kept
+
+    def _report(self, before_filter: int) -> None:
+        if self.overlong_rows:
+            logger.info(
+                "%d of %d prompts have more than %d tokens and were left out",
+                self.overlong_rows,
+                before_filter,
+                self.config.max_prompt_length,
+            )
+        if self.bad_rows.total:
+            logger.warning(
+                "skipped %d bad rows or files (%s), such as: %s",
+                self.bad_rows.total,
+                ", ".join(f"{reason}: {n}" for reason, n in sorted(self.bad_rows.counts.items())),
+                self.bad_rows.examples[0],
+            )
+
+    def _tools_of(self, row: Row) -> Sequence[Mapping[str, Any]] | None:
+        if not self.tools or row.get("agent_name") == SINGLE_TURN_AGENT:
+            return None
+        return self.tools
+
+    def _rendered(self, row: Row, where: Callable[[int], str], position: int) -> list[int]:
+        try:
+            return render_prompt(
+                row[self.config.prompt_key],
+                self.tokenizer,
+                self.config.prompt_format,
+                tools=self._tools_of(row),
+                template_kwargs=self.config.apply_chat_template_kwargs,
+            )
+        except PromptError as error:
+            raise DataError(f"{where(position)}: {error}") from error
+
+    def _prepared(self, row: Row, index: int) -> Row:
+        ids = self._rendered(row, self.where, index)
+        try:
+            row["prompt_ids"] = truncate(ids, self.config.max_prompt_length, self.config.truncation)
+        except PromptError as error:
+            raise DataError(f"{self.where(index)}: {error}") from error
+        row["raw_prompt"] = self._raw_prompt(row, index)
+        if self.config.prompt_key != "raw_prompt":
+            del row[self.config.prompt_key]
+        extra_info = row.get("extra_info") or {}
+        row["extra_info"] = extra_info
+        row["data_source"] = row.get("data_source") or "unknown"
+        row["reward_model"] = row.get("reward_model") or {}
+        row["agent_name"] = row.get("agent_name")
+        for name in ("tools_kwargs", "interaction_kwargs"):
+            row[name] = row.get(name) or extra_info.get(name) or {}
+        number = extra_info.get("index")
+        row["index"] = index if number is None else number
+        return row
+
+    def _raw_prompt(self, row: Row, index: int) -> str | list[Message]:
+        prompt = row[self.config.prompt_key]
+        if self.config.prompt_format == "raw":
+            return raw_text(prompt)
+        messages = as_messages(prompt)
+        if self.processor is None:
+            return messages
+        try:
+            return with_typed_parts(messages, row, self.config.image_key, self.config.video_key)
+        except PromptError as error:
+            raise DataError(f"{self.where(index)}: {error}") from error
+
+
+def with_typed_parts(
+    messages: Sequence[Message], row: Row, image_key: str, video_key: str
+) -> list[Message]:
+    """Split `<image>` and `<video>` in the text into typed parts, as many as the row holds."""
+    expected = {"image": len(row.get(image_key) or ()), "video": len(row.get(video_key) or ())}
+    found = dict.fromkeys(expected, 0)
+    typed: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        parts = _split(content) if isinstance(content, str) else content
+        for part in parts:
+            if part.get("type") in found:
+                found[part["type"]] += 1
+        has_media = any(part.get("type") in found for part in parts)
+        typed.append({**message, "content": parts} if has_media else dict(message))
+    for kind, count in expected.items():
+        if count and found[kind] != count:
+            raise PromptError(
+                f"the prompt names <{kind}> {found[kind]} times, the row holds {count} of them"
+            )
+    return typed
+
+
+def _split(text: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    while text:
+        at, mark = min(
+            ((text.find(mark), mark) for mark in PLACEHOLDERS if mark in text),
+            default=(len(text), ""),
+        )
+        if at:
+            parts.append({"type": "text", "text": text[:at]})
+        if mark:
+            parts.append({"type": PLACEHOLDERS[mark]})
+        text = text[at + len(mark) :]
+    return parts
+
+
+def load_tool_schemas(config: DataConfig) -> list[dict[str, Any]] | None:
+    """Tool schemas of data.tool_config_path, which the chat template shows to the model."""
+    path = config.tool_config_path
+    if not path:
+        return None
+    from omegaconf import OmegaConf
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"data.tool_config_path={path} does not exist")
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    tools = (loaded or {}).get("tools") or []
+    return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

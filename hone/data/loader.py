@@ -1,0 +1,271 @@
+"""Batches of prompts, for ever, in an order that a seed fixes and a checkpoint resumes exactly.
+
+Holds the uid law: a uid is a hash of (data set, row, epoch, occurrence), never random.
+Leaves out worker processes and prefetching: rows are small, and a curriculum must see each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from hone.data.rows import DataError, Row
+from hone.data.samplers import Mixture, Ordered, Shuffled
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, np.ndarray]
+
+STATE_VERSION = 1
+
+
+class Dataset(Protocol):
+    """What the loader needs of a data set; `RLHFDataset` offers more (key, state, on_batch_end)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+
+def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
+    """16 hex characters that name this use of this row in this run and in its replay."""
+    text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def collate_fn(rows: Sequence[Mapping[str, Any]]) -> Batch:
+    """Columns of a batch as object arrays; a column that some row lacks is None there."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: object_array([row.get(name) for row in rows]) for name in names}
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """A 1-D object array, also when the values are lists of one length."""
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array
+
+
+class PromptLoader:
+    """Batches of rows by epochs; `next_batch()` never ends, `one_epoch()` does.
+
+    Without a sampler the order is the file's, or a permutation drawn from (seed, epoch).
+    A sampler from samplers.py or of the user's own decides the order otherwise.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int | None,
+        drop_last: bool,
+        sampler: Any = None,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.sampler: Any = (
+            sampler if sampler is not None else (Shuffled(seed) if shuffle else Ordered())
+        )
+        self.epoch = 0
+        self._drawn = 0
+        self._past: list[int] = []  # length of each finished epoch
+        self._counts: Counter[int] = Counter()  # draws of each row in this epoch
+        self._indices: Iterator[int] | None = None
+        self._epoch_rows = self._rows_of_an_epoch()
+        self._check_sizes()
+        if hasattr(sampler, "update") and not hasattr(sampler, "state_dict"):
+            logger.warning(
+                "%s learns from batches but has no state_dict(): a resumed run will not draw the"
+                " rows that an uninterrupted one would",
+                _name(sampler),
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        rows = self._epoch_rows
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.next_batch()
+
+    def next_batch(self) -> Batch:
+        """The next batch, from the next epoch when this one has none left."""
+        if self._is_epoch_over():
+            self._start_epoch(self.epoch + 1)
+        if self._indices is None:
+            self._indices = self._begin_pass()
+        size = min(self.batch_size, self._epoch_rows - self._drawn)
+        indices = [int(index) for index in islice(self._indices, size)]
+        if len(indices) < size:
+            raise DataError(
+                f"the sampler {_name(self.sampler)} ended after {self._drawn + len(indices)} rows,"
+                f" its length says {self._epoch_rows}"
+            )
+        batch = self._collated(indices, self.epoch, self._counts)
+        self._drawn += size
+        if self._is_epoch_over():
+            self._end_pass()
+        return batch
+
+    def one_epoch(self, epoch: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch, beside and without touching the loader's own position."""
+        counts: Counter[int] = Counter()
+        pending: list[int] = []
+        for index in self._iterate_epoch(epoch):
+            pending.append(int(index))
+            if len(pending) == self.batch_size:
+                yield self._collated(pending, epoch, counts)
+                pending = []
+        if pending and not self.drop_last:
+            yield self._collated(pending, epoch, counts)
+
+    def on_batch_end(self, batch: Any) -> int:
+        """Tell sampler and data set about a finished batch; returns how many rows were added."""
+        if hasattr(self.sampler, "update"):
+            self.sampler.update(batch)
+        hook = getattr(self.dataset, "on_batch_end", None)
+        rows = hook(batch) if hook is not None else None
+        if not rows:
+            return 0
+        if isinstance(self.sampler, Mixture):
+            raise DataError(
+                "on_batch_end added rows, but data.dataset_weights gives them no share; unset it"
+            )
+        before = len(self.dataset)
+        self.dataset.append(rows)  # type: ignore[attr-defined]  # a data set with the hook has it
+        return len(self.dataset) - before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: everything needed to go on with the row after the last one handed out."""
+        keeps_state = hasattr(self.sampler, "state_dict")
+        return {
+            "version": STATE_VERSION,
+            "order": _name(self.sampler),
+            "epoch": self.epoch,
+            "drawn": self._drawn,
+            "past": list(self._past),
+            "epoch_rows": self._epoch_rows,
+            "counts": sorted(self._counts.items()) if keeps_state else None,
+            "sampler": self.sampler.state_dict() if keeps_state else None,
+            "dataset": self.dataset.state_dict() if hasattr(self.dataset, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, also with another batch size."""
+        if state["version"] != STATE_VERSION:
+            raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
+        if state["order"] != _name(self.sampler):
+            raise DataError(
+                f"the checkpoint drew its rows by {state['order']}, this run by"
+                f" {_name(self.sampler)}; keep data.shuffle, data.seed, data.dataset_weights and"
+                " data.sampler as they were"
+            )
+        if state["dataset"] is not None and hasattr(self.dataset, "load_state_dict"):
+            self.dataset.load_state_dict(state["dataset"])
+        self.epoch = state["epoch"]
+        self._drawn = state["drawn"]
+        self._past = list(state["past"])
+        self._epoch_rows = state["epoch_rows"]
+        if state["sampler"] is not None:
+            self.sampler.load_state_dict(state["sampler"])
+            self._counts = Counter(dict(state["counts"]))
+            self._indices = None if self._is_epoch_over() else self._iterate_epoch(self.epoch)
+        else:
+            self._replay()
+
+    def _replay(self) -> None:
+        """Draw again, without reading rows, what was drawn before the checkpoint."""
+        if not hasattr(self.sampler, "epoch_order"):  # ours need no past: order follows from epoch
+            for epoch, rows in enumerate(self._past):
+                passed = self._iterate_epoch(epoch)
+                deque(islice(passed, rows + 1), maxlen=0)  # +1: let the pass end
+        self._indices = self._iterate_epoch(self.epoch)
+        self._counts = Counter(islice(self._indices, self._drawn))
+        if self._is_epoch_over():
+            self._end_pass()
+
+    def _iterate_epoch(self, epoch: int) -> Iterator[int]:
+        if hasattr(self.sampler, "epoch_order"):
+            return iter(self.sampler.epoch_order(epoch, self._epoch_rows))
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        return iter(self.sampler)
+
+    def _rows_of_an_epoch(self) -> int:
+        if hasattr(self.sampler, "epoch_order"):
+            return len(self.dataset)
+        return len(self.sampler)
+
+    def _is_epoch_over(self) -> bool:
+        left = self._epoch_rows - self._drawn
+        return left <= 0 or (self.drop_last and left < self.batch_size)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._past.append(self._epoch_rows)
+        self.epoch = epoch
+        self._drawn = 0
+        self._counts = Counter()
+        self._indices = None
+        self._epoch_rows = self._rows_of_an_epoch()
+        self._check_sizes()
+
+    def _begin_pass(self) -> Iterator[int]:
+        """A pass of the sampler. One restored at the end of an epoch may first yield the empty
+        rest of it; the pass after that is the new epoch's."""
+        indices = self._iterate_epoch(self.epoch)
+        first = next(indices, None)
+        if first is None:
+            return self._iterate_epoch(self.epoch)
+        return chain([first], indices)
+
+    def _end_pass(self) -> None:
+        """Let the sampler run to the end of its pass, with the tail that fills no batch, so that
+        its state at the end of an epoch never points into the middle of one."""
+        left = self._epoch_rows - self._drawn
+        if self._indices is not None:
+            deque(islice(self._indices, left + 1), maxlen=0)
+        self._indices = None
+
+    def _collated(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
+        rows = []
+        for index in indices:
+            row = dict(self.dataset[index])
+            name, number = self._key(index)
+            row["uid"] = row_uid(name, number, epoch, counts[index])
+            row["dataset_index"] = index
+            counts[index] += 1
+            rows.append(row)
+        return collate_fn(rows)
+
+    def _key(self, index: int) -> tuple[str, int]:
+        if hasattr(self.dataset, "key"):
+            name, number = self.dataset.key(index)
+            return str(name), int(number)
+        return type(self.dataset).__qualname__, index
+
+    def _check_sizes(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
+        if self._epoch_rows == 0:
+            raise DataError(f"the sampler {_name(self.sampler)} or the data set has no rows")
+        if self.batches_per_epoch == 0:
+            raise DataError(
+                f"the data set has {self._epoch_rows} rows, fewer than one batch of"
+                f" {self.batch_size} (data.train_batch_size); use at most {self._epoch_rows}"
+            )
+
+
+def _name(sampler: Any) -> str:
+    described: str = sampler.name if hasattr(sampler, "name") else type(sampler).__qualname__
+    return described

@@ -1,0 +1,243 @@
+"""Countdown: make a target from given numbers. TinyZero's rows, and a generator of our own.
+
+Every generated problem is solvable because its target is the value of a drawn expression.
+Leaves out scoring: hone.rewards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.data.preprocess.sources import Source, Upstream
+from hone.data.rows import DataError, Row
+
+_INTRO = (
+    "A conversation between User and Assistant. The User poses a problem; the Assistant first"
+    " thinks it through and then gives the answer.\n"
+)
+_TASK = (
+    "Use the numbers {numbers} to make an equation that equals {target}. The basic operations"
+    " (+, -, *, /) are allowed, and each number may be used only once. Show your work in"
+    " <think> </think> tags, and give the final answer in <answer> </answer> tags, for example"
+    " <answer> (1 + 2) / 3 </answer>."
+)
+_SYSTEM = "You are a helpful assistant. Think a problem through first, then give the answer."
+_OPENING = "Let me solve this step by step.\n<think>"
+
+TEMPLATES = {
+    "base": f"{_INTRO}User: {_TASK}\nAssistant: {_OPENING}",
+    "qwen-instruct": (
+        f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{_TASK}<|im_end|>\n"
+        f"<|im_start|>assistant\n{_OPENING}"
+    ),
+    "chat": _TASK,
+}
+"""`base` and `qwen-instruct` are whole texts (data.prompt_format=raw); `chat` is one user turn."""
+
+# Draws that find nothing new before we say that the range holds too few problems.
+MAX_MISSES = 100_000
+
+Key = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class CountdownProblem:
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+
+    @property
+    def key(self) -> Key:
+        """The order of the numbers does not make another problem."""
+        return tuple(sorted(self.numbers)), self.target
+
+
+def problem_key(numbers: Iterable[int], target: int) -> Key:
+    return tuple(sorted(int(number) for number in numbers)), int(target)
+
+
+def _draw_problem(rng: random.Random, sizes: range, number_range: range) -> CountdownProblem | None:
+    """Join two of the values at hand until one is left; None when a step has no whole result."""
+    numbers = tuple(rng.choice(number_range) for _ in range(rng.choice(sizes)))
+    pool = [(number, str(number)) for number in numbers]
+    while len(pool) > 1:
+        rng.shuffle(pool)
+        (a, left), (b, right) = pool.pop(), pool.pop()
+        operation = rng.choice("+-*/")
+        if operation == "/" and (b == 0 or a % b):
+            return None
+        if operation == "-" and a < b:
+            (a, left), (b, right) = (b, right), (a, left)
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[operation]
+        pool.append((value, f"({left} {operation} {right})"))
+    value, text = pool[0]
+    return CountdownProblem(numbers, value, text[1:-1] if text.startswith("(") else text)
+
+
+def generate_problems(
+    count: int,
+    *,
+    seed: int,
+    min_numbers: int = 3,
+    max_numbers: int = 4,
+    min_number: int = 1,
+    max_number: int = 99,
+    min_target: int = 10,
+    max_target: int = 100,
+    exclude: Collection[Key] = (),
+) -> list[CountdownProblem]:
+    """`count` distinct solvable problems, none of them in `exclude` (say, the test set's keys)."""
+    if not 2 <= min_numbers <= max_numbers or not 0 <= min_number <= max_number:
+        raise DataError(
+            f"countdown wants 2 <= numbers a problem (got {min_numbers} to {max_numbers}) and"
+            f" 0 <= smallest <= largest number (got {min_number} to {max_number})"
+        )
+    rng = random.Random(f"countdown:{seed}")
+    sizes = range(min_numbers, max_numbers + 1)
+    number_range = range(min_number, max_number + 1)
+    seen = set(exclude)
+    problems: list[CountdownProblem] = []
+    misses = 0
+    while len(problems) < count:
+        problem = _draw_problem(rng, sizes, number_range)
+        if problem is None or not min_target <= problem.target <= max_target or problem.key in seen:
+            misses += 1
+            if misses > MAX_MISSES:
+                raise DataError(
+                    f"found only {len(problems)} of {count} distinct countdown problems; widen the"
+                    " range of numbers or targets, or ask for fewer"
+                )
+            continue
+        misses = 0
+        seen.add(problem.key)
+        problems.append(problem)
+    return problems
+
+
+def countdown_row(
+    numbers: Iterable[int],
+    target: int,
+    *,
+    template: str,
+    split: str,
+    index: int,
+    solution: str | None = None,
+) -> Row:
+    if template not in TEMPLATES:
+        raise DataError(f"template {template!r} is not known; use one of {', '.join(TEMPLATES)}")
+    nums = [int(number) for number in numbers]
+    row: Row = {
+        "target": int(target),
+        "nums": nums,
+        "data_source": "countdown",
+        "prompt": [
+            {"role": "user", "content": TEMPLATES[template].format(numbers=nums, target=target)}
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"target": int(target), "numbers": nums}},
+        "extra_info": {"split": split, "index": index},
+    }
+    if solution is not None:
+        row["solution"] = solution
+    return row
+
+
+def rows_of_problems(
+    problems: Iterable[CountdownProblem], *, template: str, split: str
+) -> list[Row]:
+    return [
+        countdown_row(
+            problem.numbers,
+            problem.target,
+            template=template,
+            split=split,
+            index=index,
+            solution=problem.solution,
+        )
+        for index, problem in enumerate(problems)
+    ]
+
+
+def generate_countdown(
+    count: int, *, seed: int, template: str = "base", split: str = "train", **ranges: Any
+) -> list[Row]:
+    """Generated problems as rows; `ranges` are those of `generate_problems`."""
+    return rows_of_problems(
+        generate_problems(count, seed=seed, **ranges), template=template, split=split
+    )
+
+
+def rows_of_records(
+    records: Iterable[Mapping[str, Any]], *, template: str, split: str
+) -> list[Row]:
+    """Rows of upstream's records (`nums`, `target`, perhaps a worked `solution`)."""
+    return [
+        countdown_row(
+            record["nums"],
+            record["target"],
+            template=template,
+            split=split,
+            index=index,
+            solution=record.get("solution"),
+        )
+        for index, record in enumerate(records)
+    ]
+
+
+UPSTREAM = Upstream(
+    folders=("countdown", "Countdown-Tasks-3to4"),
+    splits={"train": ("train",), "test": ("test",)},
+    hub="Jiayi-Pan/Countdown-Tasks-3to4",
+)
+
+
+def splits(
+    source: Source,
+    *,
+    train_size: int | None = 327_680,
+    test_size: int = 1_024,
+    template_type: str = "base",
+) -> dict[str, list[Row]]:
+    """Upstream's problems. A source without a test split is cut by position: train, then test.
+
+    A training problem that is also in test is left out.
+    """
+    found = source.need(UPSTREAM, "train", "test")
+    train = found["train"]
+    if "test" in found:
+        test = found["test"][:test_size]
+    else:
+        cut = min(train_size or len(train), len(train) - test_size)
+        train, test = train[:cut], train[cut : cut + test_size]
+    held_out = {problem_key(record["nums"], record["target"]) for record in test}
+    kept = [
+        record
+        for record in train[:train_size]
+        if problem_key(record["nums"], record["target"]) not in held_out
+    ]
+    return {
+        "train": rows_of_records(kept, template=template_type, split="train"),
+        "test": rows_of_records(test, template=template_type, split="test"),
+    }
+
+
+def generated_splits(
+    *,
+    train_size: int = 327_680,
+    test_size: int = 1_024,
+    template_type: str = "base",
+    seed: int = 42,
+    **ranges: Any,
+) -> dict[str, list[Row]]:
+    """Generated problems: test first, then train without any of test's."""
+    test = generate_problems(test_size, seed=seed, **ranges)
+    train = generate_problems(
+        train_size, seed=seed + 1, exclude={problem.key for problem in test}, **ranges
+    )
+    return {
+        "train": rows_of_problems(train, template=template_type, split="train"),
+        "test": rows_of_problems(test, template=template_type, split="test"),
+    }

@@ -1,0 +1,46 @@
+"""Reading a data set from the Hugging Face hub. The only file that imports `datasets`.
+
+Leaves out caching and credentials: `datasets` has its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.data.rows import DataError, Row
+
+
+def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
+    """Every split of a data set on the hub, as plain rows."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"reading {name} from the hub needs the package `datasets` (pip install datasets); or"
+            " give --source_dir, a folder with its files"
+        ) from error
+    try:
+        loaded: Any = datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{name} could not be read from the hub: {error}; give --source_dir, a folder with its"
+            " files, where there is no network"
+        ) from error
+    return {split: [plain(row) for row in rows] for split, rows in loaded.items()}
+
+
+def plain(row: Row) -> Row:
+    """Decoded images become {bytes, path} again, as parquet keeps them."""
+    return {name: _encoded(value) for name, value in row.items()}
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_encoded(item) for item in value]
+    if hasattr(value, "save") and hasattr(value, "size"):
+        import io
+
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        return {"bytes": buffer.getvalue(), "path": None}
+    return value

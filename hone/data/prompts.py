@@ -1,0 +1,144 @@
+"""From a row's prompt to token ids: chat messages, a plain string, or text rendered beforehand.
+
+`render_prompt` is the one place where a prompt is tokenised, `truncate` the one where it is cut.
+Leaves out images: a row keeps them, and a processor renders them with the model that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+PROMPT_FORMATS = ("chat", "raw")
+TRUNCATIONS = ("left", "right", "middle", "error")
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be rendered; says why and what to do."""
+
+
+def as_messages(raw_prompt: Any) -> list[Message]:
+    """A string is one user turn; a list of typed parts is one user turn; messages stay."""
+    if isinstance(raw_prompt, str):
+        return [{"role": "user", "content": raw_prompt}]
+    if hasattr(raw_prompt, "tolist"):  # a column that has been through numpy
+        raw_prompt = raw_prompt.tolist()
+    if not isinstance(raw_prompt, Sequence) or not raw_prompt:
+        raise PromptError(
+            f"a prompt is a string or a non-empty list of messages, not {_short(raw_prompt)}"
+        )
+    if not all(isinstance(part, Mapping) for part in raw_prompt):
+        raise PromptError(f"every message of a prompt is an object, got {_short(raw_prompt)}")
+    if all("type" in part and part.get("role") is None for part in raw_prompt):
+        return [{"role": "user", "content": [_without_nulls(part) for part in raw_prompt]}]
+    return [_as_message(part) for part in raw_prompt]
+
+
+def _as_message(part: Mapping[str, Any]) -> Message:
+    message = _without_nulls(part)
+    if not isinstance(message.get("role"), str):
+        raise PromptError(f"a message needs a 'role' (system, user, assistant…): {_short(part)}")
+    content = message.get("content")
+    if content is None and "tool_calls" in message:
+        message["content"] = ""
+    elif not isinstance(content, (str, list)):
+        raise PromptError(f"a message's 'content' is text or a list of parts: {_short(part)}")
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet fills every key that any row has; a template must not see those fillings."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def render_prompt(
+    raw_prompt: Any,
+    tokenizer: Any,
+    prompt_format: str = "chat",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a prompt, ready for the model to continue.
+
+    `chat`: the tokenizer's chat template with the generation prompt. A plain string given to a
+    tokenizer without a template is tokenised as it is: one user turn has nothing to mark it.
+    `raw`: text rendered beforehand (a string, or one message's content), no special tokens added.
+    """
+    if prompt_format == "raw":
+        return _tokenise(raw_text(raw_prompt), tokenizer)
+    if prompt_format != "chat":
+        raise PromptError(
+            f"data.prompt_format={prompt_format!r} is not known; use one of {PROMPT_FORMATS}"
+        )
+    if not getattr(tokenizer, "chat_template", None) and "chat_template" not in (
+        template_kwargs or {}
+    ):
+        if isinstance(raw_prompt, str) and not tools:
+            return _tokenise(raw_prompt, tokenizer)
+        raise PromptError(
+            "the tokenizer has no chat template, so messages and tools cannot be rendered; use"
+            " data.prompt_format=raw with prompts that hold the whole text, or a tokenizer with a"
+            " chat template"
+        )
+    options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
+    if options.get("continue_final_message"):
+        options["add_generation_prompt"] = False
+    ids = tokenizer.apply_chat_template(
+        as_messages(raw_prompt),
+        tools=list(tools) if tools else None,
+        tokenize=True,
+        return_dict=False,
+        **options,
+    )
+    return [int(token) for token in ids]
+
+
+def raw_text(raw_prompt: Any) -> str:
+    """The text of a prompt rendered beforehand: a string, or the content of its only message."""
+    if isinstance(raw_prompt, str):
+        return raw_prompt
+    messages = as_messages(raw_prompt)
+    content = messages[0]["content"]
+    if len(messages) != 1 or not isinstance(content, str):
+        raise PromptError(
+            "data.prompt_format=raw needs a string or a single text message, got"
+            f" {_short(raw_prompt)}; use data.prompt_format=chat for conversations"
+        )
+    return content
+
+
+def _tokenise(text: str, tokenizer: Any) -> list[int]:
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
+    """At most `max_length` ids. `left` drops the start, `right` the end, `middle` the middle."""
+    if truncation not in TRUNCATIONS:
+        raise PromptError(
+            f"data.truncation={truncation!r} is not known; use one of {', '.join(TRUNCATIONS)}"
+        )
+    if len(ids) <= max_length:
+        return list(ids)
+    if truncation == "left":
+        return list(ids[len(ids) - max_length :])
+    if truncation == "right":
+        return list(ids[:max_length])
+    if truncation == "middle":
+        head = max_length // 2
+        tail = max_length - head
+        return [*ids[:head], *ids[len(ids) - tail :]]
+    raise PromptError(
+        f"the prompt has {len(ids)} tokens, data.max_prompt_length={max_length}; raise it, set"
+        " data.filter_overlong_prompts=true, or data.truncation=left|right|middle"
+    )

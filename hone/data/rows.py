@@ -1,0 +1,296 @@
+"""Reading rows: parquet, jsonl, jsonl.gz and json files become one store of plain dicts.
+
+A bad file or row either stops the run with its file and row, or is skipped and counted.
+Leaves out what a row means: prompts are in prompts.py, the row schema in dataset.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
+
+
+class DataError(ValueError):
+    """A data file, row or loader state that cannot be used; says which and what to do."""
+
+
+@dataclass
+class BadRows:
+    """The policy for bad rows (`raise` or `skip`) and what it has met so far."""
+
+    policy: str
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many were skipped, by reason."""
+    examples: list[str] = field(default_factory=list)
+    """The first few messages, for the log."""
+
+    MAX_EXAMPLES = 20
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("raise", "skip"):
+            raise DataError(f"data.on_bad_row={self.policy!r} is not known; use raise or skip")
+
+    def report(self, reason: str, message: str) -> None:
+        """Raise `message`, or count it under `reason` and go on."""
+        if self.policy == "raise":
+            raise DataError(f"{message} (data.on_bad_row=skip skips and counts such rows)")
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        if len(self.examples) < self.MAX_EXAMPLES:
+            self.examples.append(message)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+class Rows(Protocol):
+    """Random access to the rows of one file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        """All rows in order, with only these columns (absent ones left out)."""
+        ...
+
+
+class _ArrowRows:
+    """Rows of an Arrow table, turned into Python objects only when asked for."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        table = self._table.select([name for name in columns if name in self._table.column_names])
+        if not table.column_names:
+            return iter({} for _ in range(len(self)))
+        return (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist())
+
+
+class _JsonRows(list[Row]):
+    """Rows parsed from JSON, kept as they are."""
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        return ({name: row[name] for name in columns if name in row} for row in self)
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """One file: its rows, the line or row number each has in it, and its content's fingerprint."""
+
+    path: str
+    rows: Rows
+    numbers: Sequence[int]
+    """Zero-based row number in the file of each kept row (bad lines leave gaps)."""
+    fingerprint: str
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {self.numbers[index]}"
+
+
+def expand_files(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """One name or many, with `~`, `$VAR` and `*` patterns expanded; a pattern must match."""
+    names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    if not names:
+        raise DataError("no data files were named; set data.train_files (or data.val_files)")
+    paths: list[str] = []
+    for name in names:
+        path = os.path.expanduser(os.path.expandvars(os.fspath(name)))
+        if not glob.has_magic(path) or os.path.exists(path):
+            paths.append(path)
+            continue
+        matches = sorted(glob.glob(path))
+        if not matches:
+            raise DataError(f"no file matches {path!r}; check data.train_files and data.val_files")
+        paths.extend(matches)
+    return paths
+
+
+def file_fingerprint(path: str) -> str:
+    """Hash of the file's bytes: the same data has the same name on every machine."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _json_lines(lines: Iterable[str], path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
+    number = -1
+    for line in lines:
+        if not line.strip():
+            continue
+        number += 1
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            bad.report("not json", f"{path}, row {number}: not JSON: {error}")
+            continue
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            bad.report("not an object", f"{path}, row {number}: a {kind}, not an object of columns")
+            continue
+        yield number, row
+
+
+def _json_document(text: str, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
+    """A .json file: a list of objects, or, by its first character, one object a line."""
+    if not text.lstrip().startswith("["):
+        yield from _json_lines(text.splitlines(), path, bad)
+        return
+    for number, row in enumerate(json.loads(text)):
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            kind = type(row).__name__
+            bad.report("not an object", f"{path}, row {number}: a {kind}, not an object of columns")
+
+
+def _read_json(path: str, bad: BadRows) -> tuple[Rows, list[int]]:
+    opener: Any = gzip.open if path.endswith(".gz") else open
+    name = path.removesuffix(".gz")
+    with opener(path, "rt", encoding="utf-8") as file:
+        if name.endswith(".json"):
+            numbered = list(_json_document(file.read(), path, bad))
+        else:
+            numbered = list(_json_lines(file, path, bad))
+    return _JsonRows(row for _, row in numbered), [number for number, _ in numbered]
+
+
+def _read(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
+    if path.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        # partitioning=None: a folder called `split=train` must not become a column.
+        table = pq.read_table(path, partitioning=None)
+        return _ArrowRows(table), range(table.num_rows)
+    return _read_json(path, bad)
+
+
+def read_file(path: str | os.PathLike[str], bad: BadRows) -> FileRows | None:
+    """The rows of one file; None when it is unreadable or empty and bad rows are skipped."""
+    import pyarrow as pa
+
+    path = os.path.expanduser(os.fspath(path))
+    if not path.endswith(SUFFIXES):
+        raise DataError(f"{path}: unknown kind of data file; use one of {', '.join(SUFFIXES)}")
+    if not os.path.isfile(path):
+        what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
+        raise DataError(f"data file {path} {what}; check data.train_files and data.val_files")
+    try:
+        rows, numbers = _read(path, bad)
+    except (
+        pa.ArrowException,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+        OSError,
+        EOFError,
+    ) as error:
+        bad.report("unreadable file", f"{path}: cannot be read: {error}")
+        return None
+    if len(rows) == 0:
+        bad.report("empty file", f"{path}: has no rows")
+        return None
+    return FileRows(path, rows, numbers, file_fingerprint(path))
+
+
+class RowStore:
+    """All rows of several files, addressed by one position; knows where each came from."""
+
+    def __init__(self, files: Sequence[FileRows]) -> None:
+        self.files = list(files)
+        self._starts = [0]
+        for file in self.files:
+            self._starts.append(self._starts[-1] + len(file.rows))
+        self._names = _distinct_names(self.files)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        if not 0 <= position < len(self):
+            raise IndexError(f"row {position} of {len(self)}")
+        file = bisect.bisect_right(self._starts, position) - 1
+        return file, position - self._starts[file]
+
+    def __getitem__(self, position: int) -> Row:
+        file, index = self._locate(position)
+        return self.files[file].rows[index]
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        return (row for file in self.files for row in file.rows.scan(columns))
+
+    def file_of(self, position: int) -> int:
+        return self._locate(position)[0]
+
+    def where(self, position: int) -> str:
+        file, index = self._locate(position)
+        return self.files[file].where(index)
+
+    def key(self, position: int) -> tuple[str, int]:
+        """(data set name, row number in it): what a uid is made of."""
+        file, index = self._locate(position)
+        return self._names[file], int(self.files[file].numbers[index])
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.blake2b("\n".join(self._names).encode(), digest_size=16).hexdigest()
+
+
+def _distinct_names(files: Sequence[FileRows]) -> list[str]:
+    """A file listed twice keeps two names, so that its rows never share a uid."""
+    seen: dict[str, int] = {}
+    names = []
+    for file in files:
+        copy = seen.get(file.fingerprint, 0)
+        seen[file.fingerprint] = copy + 1
+        names.append(file.fingerprint if copy == 0 else f"{file.fingerprint}#{copy}")
+    return names
+
+
+def read_rows(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], bad: BadRows
+) -> RowStore:
+    """Read every file; stops when nothing at all is left to train on."""
+    paths = expand_files(files)
+    read = [rows for path in paths if (rows := read_file(path, bad)) is not None]
+    if not read:
+        raise DataError(f"no rows could be read from {', '.join(paths)}: {'; '.join(bad.examples)}")
+    return RowStore(read)
+
+
+def write_parquet(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Write rows under a temporary name, then rename: a reader never sees half a file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    target = Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    columns = dict.fromkeys(name for row in rows for name in row)  # not only the first row's
+    table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in columns})
+    try:
+        pq.write_table(table, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

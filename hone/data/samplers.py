@@ -1,0 +1,136 @@
+"""In which order rows are drawn: by file, shuffled, mixed by weights, or by the user's own rule.
+
+Ours are pure functions of (seed, epoch), so a resumed run repeats them; a user's sampler keeps
+state by `state_dict`. Leaves out batching and uids: loader.py.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+from hone.data.rows import DataError
+
+
+class Ordered:
+    """Rows in the order of the files."""
+
+    name = "order of the files"
+
+    def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
+        return iter(range(rows))
+
+
+class Shuffled:
+    """A permutation of all rows, another one in each epoch, fixed by the seed."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+        self.name = f"shuffle with seed {seed}"
+
+    def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
+        return iter(permutation(range(rows), f"epoch:{self.seed}:{epoch}"))
+
+
+class Mixture:
+    """Rows of several data sets in given proportions.
+
+    Each draw takes the data set that is furthest behind its share, so that every stretch of k
+    draws has within one row of weight·k from each. Inside a data set each row comes once before any
+    comes again; a data set that is used up starts over with a new permutation.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        weights: Sequence[float],
+        *,
+        shuffle: bool,
+        seed: int | None,
+    ) -> None:
+        check_weights(groups, weights)
+        total = float(sum(weights))
+        self.groups = [list(group) for group in groups]
+        self.shares = [weight / total for weight in weights]
+        self.shuffle = shuffle
+        self.seed = seed
+        self.name = f"mixture {[round(share, 6) for share in self.shares]} with seed {seed}"
+
+    def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
+        chosen = self._chosen(rows)
+        taken = [epoch * chosen.count(number) for number in range(len(self.groups))]
+        sources = [self._from(number, start) for number, start in enumerate(taken)]
+        return (next(sources[number]) for number in chosen)
+
+    def _chosen(self, rows: int) -> list[int]:
+        """Which data set each draw of an epoch takes: the same in every epoch."""
+        drawn = [0] * len(self.groups)
+        chosen = []
+        for k in range(1, rows + 1):
+            behind = [share * k - n for share, n in zip(self.shares, drawn, strict=True)]
+            number = behind.index(max(behind))
+            drawn[number] += 1
+            chosen.append(number)
+        return chosen
+
+    def _from(self, number: int, start: int) -> Iterator[int]:
+        """The rows of one data set, lap after lap, from the `start`-th draw of the run on."""
+        lap, offset = divmod(start, max(len(self.groups[number]), 1))
+        while True:
+            group = self.groups[number]
+            if self.shuffle:
+                group = permutation(group, f"mixture:{self.seed}:{number}:{lap}")
+            yield from group[offset:]
+            lap, offset = lap + 1, 0
+
+
+def permutation(values: Sequence[int], seed: str) -> list[int]:
+    """A shuffled copy. `random.Random` with a string seed is stable across Python versions."""
+    shuffled = list(values)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled
+
+
+def check_weights(groups: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
+    if len(groups) != len(weights):
+        raise DataError(
+            f"data.dataset_weights has {len(weights)} numbers for {len(groups)} data files; give"
+            " one weight a file of data.train_files"
+        )
+    if any(weight < 0 for weight in weights) or sum(weights) <= 0:
+        raise DataError(f"data.dataset_weights={list(weights)}: not negative, and not all zero")
+    for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+        if weight > 0 and not group:
+            raise DataError(
+                f"data.dataset_weights[{number}]={weight}, but that file has no usable rows"
+            )
+
+
+class AbstractSampler(ABC):
+    """A user's sampler (data.sampler.class_path, class_name): one pass of `iter` is one epoch.
+
+    To resume exactly, either let every pass follow from the start alone (a seed, `set_epoch(n)`
+    called before each pass where defined): the loader replays the passes. Or keep state:
+    `state_dict()` of plain values and `load_state_dict(state)`, after which the next `iter` yields
+    the rest of the epoch. A sampler with `update` that changes its order needs the second.
+    """
+
+    def __init__(self, data_source: Sized, data_config: Any) -> None:
+        self.data_source = data_source
+        self.data_config = data_config
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns from each finished batch; its rows are in column `dataset_index`."""
+
+    @abstractmethod
+    def update(self, batch: Any) -> None:
+        """Take note of a finished batch: scores, advantages, whatever the rule reads."""

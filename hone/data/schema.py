@@ -1,0 +1,94 @@
+"""What a row must look like before anything is made of it.
+
+One check, used when a data set is loaded and by `hone data check`.
+Leaves out whether a data source has a scorer: rewards know that, and are told to `check_file`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.data.prompts import PromptError, as_messages, raw_text
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a row cannot be used: a countable reason and the sentence for this row."""
+
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def kind_of(value: Any) -> str:
+    """The JSON kind of a value: schemas may differ in numbers' types, not in kind."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, Mapping):
+        return "object"
+    return "list"
+
+
+class SchemaCheck:
+    """Checks the rows of one file in order; the first row that has a column sets its kind."""
+
+    def __init__(self, prompt_key: str, prompt_format: str) -> None:
+        self.prompt_key = prompt_key
+        self.prompt_format = prompt_format
+        self._kinds: dict[str, str] = {}
+
+    def problem(self, row: Mapping[str, Any]) -> Problem | None:
+        """What is wrong with the row, or None."""
+        return self._prompt_problem(row) or self._type_problem(row) or self._kind_problem(row)
+
+    def _prompt_problem(self, row: Mapping[str, Any]) -> Problem | None:
+        prompt = row.get(self.prompt_key)
+        if prompt is None or (isinstance(prompt, (str, list)) and not prompt):
+            return Problem(
+                "missing prompt",
+                f"column {self.prompt_key!r} (data.prompt_key) is missing or empty;"
+                f" the row has {', '.join(map(str, row)) or 'no columns'}",
+            )
+        try:
+            if self.prompt_format == "raw":
+                raw_text(prompt)
+            else:
+                as_messages(prompt)
+        except PromptError as error:
+            return Problem("wrong type", str(error))
+        return None
+
+    def _type_problem(self, row: Mapping[str, Any]) -> Problem | None:
+        for name in ("reward_model", "extra_info"):
+            kind = kind_of(row.get(name))
+            if kind not in ("object", "null"):
+                return Problem("wrong type", f"column {name!r} is an object of fields, got {kind}")
+        kind = kind_of(row.get("data_source"))
+        if kind not in ("text", "null"):
+            return Problem("wrong type", f"column 'data_source' is text, got {kind}")
+        return None
+
+    def _kind_problem(self, row: Mapping[str, Any]) -> Problem | None:
+        ground_truth = (row.get("reward_model") or {}).get("ground_truth")
+        values = {
+            f"column {self.prompt_key!r}": row[self.prompt_key],
+            "reward_model.ground_truth": ground_truth,
+        }
+        kinds = {name: kind_of(value) for name, value in values.items() if value is not None}
+        for name, kind in kinds.items():
+            if self._kinds.get(name, kind) != kind:
+                return Problem(
+                    "mixed schema", f"{name} is {kind}, earlier rows have {self._kinds[name]}"
+                )
+        self._kinds.update(kinds)
+        return None

@@ -1,0 +1,1 @@
+"""The training engine: packed rows, micro-batches, optimizer, checkpoints."""

@@ -1,0 +1,53 @@
+"""Cutting a mini-batch into what fits one forward: by a number of rows, or by a token budget.
+
+Rows stay in order, so the responses of a group stay together and share their prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MicroBatchRule:
+    """`rows` a micro-batch if given, else as many rows as `tokens` allow."""
+
+    rows: int | None
+    tokens: int
+
+    def split(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
+        """Row numbers of each micro-batch; `at_least` so many parts (some may then be empty)."""
+        if self.rows is not None:
+            parts = [
+                list(range(i, min(i + self.rows, len(lengths))))
+                for i in range(0, len(lengths), self.rows)
+            ]
+        else:
+            parts = self._by_tokens(lengths)
+        while len(parts) < at_least:
+            _halve_largest(parts)
+        return parts
+
+    def _by_tokens(self, lengths: Sequence[int]) -> list[list[int]]:
+        parts: list[list[int]] = []
+        room = 0
+        for row, length in enumerate(lengths):
+            if length > self.tokens:
+                raise ValueError(
+                    f"a row has {length} tokens, more than the budget of {self.tokens} for one forward; "
+                    f"set ppo_max_token_len_per_gpu to at least {length}"
+                )
+            if not parts or length > room:
+                parts.append([])
+                room = self.tokens
+            parts[-1].append(row)
+            room -= length
+        return parts
+
+
+def _halve_largest(parts: list[list[int]]) -> None:
+    at = max(range(len(parts)), key=lambda i: len(parts[i])) if parts else 0
+    whole = parts[at] if parts else []
+    middle = (len(whole) + 1) // 2
+    parts[at : at + 1] = [whole[:middle], whole[middle:]]

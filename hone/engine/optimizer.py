@@ -1,0 +1,124 @@
+"""The optimizer: any class by its path, float32 masters under lower-precision parameters.
+
+A gradient that is not finite skips the update and is counted; it never reaches the weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.config.engine import OptimConfig
+from hone.engine.schedule import lr_factor
+from hone.plugins import PluginError, load_object
+
+
+class Optimizer:
+    """Wraps a torch optimizer: schedule, clipping, masters and the non-finite guard."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], config: OptimConfig, *, grad_clip: float, total: int
+    ) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._config = config
+        self._grad_clip = grad_clip
+        self._total = total
+        self.updates = 0
+        self.skipped = 0
+        self.schedule_step = 0
+        self._masters = [
+            p if p.dtype == torch.float32 else p.detach().float() for p in self._parameters
+        ]
+        self.inner: torch.optim.Optimizer = _build(self._masters, config)
+
+    @property
+    def lr(self) -> float:
+        return self._config.lr * lr_factor(self.schedule_step, self._total, self._config)
+
+    def advance_schedule(self) -> None:
+        """The schedule counts training steps, however many updates each holds."""
+        self.schedule_step += 1
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> dict[str, float]:
+        """Clip, check, update; returns `grad_norm`, `lr` and whether the update was skipped."""
+        norm = self._grad_norm()
+        finite = bool(torch.isfinite(norm))
+        lr = self.lr
+        if finite:
+            self._clip(norm)
+            for group in self.inner.param_groups:
+                group["lr"] = lr
+            self._give_gradients_to_masters()
+            self.inner.step()
+            self._take_weights_from_masters()
+            self.updates += 1
+        else:
+            self.skipped += 1
+        self.zero_grad()
+        return {"grad_norm": norm.item(), "lr": lr, "skipped_updates": float(self.skipped)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "schedule_step": self.schedule_step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
+        self.schedule_step = int(state["schedule_step"])
+
+    def _grad_norm(self) -> Tensor:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        if not grads:
+            return torch.zeros(())
+        norm = nn.utils.get_total_norm(grads)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _clip(self, norm: Tensor) -> None:
+        if self._grad_clip > 0 and norm > self._grad_clip:
+            scale = (self._grad_clip / norm).item()
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+    def _give_gradients_to_masters(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter is not master:
+                master.grad = parameter.grad.float() if parameter.grad is not None else None
+
+    @torch.no_grad()
+    def _take_weights_from_masters(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+                master.grad = None
+
+
+def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
+    path = f"{config.optimizer_impl}:{config.optimizer}"
+    try:
+        cls = load_object(path)
+    except PluginError as error:
+        raise PluginError(
+            f"optim.optimizer={config.optimizer} was not found in {config.optimizer_impl}: {error}"
+        ) from error
+    known = inspect.signature(cls).parameters
+    arguments: dict[str, Any] = {"lr": config.lr}
+    for name, value in (
+        ("weight_decay", config.weight_decay),
+        ("betas", tuple(config.betas)),
+        ("fused", True),
+    ):
+        if name in known:
+            arguments[name] = value
+    arguments.update(config.override_optimizer_config or {})
+    return cls(parameters, **arguments)

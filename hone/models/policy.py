@@ -1,0 +1,97 @@
+"""What the engine trains: a decoder that turns packed rows into one number a token.
+
+`PolicyModel` gives log-probabilities (and entropies) of the tokens the policy wrote, `ValueModel` a
+value before each of them. Both never build [tokens, vocabulary] or padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.ops.logprobs import linear_log_probs
+from hone.ops.packing import PackedRows
+
+
+def hidden_states(decoder: nn.Module, packed: PackedRows) -> Tensor:  # [N, d]
+    out = decoder(
+        input_ids=packed.input_ids[None],
+        position_ids=packed.position_ids[None],
+        use_cache=False,
+        layout=packed.layout,
+    )
+    return out.last_hidden_state[0]
+
+
+class PolicyModel(nn.Module):
+    """A causal language model seen as a policy."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+        config = lm.config.get_text_config() if hasattr(lm.config, "get_text_config") else lm.config
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
+        if divisor := getattr(config, "logits_scaling", None):
+            self._logit_scale /= float(divisor)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The network below the language-model head (inside PEFT's wrapper, if there is one)."""
+        lm = self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
+        return getattr(lm, lm.base_model_prefix)
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
+        """Whole logits: for decoding, where a step has few tokens."""
+        head = self.lm.get_output_embeddings()
+        z = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        if self._softcap is not None:
+            z = torch.tanh(z / self._softcap) * self._softcap
+        return z * self._logit_scale if self._logit_scale != 1.0 else z
+
+    def forward(
+        self, packed: PackedRows, *, temperature: float, with_entropy: bool = False
+    ) -> dict[str, Tensor]:
+        hidden = hidden_states(self.decoder, packed)
+        head = self.lm.get_output_embeddings()
+        log_probs, entropy = linear_log_probs(
+            hidden.index_select(0, packed.source),
+            head.weight,
+            packed.target,
+            temperature=temperature,
+            bias=head.bias,
+            softcap=self._softcap,
+            logit_scale=self._logit_scale,
+            with_entropy=with_entropy,
+        )
+        out = {"log_probs": packed.unpack(log_probs)}
+        if with_entropy:
+            out["entropy"] = packed.unpack(entropy)
+        return out
+
+
+class ValueModel(nn.Module):
+    """A decoder with a scalar head: the critic's estimate before each token the policy wrote."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+        width = lm.get_output_embeddings().weight.shape[1]
+        dtype = next(lm.parameters()).dtype
+        self.value_head = nn.Linear(width, 1, dtype=dtype)
+        # Starting at zero makes the first returns pure Monte-Carlo, not noise of a random head.
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        lm.set_output_embeddings(None)
+
+    @property
+    def decoder(self) -> nn.Module:
+        lm = self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
+        return getattr(lm, lm.base_model_prefix)
+
+    def forward(self, packed: PackedRows) -> dict[str, Tensor]:
+        hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
+        values = self.value_head(hidden).float().squeeze(-1)
+        return {"values": packed.unpack(values)}

@@ -1,0 +1,181 @@
+"""Sharing sequences of different lengths out fairly, and cutting them into micro-batches.
+
+Plain integers and lists: no tensors, no processes. How many micro-batches all ranks need is agreed
+on elsewhere; here it comes in as `at_least`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+
+Partition = list[int]  # row numbers
+
+
+def calculate_workload(lengths: Sequence[int] | np.ndarray) -> list[int]:
+    """Cost of a row in arbitrary units: linear layers grow with L, attention with L² (a 7B shape)."""
+    return [24576 * int(n) + int(n) ** 2 for n in lengths]
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[int] | np.ndarray, k_partitions: int, equal_size: bool
+) -> list[Partition]:
+    """`k_partitions` non-empty lists of row numbers with nearly equal sums, each in ascending order.
+
+    Karmarkar and Karp's largest differencing. With `equal_size` all have the same number of rows.
+    """
+    lengths = [int(n) for n in seqlen_list]
+    if not 1 <= k_partitions <= len(lengths):
+        raise ValueError(
+            f"{len(lengths)} sequences cannot be shared out over {k_partitions} partitions; "
+            f"use 1 to {len(lengths)}"
+        )
+    if equal_size and len(lengths) % k_partitions:
+        raise ValueError(
+            f"{len(lengths)} sequences do not divide evenly over {k_partitions} partitions; "
+            f"use equal_size=False or a multiple of {k_partitions}"
+        )
+    partitions = _largest_differencing(lengths, k_partitions, equal_size)
+    while not all(partitions):  # only rows of length 0 can leave a partition without rows
+        giver = max(partitions, key=len)
+        giver.sort(key=lambda row: -lengths[row])
+        next(part for part in partitions if not part).append(giver.pop())
+    return [sorted(part) for part in partitions]
+
+
+def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[Partition]:
+    """Merge the two unevenest states until one is left: the fullest part meets the emptiest."""
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    if equal_size:
+        states = [
+            [(lengths[row], [row]) for row in order[i : i + k]] for i in range(0, len(order), k)
+        ]
+    else:
+        states = [[(0, [])] * (k - 1) + [(lengths[row], [row])] for row in order]
+    tie = count()  # equal spreads merge in a fixed order
+    heap = [(state[0][0] - state[-1][0], next(tie), state) for state in states]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+        merged.sort(key=lambda part: (part[0], len(part[1])))
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(tie), merged))
+    return [rows for _, rows in heap[0][2]]
+
+
+def micro_batches_by_tokens(
+    lengths: Sequence[int] | np.ndarray,
+    max_token_len: int,
+    *,
+    at_least: int = 1,
+    multiple_of: int = 1,
+) -> list[Partition]:
+    """Row numbers of each micro-batch; none holds more than `max_token_len` tokens.
+
+    Loads are even, and cheap ones come first and last, so that a pipeline fills and drains on them.
+    `at_least` makes the count of the ranks agree; `multiple_of` is for pipeline schedules.
+    """
+    sizes = [int(n) for n in lengths]
+    if sizes and max(sizes) > max_token_len:
+        raise ValueError(
+            f"a sequence of {max(sizes)} tokens does not fit max_token_len={max_token_len}; "
+            "raise the token budget (…_max_token_len_per_gpu) or shorten prompts and responses"
+        )
+    if not sizes:
+        return []
+    wanted = _round_up(max(at_least, -(-sum(sizes) // max_token_len), 1), multiple_of)
+    parts = _fit(sizes, max_token_len, wanted, multiple_of)
+    return _small_large_small(parts, sizes)
+
+
+def count_micro_batches(lengths: Sequence[int] | np.ndarray, max_token_len: int) -> int:
+    """How many micro-batches these rows make; the maximum over ranks goes in as `at_least`."""
+    return len(micro_batches_by_tokens(lengths, max_token_len))
+
+
+def _fit(sizes: list[int], budget: int, wanted: int, multiple_of: int) -> list[Partition]:
+    def load(part: Partition) -> int:
+        return sum(sizes[row] for row in part)
+
+    def balanced(parts: int) -> list[Partition] | None:
+        if parts > len(sizes):
+            raise ValueError(
+                f"{len(sizes)} sequences cannot form {parts} micro-batches (at_least, multiple_of)"
+            )
+        found = get_seqlen_balanced_partitions(sizes, parts, equal_size=False)
+        return found if max(map(load, found)) <= budget else None
+
+    if (parts := balanced(wanted)) is not None:
+        return parts
+    packed = _first_fit(sizes, budget)
+    wanted = _round_up(max(wanted, len(packed)), multiple_of)
+    if (parts := balanced(wanted)) is not None:
+        return parts
+    while len(packed) < wanted:  # first-fit is within the budget whatever the lengths are
+        fullest = max((part for part in packed if len(part) > 1), key=load)
+        packed.remove(fullest)
+        packed += [fullest[::2], fullest[1::2]]
+    return packed
+
+
+def _first_fit(sizes: list[int], budget: int) -> list[Partition]:
+    bins: list[Partition] = []
+    free: list[int] = []
+    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
+        place = next((i for i, room in enumerate(free) if room >= sizes[row]), None)
+        if place is None:
+            bins.append([row])
+            free.append(budget - sizes[row])
+        else:
+            bins[place].append(row)
+            free[place] -= sizes[row]
+    return bins
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _small_large_small(parts: list[Partition], sizes: list[int]) -> list[Partition]:
+    cost = calculate_workload(sizes)
+    ordered = sorted((sorted(part) for part in parts), key=lambda p: (sum(cost[r] for r in p), p))
+    return ordered[0::2] + ordered[1::2][::-1]
+
+
+def zigzag(partition: Sequence[int], lengths: Sequence[int] | np.ndarray) -> Partition:
+    """The rows of one partition with long and short alternating, so that its mini-batches are even."""
+    ordered = sorted(partition, key=lambda row: (int(lengths[row]), row))
+    shorter, longer = ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :][::-1]
+    mixed: Partition = []
+    for i, row in enumerate(longer):
+        mixed.append(row)
+        mixed += shorter[i : i + 1]
+    return mixed
+
+
+def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
+    """The permutation that undoes `idx_map`."""
+    reverse = [0] * len(idx_map)
+    for place, row in enumerate(idx_map):
+        reverse[row] = place
+    return reverse
+
+
+def log_seqlen_unbalance(
+    seqlen_list: Sequence[int] | np.ndarray, partitions: Sequence[Sequence[int]], prefix: str
+) -> dict[str, float]:
+    """Tokens a rank before (rows in their given order) and after balancing, as metrics."""
+    lengths = np.asarray(seqlen_list, dtype=np.int64)
+    before = [int(part.sum()) for part in np.array_split(lengths, len(partitions))]
+    after = [int(lengths[list(part)].sum()) for part in partitions]
+    return {
+        f"{prefix}/min": min(before),
+        f"{prefix}/max": max(before),
+        f"{prefix}/minmax_diff": max(before) - min(before),
+        f"{prefix}/balanced_min": min(after),
+        f"{prefix}/balanced_max": max(after),
+        f"{prefix}/mean": sum(after) / len(after),
+    }

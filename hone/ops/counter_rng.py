@@ -1,0 +1,44 @@
+"""Random numbers by address: the draw at (seed, position) is a pure function of the two.
+
+No generator state means no order to depend on: a request draws the same numbers alone and in any batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def fold_seed(*parts: object) -> int:
+    """One 63-bit seed from any parts (run seed, uid, sample index, …)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX1 = _signed(0xBF58476D1CE4E5B9)
+_MIX2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, in wrapping int64 arithmetic."""
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """A number in [0, 1) for each (seed, position) pair of int64 tensors, as float64."""
+    bits = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53

@@ -1,0 +1,77 @@
+"""Statistics over groups of rows that carry the same label (the responses of one prompt).
+
+Labels may be any hashable values. They are turned into integers once; everything after that is a
+scatter over the batch, with no loop over rows or groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def factorise(labels: Sequence[Any] | np.ndarray | Tensor) -> np.ndarray:
+    """Integer ids 0..n-1, equal exactly where the labels are equal."""
+    if isinstance(labels, Tensor):
+        labels = labels.cpu().numpy()
+    array = labels if isinstance(labels, np.ndarray) else None
+    if array is not None and array.dtype.kind in "iufb":
+        return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
+    # Python objects have no order in general ("a" < 3 raises), so a dictionary numbers them.
+    seen: dict[Any, int] = {}
+    return np.fromiter((seen.setdefault(x, len(seen)) for x in labels), np.int64, len(labels))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which group each of N members belongs to. Statistics are float64, one value a group."""
+
+    ids: Tensor  # [N] int64
+    sizes: Tensor  # [G] float64
+
+    @classmethod
+    def of(cls, labels: Sequence[Any] | np.ndarray | Tensor, device: Any = None) -> Groups:
+        ids = torch.from_numpy(factorise(labels)).to(device)
+        return cls(ids, torch.bincount(ids).double())
+
+    @property
+    def count(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def singleton(self) -> Tensor:
+        """[N] bool: this member is alone in its group."""
+        return (self.sizes == 1)[self.ids]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[N, ...] → [G, ...]."""
+        x = x if x.dtype == torch.float64 else x.double()
+        return x.new_zeros((self.count, *x.shape[1:])).index_add_(0, self.ids, x)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._extreme(x, "amax")
+
+    def min(self, x: Tensor) -> Tensor:
+        return self._extreme(x, "amin")
+
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(Weighted) mean of each group; equal members deviate from it by exactly 0."""
+        anchor = self.max(x)
+        away = x.double() - anchor[self.ids]
+        if weights is None:
+            return anchor + self.sum(away) / self.sizes
+        return anchor + self.sum(away * weights) / self.sum(weights).clamp(min=1)
+
+    def std(self, x: Tensor, unbiased: bool = True) -> Tensor:
+        """Standard deviation of each group; 0 for a group of one."""
+        squares = self.sum((x.double() - self.mean(x)[self.ids]) ** 2)
+        return torch.sqrt(squares / (self.sizes - 1 if unbiased else self.sizes).clamp(min=1))
+
+    def _extreme(self, x: Tensor, reduce: str) -> Tensor:
+        out = torch.zeros(self.count, dtype=torch.float64, device=x.device)
+        return out.scatter_reduce_(0, self.ids, x.double(), reduce, include_self=False)

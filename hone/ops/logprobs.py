@@ -1,0 +1,115 @@
+"""Log-probabilities and entropies straight from hidden states, a chunk of tokens at a time.
+
+The logits [tokens, vocabulary] never exist whole: forward keeps one number a token, backward makes each
+chunk again. Everything is computed in float32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK_LOGITS = 2**24
+"""Logits alive at once (64 MiB in float32): large enough for full matmul speed, small beside any model."""
+
+
+def linear_log_probs(
+    hidden: Tensor,  # [M, d]
+    weight: Tensor,  # [V, d]
+    target: Tensor,  # [M]
+    *,
+    temperature: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log p(target) and entropy of softmax(logits / temperature), both [M] float32.
+
+    Entropies are zero unless `with_entropy`: their sums cost a pass over the vocabulary.
+    """
+    return _LinearLogProbs.apply(
+        hidden, weight, bias, target, temperature, softcap, logit_scale, with_entropy
+    )
+
+
+def _chunks(tokens: int, vocabulary: int) -> list[slice]:
+    size = max(8, _CHUNK_LOGITS // vocabulary)
+    return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled logits in float32, and tanh of the capped ones (its derivative is needed backward)."""
+    z = (hidden @ weight.t()).float()
+    if bias is not None:
+        z += bias
+    if softcap is None:
+        return (z if factor == 1.0 else z.mul_(factor)), None
+    squashed = torch.tanh(z.div_(softcap))
+    return squashed * (softcap * factor), squashed
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        temperature: float,
+        softcap: float | None,
+        logit_scale: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        tokens = hidden.shape[0]
+        log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        log_norm = torch.empty_like(log_probs)
+        entropy = torch.zeros_like(log_probs)
+        factor = logit_scale / temperature
+        for part in _chunks(tokens, weight.shape[0]):
+            z, _ = _logits(hidden[part], weight, bias, softcap, factor)
+            norm = torch.logsumexp(z, -1)
+            log_norm[part] = norm
+            log_probs[part] = z.gather(-1, target[part, None]).squeeze(-1) - norm
+            if with_entropy:
+                p = torch.exp(z - norm[:, None])
+                entropy[part] = norm - torch.linalg.vecdot(p, z)
+        ctx.save_for_backward(hidden, weight, bias, target, log_norm, entropy)
+        ctx.factor, ctx.softcap, ctx.with_entropy = factor, softcap, with_entropy
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g_log_prob, g_entropy = grads
+        hidden, weight, bias, target, log_norm, entropy = ctx.saved_tensors
+        g_hidden = torch.empty_like(hidden)
+        g_weight = None
+        if ctx.needs_input_grad[1]:
+            g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        g_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for part in _chunks(hidden.shape[0], weight.shape[0]):
+            z, squashed = _logits(hidden[part], weight, bias, ctx.softcap, ctx.factor)
+            log_p = z.sub_(log_norm[part, None])
+            p = log_p.exp()
+            # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
+            g = p * -g_log_prob[part, None]
+            if ctx.with_entropy:
+                g -= p * (log_p + entropy[part, None]) * g_entropy[part, None]
+            g.scatter_add_(-1, target[part, None], g_log_prob[part, None].to(g.dtype))
+            g *= ctx.factor
+            if squashed is not None:
+                g *= 1 - squashed.square()
+            if g_bias is not None:
+                g_bias += g.sum(0)
+            g = g.to(hidden.dtype)
+            g_hidden[part] = g @ weight
+            if g_weight is not None:
+                g_weight += g.t() @ hidden[part]
+        out_weight = g_weight.to(weight.dtype) if g_weight is not None else None
+        out_bias = g_bias.to(bias.dtype) if g_bias is not None else None
+        return g_hidden, out_weight, out_bias, None, None, None, None, None

@@ -1,0 +1,54 @@
+"""Statistics over the entries a mask keeps.
+
+What lies outside the mask never matters, not even NaN or infinity: it is replaced before any
+arithmetic, so neither the value nor the gradient can see it. Masks are read as booleans.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WHITEN_EPS = 1e-8
+
+
+def masked_fill_zero(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` where the mask is set, 0 elsewhere."""
+    return torch.where(mask.bool(), x, 0)
+
+
+def zero_one(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as numbers 0 and 1."""
+    return mask.bool().view(torch.uint8).to(dtype)  # from bytes: torch converts bools one by one
+
+
+def masked_sum(x: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Sum of the kept entries."""
+    kept = masked_fill_zero(x, mask)
+    return kept.sum() if axis is None else kept.sum(dim=axis)
+
+
+def count_kept(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """How many entries are kept, as integers."""
+    kept = mask.bool().view(torch.uint8)  # bytes add up many times faster than bools
+    return kept.sum() if axis is None else kept.sum(dim=axis)
+
+
+def masked_mean(x: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Mean of the kept entries; 0 where the mask keeps none."""
+    return masked_sum(x, mask, axis) / count_kept(mask.expand_as(x), axis).clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of the kept entries; 0 where fewer than two are kept."""
+    mean = masked_mean(x, mask)
+    count = count_kept(mask.expand_as(x))
+    squares = masked_sum((masked_fill_zero(x, mask) - mean) ** 2, mask)
+    return squares / (count - 1 if unbiased else count).clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Kept entries scaled to variance one (and mean zero unless `shift_mean` is off); 0 outside."""
+    mean = masked_mean(x, mask)
+    white = (masked_fill_zero(x, mask) - mean) * torch.rsqrt(masked_var(x, mask) + WHITEN_EPS)
+    return masked_fill_zero(white if shift_mean else white + mean, mask)

@@ -1,0 +1,124 @@
+"""Rows without padding: what the engine computes on, and how results find their way back.
+
+A batch is padded only on the controller. Here its rows are laid end to end; a prompt that several rows
+share is laid once and its responses hang from it. Only tokens that predict something are kept as targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.ops.segments import SegmentLayout
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Token rows laid end to end, and where each predicted token sits in the padded batch."""
+
+    input_ids: Tensor  # [N] int64
+    position_ids: Tensor  # [N] int64
+    layout: SegmentLayout
+    source: Tensor  # [M] position in the pack whose hidden state predicts the target
+    target: Tensor  # [M] token ids the policy wrote
+    row: Tensor  # [M] batch row of each target
+    column: Tensor  # [M] response column of each target
+    shape: tuple[int, int]  # (B, T) of the padded responses
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """[M] values to [B, T], zero where the policy wrote nothing."""
+        out = values.new_zeros(self.shape)
+        return out.index_put((self.row, self.column), values)
+
+    def to(self, device: torch.device) -> PackedRows:
+        return PackedRows(
+            self.input_ids.to(device),
+            self.position_ids.to(device),
+            self.layout.to(device),
+            self.source.to(device),
+            self.target.to(device),
+            self.row.to(device),
+            self.column.to(device),
+            self.shape,
+        )
+
+
+def pack_rows(
+    prompts: Tensor,  # [B, P] left-padded
+    responses: Tensor,  # [B, T] right-padded
+    attention_mask: Tensor,  # [B, P + T]
+    response_mask: Tensor,  # [B, T]
+    *,
+    share_prompts: bool,
+) -> PackedRows:
+    """Lay the rows of a padded batch end to end; with `share_prompts` equal prompts are laid once."""
+    batch, prompt_width = prompts.shape
+    prompt_lengths = attention_mask[:, :prompt_width].sum(1).tolist()
+    response_lengths = attention_mask[:, prompt_width:].sum(1).tolist()
+    if any(length == 0 for length in prompt_lengths):
+        raise ValueError("a row has an empty prompt: nothing predicts its first token")
+    prompts_np, responses_np = prompts.cpu().numpy(), responses.cpu().numpy()
+    rows = [
+        (
+            prompts_np[i, prompt_width - prompt_lengths[i] :],
+            # The last token predicts nothing, so it is not fed.
+            responses_np[i, : max(response_lengths[i] - 1, 0)],
+        )
+        for i in range(batch)
+    ]
+    lay = _lay_shared if share_prompts else _lay_whole
+    ids, positions, layout, prompt_end, response_start = lay(rows)
+    row, column = response_mask.nonzero(as_tuple=True)
+    row_np, column_np = row.cpu().numpy(), column.cpu().numpy()
+    source = np.where(column_np == 0, prompt_end[row_np], response_start[row_np] + column_np - 1)
+    return PackedRows(
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        layout,
+        torch.from_numpy(source),
+        responses[row, column].cpu(),
+        row.cpu(),
+        column.cpu(),
+        (batch, responses.shape[1]),
+    )
+
+
+_Laid = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
+_Rows = list[tuple[np.ndarray, np.ndarray]]
+
+
+def _lay_whole(rows: _Rows) -> _Laid:
+    """Each row is one segment: prompt and response together."""
+    lengths = np.array([len(p) + len(r) for p, r in rows])
+    start = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    prompt_lengths = np.array([len(p) for p, _ in rows])
+    ids = np.concatenate([piece for row in rows for piece in row])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    layout = SegmentLayout.build(lengths.tolist(), [])
+    return ids, positions, layout, start + prompt_lengths - 1, start + prompt_lengths
+
+
+def _lay_shared(rows: _Rows) -> _Laid:
+    """Each distinct prompt is one root segment; each response hangs from its prompt."""
+    root_of: dict[bytes, int] = {}
+    parents = np.array([root_of.setdefault(p.tobytes(), len(root_of)) for p, _ in rows])
+    roots: list[np.ndarray] = [rows[0][0]] * len(root_of)
+    for parent, (prompt, _) in zip(parents, rows, strict=True):
+        roots[parent] = prompt
+    root_lengths = np.array([len(p) for p in roots])
+    root_end = np.cumsum(root_lengths)
+    child_lengths = np.array([len(r) for _, r in rows])
+    child_start = root_end[-1] + np.concatenate([[0], np.cumsum(child_lengths)[:-1]])
+    ids = np.concatenate([*roots, *(r for _, r in rows)])
+    positions = np.concatenate(
+        [
+            *(np.arange(n) for n in root_lengths),
+            *(np.arange(n) + root_lengths[p] for n, p in zip(child_lengths, parents, strict=True)),
+        ]
+    )
+    children = list(zip(parents.tolist(), child_lengths.tolist(), strict=True))
+    layout = SegmentLayout.build(root_lengths.tolist(), children)
+    return ids, positions, layout, (root_end - 1)[parents], child_start

@@ -1,0 +1,125 @@
+"""Names to objects: one table a kind of plug-in, and the ways to point at a user's own.
+
+A table maps a name to "module:object", resolved when asked for, in the process that uses it. A user's
+own is "pkg.mod:object", "file.py:object", or what a decorator put in the same table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class PluginError(ValueError):
+    """A name, file or object that cannot be found; the message proposes what to write."""
+
+
+class Table:
+    """Names of one kind of plug-in."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._entries: dict[str, Any] = dict(entries)
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def get(self, name: str) -> Any:
+        if name in self._entries:
+            target = self._entries[name]
+            return load_object(target) if isinstance(target, str) else target
+        if ":" in name:
+            return load_object(name)
+        near = difflib.get_close_matches(name, self._entries, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise PluginError(
+            f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(self.names())}; "
+            'or your own as "pkg.mod:object" or "file.py:object"'
+        )
+
+    def add(self, name: str, target: Any) -> None:
+        """Register an object or "module:object"; another one under a taken name is an error."""
+        taken = self._entries.get(name)
+        if taken is not None and not _same(taken, target):
+            raise PluginError(f"{self.kind} {name!r} is already {taken!r}; choose another name")
+        self._entries[name] = target
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator form of `add`."""
+
+        def decorate(thing: T) -> T:
+            self.add(name, thing)
+            return thing
+
+        return decorate
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Also true for one module imported twice, as a script and by name."""
+    if a is b or a == b:
+        return True
+    where = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
+    return where[0] == where[1] and None not in where[0]
+
+
+def load_object(target: str) -> Any:
+    """The object at "module:name", "file.py:name" or "module.name"."""
+    path, colon, name = target.rpartition(":")
+    if not colon or path == "pkg":
+        path, _, name = target.rpartition(".")
+    if not path:
+        raise PluginError(f"{target!r} names no object; write pkg.mod:object or file.py:object")
+    found: Any = load_module(path)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            offered = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))[:12])
+            raise PluginError(f"{path!r} has no {name!r}; it has {offered or 'nothing'}")
+        found = getattr(found, part)
+    return found
+
+
+def load_module(path: str) -> ModuleType:
+    """The module at a file path, `pkg://a.b`, `file://…`, or importable name `a.b`."""
+    path = path.removeprefix("pkg://")
+    file = Path(path.removeprefix("file://")).expanduser()
+    if file.suffix != ".py" and not file.is_file():
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            raise PluginError(
+                f"{path!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
+                f"{error}. Give a path that ends in .py, or a module name."
+            ) from error
+    if not file.is_file():
+        raise PluginError(f"no such file: {path!r} (looked in {Path.cwd()}); check the path")
+    return _load_file(file.resolve())
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Loaded once, under a name derived from its path: two files of one name do not clash."""
+    name = f"hone_extern_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{file} is not a Python file; give a path that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,451 @@
+"""DataProto, the one currency between the loop and the workers: a batch of rows.
+
+Tensors, object arrays and facts about the whole batch travel together and are cut, joined and
+repeated together. Leaves out what the columns mean (hone.columns) and any transport (no ray).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from hone.protocol.rows import (
+    check_known,
+    concat_batches,
+    mini_batches,
+    object_array,
+    pick,
+    row_index,
+    take_rows,
+    tensordict_of,
+)
+from hone.protocol.shapes import (
+    describe,
+    fold_batch_dim,
+    memory,
+    unfold_batch_dim,
+    unfold_column_chunks,
+)
+from hone.protocol.union import union_dicts, union_numpy_dict, union_tensor_dict
+from hone.protocol.wire import (
+    decode_tensordict,
+    encode_tensordict,
+    join_tensordict,
+    split_tensordict,
+)
+
+logger = logging.getLogger(__name__)
+
+AUTO_PADDING_KEY = "_auto_padding"
+AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a DataProto."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DataProto:
+    """A batch: tensor columns, object columns, and facts about the batch as a whole."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    # -- making one -------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: dict[str, torch.Tensor] | None = None,
+        non_tensors: dict[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """Build from columns; the leading `num_batch_dims` of all tensors must agree."""
+        if num_batch_dims < 1:
+            raise ValueError(f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension")
+        if non_tensors and num_batch_dims != 1:
+            raise ValueError(
+                f"num_batch_dims={num_batch_dims} with the object columns {sorted(non_tensors)}: "
+                "object columns have one batch dimension; fold the batch afterwards"
+            )
+        batch = tensordict_of(tensors, num_batch_dims) if tensors else None
+        arrays = {key: object_array(value) for key, value in (non_tensors or {}).items()}
+        info = dict(meta_info or {})
+        if auto_padding:
+            info[AUTO_PADDING_KEY] = True
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=info)
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: dict[str, Any],
+        meta_info: dict[str, Any] | None = None,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """Build from one dict of torch tensors and numpy arrays, as a data loader yields it."""
+        tensors, arrays = {}, {}
+        for key, value in data.items():
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif isinstance(value, np.ndarray):
+                arrays[key] = value
+            else:
+                raise ValueError(
+                    f"column {key!r} is a {type(value).__name__}; give a torch.Tensor or np.ndarray"
+                )
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict | None, meta_info: dict[str, Any] | None = None
+    ) -> DataProto:
+        """Build from a TensorDict: its stacks become object columns, its plain data meta_info."""
+        if tensor_dict is None:
+            return cls(meta_info=dict(meta_info or {}))
+        tensors, arrays, info = split_tensordict(tensor_dict)
+        batch = TensorDict(tensors, batch_size=tensor_dict.batch_size) if tensors else None
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=info | dict(meta_info or {}))
+
+    def to_tensordict(self) -> TensorDict:
+        """One TensorDict with everything: object columns as stacks, meta_info as plain data."""
+        return join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, rows=len(self))
+
+    def check_consistency(self) -> None:
+        """Raise ValueError unless every column has one entry a row."""
+        if self.batch is not None and len(self.batch.batch_size) == 0:
+            raise ValueError("batch has no batch dimension; build it with batch_size=[rows]")
+        if self.non_tensor_batch is None or self.meta_info is None:
+            raise ValueError("non_tensor_batch and meta_info are dicts; give {} for none")
+        rows = len(self)
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise ValueError(
+                    f"object column {key!r} is a {type(array).__name__}; wrap it in a numpy array"
+                )
+            if array.ndim == 0 or len(array) != rows:
+                got = "no batch dimension" if array.ndim == 0 else f"{len(array)} rows"
+                raise ValueError(f"object column {key!r} has {got}; the batch has {rows}")
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        for array in self.non_tensor_batch.values():
+            return int(array.shape[0]) if array.ndim else 0
+        return 0
+
+    def __getitem__(self, item: Any) -> Any:
+        """An int gives a DataProtoItem; a slice, index list, array, tensor or mask a DataProto."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
+            return self.select_idxs(item)
+        if isinstance(item, bool | np.bool_) or not isinstance(
+            item, int | np.integer | torch.Tensor | np.ndarray
+        ):
+            raise TypeError(f"a batch is indexed by rows, not by {type(item).__name__} {item!r}")
+        row = int(item)
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a batch of {len(self)} rows")
+        return DataProtoItem(
+            batch=self.batch[row] if self.batch is not None else None,
+            non_tensor_batch={key: array[row] for key, array in self.non_tensor_batch.items()},
+            meta_info=self.meta_info,
+        )
+
+    def has_column(self, name: str) -> bool:
+        """Whether `name` is a tensor or object column."""
+        in_tensors = self.batch is not None and name in self.batch.keys()  # noqa: SIM118
+        return in_tensors or name in self.non_tensor_batch
+
+    def column(self, name: str) -> Any:
+        """The tensor or object array called `name`."""
+        if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
+            return self.batch[name]
+        if name in self.non_tensor_batch:
+            return self.non_tensor_batch[name]
+        raise KeyError(f"batch has no column {name!r}; it has {self.column_names()}")
+
+    def column_names(self) -> list[str]:
+        """Tensor columns, then object columns, each sorted."""
+        tensors = sorted(self.batch.keys()) if self.batch is not None else []
+        return tensors + sorted(self.non_tensor_batch)
+
+    def set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
+        """Add or replace a column; its length must be the batch's."""
+        if self.column_names() and len(value) != len(self):
+            raise ValueError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
+        if isinstance(value, np.ndarray):
+            self.non_tensor_batch[name] = value
+        elif self.batch is None:
+            self.batch = TensorDict({name: value}, batch_size=[len(value)])
+        else:
+            self.batch[name] = value
+
+    def drop_column(self, name: str) -> None:
+        """Remove a column."""
+        if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
+            del self.batch[name]
+            if not len(self.batch.keys()) and self.non_tensor_batch:
+                self.batch = None
+        elif self.non_tensor_batch.pop(name, None) is None:
+            raise KeyError(f"batch has no column {name!r} to drop; it has {self.column_names()}")
+
+    def get_data_info(self) -> str:
+        """One line a column: name, shape, dtype; then the meta_info keys."""
+        return describe(self)
+
+    def print_size(self, prefix: str = "") -> str:
+        """Log, and return, how much memory tensors and object columns take."""
+        text = f"{prefix} {memory(self)}".strip()
+        logger.info(text)
+        return text
+
+    # -- choosing columns -------------------------------------------------------------------
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """A batch with only these columns and facts; None takes all of a kind."""
+        batch = self.batch
+        if batch is not None:
+            keys = list(batch.keys()) if batch_keys is None else list(batch_keys)
+            check_known(keys, batch.keys(), "tensor columns")
+            batch = TensorDict({key: batch[key] for key in keys}, batch_size=batch.batch_size)
+        elif batch_keys:
+            check_known(batch_keys, (), "tensor columns")
+        arrays = pick(self.non_tensor_batch, non_tensor_batch_keys, "object columns")
+        info = pick(self.meta_info, meta_info_keys, "meta_info")
+        if deepcopy:
+            batch = batch.clone() if batch is not None else None
+            arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
+        return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=info)
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Remove these columns and facts (None: none) and return them as a new batch."""
+        popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        if self.batch is not None:
+            for key in batch_keys or []:
+                self.batch.pop(key)
+        for key in non_tensor_batch_keys or []:
+            del self.non_tensor_batch[key]
+        for key in meta_info_keys or []:
+            del self.meta_info[key]
+        if popped.batch is not None and not len(popped.batch.keys()) and popped.non_tensor_batch:
+            popped.batch = None
+        return popped
+
+    def rename(
+        self,
+        old_keys: str | Sequence[str] | None = None,
+        new_keys: str | Sequence[str] | None = None,
+    ) -> DataProto:
+        """Rename tensor columns, in place."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
+        if len(old) != len(new):
+            raise ValueError(f"cannot rename {old} to {new}: {len(old)} names for {len(new)}")
+        check_known(old, self.batch.keys() if self.batch is not None else (), "tensor columns")
+        for before, after in zip(old, new, strict=True):
+            if before != after:
+                self.batch.rename_key_(before, after)  # type: ignore[union-attr]
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the other's columns and facts to this batch; what both have must be equal."""
+        if self.column_names() and other.column_names() and len(self) != len(other):
+            raise ValueError(f"cannot unite a batch of {len(self)} rows with one of {len(other)}")
+        batch = union_tensor_dict(self.batch, other.batch)
+        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        info = union_dicts(self.meta_info, other.meta_info, "meta_info")
+        self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, info
+        return self
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Move the tensors, in place."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    # -- choosing rows ----------------------------------------------------------------------
+
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> DataProto:
+        """Rows start:end:step; tensors are views where the step is positive."""
+        window = slice(start, end, step)
+        if step is not None and step < 0:  # torch has no negative steps
+            return self.select_idxs(list(range(len(self)))[window])
+        return self._take(window)
+
+    def select_idxs(self, idxs: Any) -> DataProto:
+        """The rows of an index list, array or tensor, or of a boolean mask."""
+        return self._take(row_index(idxs, len(self)))
+
+    def reorder(self, indices: Any) -> None:
+        """Put the rows in this order, in place."""
+        picked = self.select_idxs(indices)
+        if len(picked) != len(self):
+            raise ValueError(f"a new order of {len(self)} rows has {len(picked)} indices")
+        self.batch, self.non_tensor_batch = picked.batch, picked.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Each row `repeat_times` times: AABB when interleaved, else ABAB."""
+        if repeat_times < 0:
+            raise ValueError(f"rows cannot be repeated {repeat_times} times")
+        rows = torch.arange(len(self))
+        index = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        return self._take(index)
+
+    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+        """Row i `repeat_times[i]` times, in order."""
+        times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.long)
+        if times.ndim != 1 or len(times) != len(self):
+            raise ValueError(f"{tuple(times.shape)} repeat counts for a batch of {len(self)} rows")
+        return self._take(torch.arange(len(self)).repeat_interleave(times))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Cut into `chunks` equal batches; unequal ones only where padding is enabled."""
+        rows = len(self)
+        if chunks < 1:
+            raise ValueError(f"a batch cannot be cut into {chunks} chunks")
+        if rows % chunks and not self.is_padding_enabled():
+            raise ValueError(
+                f"a batch of {rows} rows does not divide into {chunks} equal chunks; pad it with "
+                f"pad_dataproto_to_divisor, or build it with auto_padding=True"
+            )
+        length = -(-rows // chunks)
+        return [
+            self.slice(min(i * length, rows), min((i + 1) * length, rows)) for i in range(chunks)
+        ]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Batches of `split_size` rows; the last may be shorter."""
+        if split_size < 1:
+            raise ValueError(f"a batch cannot be split into pieces of {split_size} rows")
+        return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The batches one below the other; metrics become lists, other meta_info must agree."""
+        return concat_batches(data)
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches over `epochs` passes; `dataloader_kwargs={"shuffle": True}` shuffles."""
+        return mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs or {})
+
+    # -- shapes -----------------------------------------------------------------------------
+
+    def unfold_column_chunks(
+        self, n_split: int, split_keys: Sequence[str] | None = None
+    ) -> DataProto:
+        """Cut dim 1 of `split_keys` into `n_split` and fold it into the rows; repeat the rest."""
+        return unfold_column_chunks(self, n_split, split_keys)
+
+    def fold_batch_dim(self, new_batch_size: int) -> DataProto:
+        """[B, …] to [new_batch_size, B / new_batch_size, …]."""
+        return fold_batch_dim(self, new_batch_size)
+
+    def unfold_batch_dim(self, batch_dims: int = 2) -> DataProto:
+        """The leading `batch_dims` dimensions into one: undoes `fold_batch_dim`."""
+        return unfold_batch_dim(self, batch_dims)
+
+    # -- padding ----------------------------------------------------------------------------
+
+    def is_padding_enabled(self) -> bool:
+        """Whether this batch may be cut unevenly (meta_info flag, or HONE_AUTO_PADDING=1)."""
+        wanted = os.environ.get(AUTO_PADDING_ENV, "").lower() in {"1", "true", "yes", "on"}
+        return bool(self.meta_info.get(AUTO_PADDING_KEY, wanted))
+
+    def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
+        """Append `padding_size` copies of the first or last row, in place."""
+        if padding_candidate not in {"first", "last"}:
+            raise ValueError(f"padding_candidate={padding_candidate!r}; use 'first' or 'last'")
+        if padding_size < 0 or (padding_size and not len(self)):
+            raise ValueError(f"cannot pad a batch of {len(self)} rows by {padding_size}")
+        rows = len(self)
+        copied = 0 if padding_candidate == "first" else rows - 1
+        padded = self._take(
+            torch.tensor([*range(rows), *[copied] * padding_size], dtype=torch.long)
+        )
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+
+    # -- crossing processes -----------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "batch": encode_tensordict(self.batch),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.batch = decode_tensordict(state["batch"])
+        self.non_tensor_batch = state["non_tensor_batch"]
+        self.meta_info = state["meta_info"]
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Write to a file; a reader never sees half of it."""
+        target = Path(filepath)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        with partial.open("wb") as file:
+            pickle.dump(self, file, protocol=5)
+        partial.replace(target)
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
+        """Read what `save_to_disk` wrote. Only for files you trust: it is a pickle."""
+        with Path(filepath).open("rb") as file:
+            data = pickle.load(file)
+        if not isinstance(data, DataProto):
+            raise ValueError(f"{filepath} holds a {type(data).__name__}, not a DataProto")
+        return data
+
+    def _take(self, index: Any) -> DataProto:
+        batch = self.batch
+        if batch is not None:
+            if len(batch.keys()):
+                tensors = {key: take_rows(value, index) for key, value in batch.items()}
+                rows = len(next(iter(tensors.values())))
+            else:
+                tensors, rows = {}, len(take_rows(np.arange(len(self)), index))
+            batch = TensorDict(tensors, batch_size=(rows, *batch.batch_size[1:]))
+        arrays = {key: take_rows(array, index) for key, array in self.non_tensor_batch.items()}
+        return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))

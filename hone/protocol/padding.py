@@ -1,0 +1,81 @@
+"""Making a batch divisible by the number of ranks, and undoing it.
+
+Rows added to split a batch are marked in the column `padded_row`, so that a worker can leave them
+out of a mean. Leaves out token padding: that is rollout's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hone.protocol.data_proto import DataProto
+
+logger = logging.getLogger(__name__)
+
+PADDED_ROW = "padded_row"
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeat rows from the start up to a multiple; return the batch and the rows added."""
+    if size_divisor < 1:
+        raise ValueError(f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more")
+    rows = len(data)
+    if rows == 0:
+        logger.warning("an empty batch was asked to be padded to a multiple of %d", size_divisor)
+        return data, 0
+    pad = -rows % size_divisor
+    if pad == 0:
+        return data, 0
+    return data.select_idxs(torch.arange(rows + pad) % rows), pad
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the last `pad_size` rows."""
+    if pad_size < 0 or pad_size > len(data):
+        raise ValueError(f"cannot drop {pad_size} padded rows from a batch of {len(data)} rows")
+    return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
+
+
+def split_padded(data: DataProto, parts: int) -> list[DataProto]:
+    """Cut into `parts` batches of equal length, adding marked rows where there are too few.
+
+    Real rows are spread evenly and in order: no part holds more padding than it must.
+    """
+    if parts < 1:
+        raise ValueError(f"a batch cannot be cut into {parts} parts")
+    rows = len(data)
+    if rows % parts == 0:
+        return data.chunk(parts) if rows else [data.select() for _ in range(parts)]
+    length = -(-rows // parts)
+    pieces = []
+    start = 0
+    for part in range(parts):
+        real = rows // parts + (part < rows % parts)
+        # A part without any real row borrows the batch's first ones.
+        source = torch.arange(start, start + real) if real else torch.arange(1)
+        index = source[torch.arange(length) % len(source)]
+        piece = data.select_idxs(index)
+        piece.set_column(PADDED_ROW, torch.arange(length) >= real)
+        pieces.append(piece)
+        start += real
+    return pieces
+
+
+def real_rows(data: DataProto) -> torch.Tensor:
+    """Which rows are real: bool [B], False where the controller added a row."""
+    if not data.has_column(PADDED_ROW):
+        return torch.ones(len(data), dtype=torch.bool)
+    return ~torch.as_tensor(data.column(PADDED_ROW)).bool()
+
+
+def without_padding(data: DataProto) -> DataProto:
+    """The batch without rows the controller added, and without the mark."""
+    if not data.has_column(PADDED_ROW):
+        return data
+    kept = data.select_idxs(real_rows(data))
+    kept.drop_column(PADDED_ROW)
+    return kept

@@ -1,0 +1,190 @@
+"""Rows of a column, whatever holds it: tensor, jagged tensor, TensorDict or numpy array.
+
+Taking, stacking and comparing them is all DataProto's verbs need. Leaves out which columns there
+are: that is hone.columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+
+from hone.protocol.union import same
+
+if TYPE_CHECKING:
+    from hone.protocol.data_proto import DataProto
+
+
+def object_array(values: Any) -> np.ndarray:
+    """A 1-d object array with one element a row, also when the rows are lists of equal length."""
+    if isinstance(values, np.ndarray):
+        return values
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def take_rows(value: Any, index: Any) -> Any:
+    """Rows of a tensor, a jagged tensor, a TensorDict or an array; a slice gives a view."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        rows = list(value.unbind())
+        picked = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
+        return torch.nested.nested_tensor(picked, layout=torch.jagged)
+    if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
+        return value[index.numpy()]
+    return value[index]
+
+
+def cat_rows(values: list[Any]) -> Any:
+    """Values of several batches, one below the other."""
+    first = values[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values, axis=0)
+    if isinstance(first, torch.Tensor) and first.is_nested:
+        rows = [row for value in values for row in value.unbind()]
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return torch.cat(values, dim=0)
+
+
+def cat_columns(pieces: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Each column of all pieces, one below the other; all pieces must have the same columns."""
+    names = pieces[0].keys()
+    for number, piece in enumerate(pieces):
+        if piece.keys() != names:
+            odd = sorted(piece.keys() ^ names)
+            raise ValueError(
+                f"cannot concatenate: {kind} {odd} are not in both batch 0 and {number}"
+            )
+    result = {}
+    for name in names:
+        values = [piece[name] for piece in pieces]
+        try:
+            result[name] = cat_rows(values)
+        except (RuntimeError, ValueError) as error:
+            shapes = [tuple(value.shape) for value in values]
+            raise ValueError(f"cannot concatenate {name!r} of shapes {shapes}: {error}") from error
+    return result
+
+
+def join_meta_info(infos: list[dict[str, Any]]) -> dict[str, Any]:
+    """Facts of several batches as one; `metrics` becomes a dict of lists, the rest must agree."""
+    joined: dict[str, Any] = {}
+    metrics: list[dict[str, Any]] = []
+    for number, info in enumerate(infos):
+        for key, value in info.items():
+            if key == "metrics":
+                metrics.extend(value if isinstance(value, list) else [value])
+            elif key not in joined:
+                joined[key] = value
+            elif not same(joined[key], value):
+                raise ValueError(
+                    f"cannot concatenate: meta_info[{key!r}] is {joined[key]!r} in an earlier "
+                    f"batch and {value!r} in batch {number}; put what differs under 'metrics'"
+                )
+    if metrics:
+        columns: dict[str, list[Any]] = {}
+        for entry in metrics:
+            for name, value in entry.items():
+                columns.setdefault(name, []).append(value)
+        joined["metrics"] = columns
+    return joined
+
+
+def concat_batches(data: Sequence[DataProto]) -> DataProto:
+    """The batches one below the other."""
+    if not data:
+        raise ValueError("nothing to concatenate: the list of batches is empty")
+    kind = type(data[0])
+    info = join_meta_info([piece.meta_info for piece in data])
+    arrays = cat_columns([piece.non_tensor_batch for piece in data], "object columns")
+    batches = [piece.batch for piece in data if piece.batch is not None]
+    if not batches:
+        return kind(None, arrays, info)
+    if len(batches) < len(data):
+        raise ValueError("cannot concatenate batches of which only some have tensors")
+    tensors = cat_columns([dict(batch.items()) for batch in batches], "tensor columns")
+    size = (sum(len(piece) for piece in data), *batches[0].batch_size[1:])
+    return kind(TensorDict(tensors, batch_size=size), arrays, info)
+
+
+def mini_batches(
+    data: DataProto, size: int, epochs: int, seed: int | None, dataloader_kwargs: dict[str, Any]
+) -> Iterator[DataProto]:
+    """Mini-batches of `size` rows over `epochs` passes."""
+    if size < 1 or len(data) % size:
+        raise ValueError(f"mini_batch_size={size} does not divide a batch of {len(data)} rows")
+    generator = None
+    if seed is not None:
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    loader: DataLoader[Any] = DataLoader(
+        dataset=range(len(data)),  # type: ignore[arg-type]
+        batch_size=size,
+        collate_fn=data.select_idxs,
+        generator=generator,
+        **dataloader_kwargs,
+    )
+    return (piece for _ in range(epochs) for piece in loader)
+
+
+def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
+    """Tensor columns whose leading dimensions agree, as one TensorDict."""
+    size: tuple[int, ...] | None = None
+    first = next(iter(tensors))
+    for key, value in tensors.items():
+        nested = getattr(value, "is_nested", False)
+        lead = (value.size(0),) if nested else tuple(value.shape[:num_batch_dims])
+        if len(lead) < num_batch_dims:
+            raise ValueError(f"column {key!r} has {len(lead)} of {num_batch_dims} batch dimensions")
+        if size is not None and lead != size:
+            raise ValueError(
+                f"column {key!r} has batch size {lead}; column {first!r} has {size}: "
+                "all columns of a batch have one row a sample"
+            )
+        size = lead
+    return TensorDict(tensors, batch_size=size)
+
+
+def row_index(idxs: Any, rows: int) -> torch.Tensor:
+    """Row numbers from a list, array, tensor or mask, checked against the number of rows."""
+    index = (
+        idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.array(idxs))
+    )
+    if index.numel() == 0:
+        index = index.reshape(-1)
+        if index.dtype == torch.bool and rows:
+            raise ValueError(f"a mask of 0 rows for a batch of {rows} rows")
+        return index.long()
+    if index.ndim != 1:
+        raise ValueError(f"rows are chosen by a flat list, not by shape {tuple(index.shape)}")
+    if index.dtype == torch.bool:
+        if len(index) != rows:
+            raise ValueError(f"a mask of {len(index)} rows for a batch of {rows} rows")
+        return index.nonzero().reshape(-1)
+    if index.is_floating_point() or index.is_complex():
+        raise ValueError(f"rows are chosen by whole numbers or a mask, not by {index.dtype}")
+    index = index.long()
+    if int(index.min()) < -rows or int(index.max()) >= rows:
+        raise IndexError(f"rows {int(index.min())}..{int(index.max())} of a batch of {rows} rows")
+    return index
+
+
+def check_known(wanted: Sequence[str], present: Any, kind: str) -> None:
+    """KeyError that names what is missing and what there is."""
+    missing = [key for key in wanted if key not in present]
+    if missing:
+        raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(present)}")
+
+
+def pick(source: dict[str, Any], keys: Sequence[str] | None, kind: str) -> dict[str, Any]:
+    """These entries of a dict; None takes all."""
+    if keys is None:
+        return dict(source)
+    check_known(keys, source, kind)
+    return {key: source[key] for key in keys}

@@ -1,0 +1,137 @@
+"""How a DataProto crosses a process: tensors travel as numpy views, never as torch storages.
+
+Pickle protocol 5 then moves them out of band without a copy. Leaves out compression and devices:
+what arrives lies on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from hone.protocol.rows import object_array
+
+# numpy has no such numbers: the bits travel under an integer type of the same width.
+_BITS_BY_WIDTH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_NUMPY_KNOWS = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+def encode_tensor(tensor: torch.Tensor) -> tuple[str, Any, Any]:
+    """One tensor as ("dense", array, dtype name) or ("jagged", values, offsets)."""
+    if tensor.is_nested:
+        jagged = tensor if tensor.layout == torch.jagged else _as_jagged(tensor)
+        return "jagged", encode_tensor(jagged.values()), encode_tensor(jagged.offsets())  # type: ignore[attr-defined]
+    plain = tensor.detach()
+    if plain.device.type != "cpu":
+        plain = plain.cpu()
+    plain = plain.resolve_conj().resolve_neg().contiguous()
+    name = str(plain.dtype).removeprefix("torch.")
+    if plain.dtype not in _NUMPY_KNOWS:
+        bits = _BITS_BY_WIDTH[plain.element_size()]
+        plain = plain.reshape(-1).view(bits).reshape(plain.shape)
+    return "dense", plain.numpy(), name
+
+
+def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
+    """The tensor that `encode_tensor` was given, sharing memory with the array where it may."""
+    if kind == "jagged":
+        values, offsets = decode_tensor(*payload), decode_tensor(*extra)
+        return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+    array = payload
+    if not array.flags.writeable:
+        # Read-only memory is shared with other ranks (Ray's object store): an in-place operation
+        # on a view of it would change their data.
+        array = array.copy()
+    tensor = torch.from_numpy(array)
+    dtype = getattr(torch, extra)
+    if tensor.dtype != dtype:
+        tensor = tensor.reshape(-1).view(dtype).reshape(array.shape)
+    return tensor
+
+
+def encode_tensordict(batch: TensorDict | None) -> dict[str, Any] | None:
+    """A TensorDict as plain containers and numpy arrays."""
+    if batch is None:
+        return None
+    entries: dict[str, tuple[str, Any, Any]] = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            entries[key] = encode_tensor(value)
+        elif isinstance(value, TensorDict):
+            entries[key] = ("tensordict", encode_tensordict(value), None)
+        else:
+            entries[key] = ("object", value, None)
+    return {"batch_size": tuple(batch.batch_size), "entries": entries}
+
+
+def decode_tensordict(state: dict[str, Any] | None) -> TensorDict | None:
+    """The TensorDict that `encode_tensordict` was given, on the CPU."""
+    if state is None:
+        return None
+    source: dict[str, Any] = {}
+    for key, (kind, payload, extra) in state["entries"].items():
+        if kind == "tensordict":
+            source[key] = decode_tensordict(payload)
+        elif kind == "object":
+            source[key] = payload
+        else:
+            source[key] = decode_tensor(kind, payload, extra)
+    return TensorDict(source, batch_size=state["batch_size"])
+
+
+def split_tensordict(
+    source: TensorDict,
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+    """Tensors, object columns (from stacks) and facts (from plain data) of one TensorDict."""
+    tensors: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
+    for key in source.keys():  # noqa: SIM118
+        value = source.get(key)
+        if isinstance(value, NonTensorStack):
+            arrays[key] = object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            facts[key] = value.data
+        else:
+            tensors[key] = value
+    return tensors, arrays, facts
+
+
+def join_tensordict(
+    batch: TensorDict | None, arrays: dict[str, np.ndarray], facts: dict[str, Any], rows: int
+) -> TensorDict:
+    """The inverse of `split_tensordict`."""
+    twice = sorted(arrays.keys() & facts.keys())
+    if twice:
+        raise ValueError(f"{twice} are both object columns and meta_info; rename one of each")
+    size = batch.batch_size if batch is not None else [rows]
+    result = TensorDict(dict(batch.items()) if batch is not None else {}, batch_size=size)
+    for key, array in arrays.items():
+        result.set(key, NonTensorStack(*[NonTensorData(value) for value in array]))
+    for key, value in facts.items():
+        result.set(key, NonTensorData(value, batch_size=size))
+    return result
+
+
+def _as_jagged(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor(list(tensor.unbind()), layout=torch.jagged)

@@ -1,0 +1,104 @@
+"""How a scorer is called: by the keywords it takes, whether plain or async.
+
+Built-in scorers, a user's function and a registered one differ in signature; this is the one
+place that knows. It neither catches nor judges what the scorer does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+FORMAT_ARGUMENTS = (
+    "format_score",
+    "structure_format_score",
+    "final_format_score",
+    "retrieval_score",
+)
+"""Credit for form; config keys under `reward_model` that only some scorers know."""
+AMBIENT_ARGUMENTS = frozenset(
+    {*FORMAT_ARGUMENTS, "sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"}
+)
+"""Offered to every scorer; those that do not know them are not given them."""
+
+
+class ScorerSignatureError(TypeError):
+    """A configured argument is one the scorer does not take."""
+
+
+@lru_cache(maxsize=1024)
+def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The keyword names `function` takes; None when it takes any (`**kwargs`)."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in keyword)
+
+
+def explicit_names(cls: type) -> frozenset[str]:
+    """The keyword names that a class's own and inherited `__init__` spell out."""
+    found: set[str] = set()
+    for ancestor in cls.__mro__:
+        if "__init__" in vars(ancestor) and ancestor is not object:
+            found.update(inspect.signature(vars(ancestor)["__init__"]).parameters)
+    return frozenset(found - {"self", "args", "kwargs", "options"})
+
+
+def call_scorer(
+    function: Callable[..., Any], arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
+    """Call with what `taken_arguments` says, awaiting a coroutine."""
+    return settle(function(**taken_arguments(function, arguments, options)))
+
+
+def taken_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The row's arguments that the scorer takes, and every option.
+
+    An option the scorer does not take is an error, so that no setting is lost in silence.
+    """
+    names = accepted_names(function)
+    if names is None:
+        return {**arguments, **options}
+    taken = {name: value for name, value in arguments.items() if name in names}
+    for name, value in options.items():
+        if name in names:
+            taken[name] = value
+        elif name not in AMBIENT_ARGUMENTS:
+            raise ScorerSignatureError(
+                f"scorer {describe(function)} takes no argument {name!r}; it takes "
+                f"{', '.join(sorted(names - set(ROW_ARGUMENTS))) or 'none'}. Check "
+                "reward_model.reward_kwargs and custom_reward_function.reward_kwargs."
+            )
+    return taken
+
+
+def settle(result: Any) -> Any:
+    """The value of a coroutine, or `result` itself."""
+    return run_coroutine(result) if inspect.iscoroutine(result) else result
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, also when this thread already runs an event loop (then in another thread)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        return threads.submit(asyncio.run, coroutine).result()
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """`module.name` of a scorer, for messages."""
+    inner = getattr(function, "func", function)
+    module = getattr(inner, "__module__", "?")
+    return f"{module}.{getattr(inner, '__qualname__', type(inner).__name__)}"

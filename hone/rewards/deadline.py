@@ -1,0 +1,65 @@
+"""A deadline for a call in this process: soft, because Python cannot kill a running function.
+
+In the main thread a timer signal interrupts the call; elsewhere the call runs in a helper thread
+that is left behind when it is late. The prime manager's processes are the hard deadline.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DeadlineExceeded(BaseException):
+    """Not an Exception, so that a scorer's own `except Exception` does not swallow it."""
+
+
+def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
+    """`function()`, or DeadlineExceeded after `timeout_s` seconds."""
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+        return _by_signal(function, timeout_s)
+    return _by_thread(function, timeout_s)
+
+
+def _by_signal(function: Callable[[], T], timeout_s: float) -> T:
+    def late(number: int, frame: FrameType | None) -> None:
+        raise DeadlineExceeded
+
+    handler = signal.signal(signal.SIGALRM, late)
+    # The interval repeats, for a scorer whose bare `except` ate the first signal.
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, max(timeout_s, 1.0))
+    started = time.monotonic()
+    try:
+        return function()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            left = max(remaining - (time.monotonic() - started), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def _by_thread(function: Callable[[], T], timeout_s: float) -> T:
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> Any:
+        try:
+            results.append(function())
+        except BaseException as error:  # carried to the caller, who raises it
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="hone-score", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise DeadlineExceeded
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,57 @@
+"""What can go wrong when a row is scored, and the stated policy for it.
+
+A failure is never a silent zero: it stops the run (`raise`) or scores `failure_score`, and either
+way it is counted by reason. Reasons are short words; they become metric names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+POLICIES = ("raise", "score")
+
+events: Counter[str] = Counter()
+"""Mishaps inside a scorer that did not stop it (a symbolic check that ran out of time)."""
+
+
+class RewardError(RuntimeError):
+    """A row could not be scored and the policy is to stop."""
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """What a failed row does to the run: `reward_model.reward_kwargs`."""
+
+    on_failure: str
+    failure_score: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in POLICIES:
+            raise ValueError(
+                f"reward_model.reward_kwargs.on_failure={self.on_failure!r} is not known; "
+                "use 'raise' or 'score'"
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(
+                f"reward_model.reward_kwargs.timeout_s={self.timeout_s} must be positive"
+            )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row's score, what else the scorer said, and mishaps on the way."""
+
+    score: float
+    extras: dict[str, Any] = field(default_factory=dict)
+    mishaps: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A row without a score: `reason` is the counted word, `detail` is for people."""
+
+    reason: str
+    detail: str

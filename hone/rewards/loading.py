@@ -1,0 +1,118 @@
+"""From the config to a reward manager: which class, which scorer, which policy.
+
+The only file of this room that reads the config tree; everything else asks for what it uses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hone.config.reward import RewardModelConfig
+from hone.protocol import DataProto
+from hone.rewards.calling import FORMAT_ARGUMENTS, accepted_names, explicit_names
+from hone.rewards.extern import load_extern_object
+from hone.rewards.failures import FailurePolicy
+from hone.rewards.managers.abstract import AbstractRewardManager
+from hone.rewards.managers.registry import get_reward_manager_cls
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.scores.table import register_score
+
+
+def load_reward_manager(
+    config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any
+) -> AbstractRewardManager:
+    """The manager that `reward_manager`, `reward_model` and `custom_reward_function` ask for.
+
+    `reward_kwargs` override `reward_model.reward_kwargs`; names the built-in managers do not know
+    are handed to the scorer.
+    """
+    for source, target in _items(getattr(config.reward_model, "scores", None)).items():
+        register_score(source, target)
+    cls = _manager_class(config)
+    settings = {**_manager_settings(config), **reward_kwargs}
+    if issubclass(cls, RuleRewardManager):
+        known = explicit_names(cls)
+        settings = {name: settings[name] for name in settings if name in known | {*reward_kwargs}}
+        settings = {**_score_options(config), "policy": _policy(config), **settings}
+    else:
+        accepted = accepted_names(cls)
+        if accepted is not None:
+            settings = {name: settings[name] for name in settings if name in accepted}
+    return cls(
+        tokenizer=tokenizer,
+        num_examine=num_examine,
+        compute_score=get_custom_reward_fn(config),
+        reward_fn_key=config.data.reward_fn_key,
+        **settings,
+    )
+
+
+def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
+    """The user's scorer with its `reward_kwargs` bound, or None when none is configured."""
+    custom = config.custom_reward_function
+    if not custom.path:
+        return None
+    function: Callable[..., Any] = load_extern_object(custom.path, custom.name)
+    bound = _items(getattr(custom, "reward_kwargs", None))
+    return functools.partial(function, **bound) if bound else function
+
+
+def compute_reward(
+    data: DataProto, reward_fn: Callable[..., Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Rewards [B, T] and the extra columns, from any manager."""
+    result = reward_fn(data, return_dict=True)
+    return result["reward_tensor"], result.get("reward_extra_info", {})
+
+
+def _manager_class(config: Any) -> type[AbstractRewardManager]:
+    chosen = config.reward_manager
+    if chosen.source == "register":
+        return get_reward_manager_cls(chosen.name or config.reward_model.reward_manager)
+    if chosen.source == "importlib":
+        found: type[AbstractRewardManager] = load_extern_object(
+            chosen.module.path, chosen.module.name
+        )
+        return found
+    raise ValueError(
+        f"reward_manager.source={chosen.source!r} is not known; use 'register' (a name) or "
+        "'importlib' (reward_manager.module.path and .name)"
+    )
+
+
+def _policy(config: Any) -> FailurePolicy:
+    kwargs = config.reward_model.reward_kwargs
+    return FailurePolicy(kwargs.on_failure, kwargs.failure_score, kwargs.timeout_s)
+
+
+def _manager_settings(config: Any) -> dict[str, Any]:
+    """`reward_model.reward_kwargs` less the policy, with null values filled from their source."""
+    settings = _items(config.reward_model.reward_kwargs)
+    for name in ("on_failure", "failure_score", "timeout_s"):
+        del settings[name]
+    if settings["max_resp_len"] is None:
+        settings["max_resp_len"] = config.data.max_response_length
+    return settings
+
+
+def _score_options(config: Any) -> dict[str, Any]:
+    """Keyword arguments for scorers: what the user set, and where the code sandbox is."""
+    model = config.reward_model
+    options = {
+        name: getattr(model, name)
+        for name in FORMAT_ARGUMENTS
+        if getattr(model, name) != getattr(RewardModelConfig, name)
+    }
+    options.update(_items(getattr(model, "score_kwargs", None)))
+    options["memory_limit_mb"] = model.sandbox_fusion.memory_limit_mb
+    if model.sandbox_fusion.url:
+        options["sandbox_fusion_url"] = model.sandbox_fusion.url
+    return options
+
+
+def _items(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else dict(vars(value)) if value else {}

@@ -1,0 +1,51 @@
+"""The contract of a reward manager: built with a tokenizer, called with a batch.
+
+A user's manager subclasses this and writes `__call__`; the built-in ones share `rule.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hone.protocol import DataProto
+from hone.rewards.scores.table import default_compute_score
+
+RawRewardFn = Callable[..., Any]
+"""`(data_source, solution_str, ground_truth, extra_info) -> float | dict | tuple`."""
+
+
+class AbstractRewardManager(ABC):
+    """Scores a batch: `manager(data)` gives rewards [B, T], 0 but at a row's last policy token."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        **kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or default_compute_score
+        self.reward_fn_key = reward_fn_key
+        self.failures: Counter[str] = Counter()
+
+    @abstractmethod
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        """Rewards [B, T]; with `return_dict`, `{"reward_tensor", "reward_extra_info"}`."""
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Failures since the last call, by reason, as metrics."""
+        metrics = {f"reward/failures/{name}": float(n) for name, n in sorted(self.failures.items())}
+        self.failures.clear()
+        return metrics
+
+    # Most managers hold nothing, so this is not abstract.
+    def close(self) -> None:  # noqa: B027
+        """Give back what the manager holds (processes). Safe to call twice."""

@@ -1,0 +1,48 @@
+"""The batch manager: one call of the scorer for the whole batch.
+
+For scorers that work on lists (a model, a service). A call that fails fails every row, because
+there is no telling which row it was; a bad value in the list fails its own row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hone.rewards.calling import call_scorer
+from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.outcome import Row, failed_by, read_result, score_row
+
+
+class BatchRewardManager(RuleRewardManager):
+    """Calls `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`."""
+
+    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+        if not rows:
+            return []
+        try:
+            return call_with_deadline(lambda: self.score_all(rows), self.policy.timeout_s)
+        except DeadlineExceeded:
+            late = Failed("timeout", f"no scores after {self.policy.timeout_s:g} s")
+            return [late] * len(rows)
+
+    def score_all(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+        """The scorer's list; the table of data sources has none, so its rows go one by one."""
+        if self.uses_table:
+            return [score_row(self.compute_score, row, self.options) for row in rows]
+        arguments = {
+            "data_sources": [row.data_source for row in rows],
+            "solution_strs": [row.solution_str for row in rows],
+            "ground_truths": [row.ground_truth for row in rows],
+            "extra_infos": [row.extra_info for row in rows],
+        }
+        try:
+            results: Any = call_scorer(self.compute_score, arguments, self.options)
+        except Exception as error:  # a user's scorer may raise anything; the policy decides
+            return [failed_by(error, self.compute_score)] * len(rows)
+        if not hasattr(results, "__len__") or len(results) != len(rows):
+            got = len(results) if hasattr(results, "__len__") else type(results).__name__
+            return [Failed("bad_return", f"{len(rows)} scores expected, got {got}")] * len(rows)
+        return [read_result(result) for result in results]

@@ -1,0 +1,66 @@
+"""The dapo manager: naive scores, and a soft penalty for responses that near the limit.
+
+The penalty falls from 0 to -factor over the last `len` tokens before `max_resp_len`, and goes on
+falling beyond. `acc` and `score` stay the rule's; the reward carries the penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.config.reward import OverlongBufferConfig
+from hone.rewards.failures import FailurePolicy
+from hone.rewards.managers.abstract import RawRewardFn
+from hone.rewards.managers.naive import NaiveRewardManager
+
+
+def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
+    """0 up to `max_resp_len - buffer` tokens, then linear to -factor at `max_resp_len`."""
+    expected = max_resp_len - buffer
+    return min(-(length - expected) / buffer * factor, 0.0)
+
+
+class DAPORewardManager(NaiveRewardManager):
+    """Adds DAPO's overlong penalty when `overlong_buffer_cfg.enable` is set."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Any = None,
+        *,
+        policy: FailurePolicy | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            tokenizer, num_examine, compute_score, reward_fn_key, policy=policy, **options
+        )
+        if isinstance(overlong_buffer_cfg, Mapping):
+            overlong_buffer_cfg = OverlongBufferConfig(**overlong_buffer_cfg)
+        self.buffer = overlong_buffer_cfg or OverlongBufferConfig()
+        self.max_resp_len = max_resp_len
+        if self.buffer.enable and (not max_resp_len or not 0 < self.buffer.len <= max_resp_len):
+            raise ValueError(
+                f"overlong_buffer_cfg.len={self.buffer.len} with max_resp_len={max_resp_len}: the "
+                "buffer must have at least one token and fit into the response. Set "
+                "reward_model.reward_kwargs.{max_resp_len,overlong_buffer_cfg.len}."
+            )
+
+    def shape(
+        self, scores: list[float], lengths: list[int]
+    ) -> tuple[list[float], dict[str, list[Any]]]:
+        buffer = self.buffer
+        if not buffer.enable or self.max_resp_len is None:
+            return scores, {}
+        penalties = [
+            overlong_penalty(length, self.max_resp_len, buffer.len, buffer.penalty_factor)
+            for length in lengths
+        ]
+        shaped = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
+        if not buffer.log:
+            return shaped, {}
+        return shaped, {"overlong_reward": penalties, "overlong": [p < 0 for p in penalties]}

@@ -1,0 +1,55 @@
+"""The naive manager: rows one after another in this process; async scorers all at once.
+
+Deadlines here are soft (see `deadline.py`). A scorer that may hang in C code belongs in `prime`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hone.rewards.calling import run_coroutine, taken_arguments
+from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.outcome import Row, failed_by, read_result, score_row
+
+
+class NaiveRewardManager(RuleRewardManager):
+    """One call of the scorer a row."""
+
+    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+        function = self.compute_score
+        if inspect.iscoroutinefunction(getattr(function, "func", function)):
+            return run_coroutine(self.gather(rows))
+        return [self.score_one(row) for row in rows]
+
+    def score_one(self, row: Row) -> Scored | Failed:
+        """Score under the soft deadline."""
+        work = partial(score_row, self.compute_score, row, self.options)
+        try:
+            return call_with_deadline(work, self.policy.timeout_s)
+        except DeadlineExceeded:
+            return self.late()
+
+    async def gather(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+        """Await all rows together, each under its own deadline."""
+        return list(await asyncio.gather(*(self.await_one(row) for row in rows)))
+
+    async def await_one(self, row: Row) -> Scored | Failed:
+        """One row of an async scorer."""
+        function: Callable[..., Any] = self.compute_score
+        call = function(**taken_arguments(function, row.arguments(), self.options))
+        try:
+            return read_result(await asyncio.wait_for(call, self.policy.timeout_s))
+        except (asyncio.TimeoutError, TimeoutError):
+            return self.late()
+        except Exception as error:  # a user's scorer may raise anything; the policy decides
+            return failed_by(error, self.compute_score)
+
+    def late(self) -> Failed:
+        """The failure of a scorer that passed its deadline."""
+        return Failed("timeout", f"no score after {self.policy.timeout_s:g} s")

@@ -1,0 +1,54 @@
+"""The prime manager: rows scored in parallel processes, each call under a hard deadline.
+
+A scorer that hangs is killed at `timeout_s` with its children, its slot is filled again, and the
+other rows keep their scores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hone.rewards.failures import Failed, FailurePolicy, Scored
+from hone.rewards.managers.abstract import RawRewardFn
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.outcome import Row
+from hone.rewards.pool import DeadlinePool
+from hone.rewards.transport import row_scorer_keywords
+
+
+class PrimeRewardManager(RuleRewardManager):
+    """`num_processes` scoring processes, by default one a core; they live from batch to batch."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        num_processes: int | None = None,
+        policy: FailurePolicy | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            tokenizer, num_examine, compute_score, reward_fn_key, policy=policy, **options
+        )
+        self.num_processes = num_processes or len(os.sched_getaffinity(0))
+        self.pool: DeadlinePool | None = None
+
+    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+        message = row_scorer_keywords(self.compute_score, self.options)
+        if self.pool is not None and self.pool.keywords != message:
+            self.close()  # a score was registered since: the processes must know it
+        if self.pool is None:
+            factory = "hone.rewards.transport:make_row_scorer"
+            self.pool = DeadlinePool(factory, message, self.num_processes)
+        return self.pool.run([{"row": row} for row in rows], self.policy.timeout_s)
+
+    def close(self) -> None:
+        """End the scoring processes."""
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None

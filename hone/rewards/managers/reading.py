@@ -1,0 +1,93 @@
+"""From a batch to rows a scorer understands: text, ground truth, extra information.
+
+The scorer sees the response only: every token valid by attention (tools' words included), special
+tokens skipped. Where a score goes is another question: the last token that the policy wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hone.protocol import DataProto
+from hone.rewards.outcome import Row
+
+_TURNS = ("__num_turns__", "num_turns")
+_ROLLOUT_SCORES = ("reward_scores", "rollout_reward_scores")
+
+
+def tensors(data: DataProto) -> Any:
+    """The batch's tensors; an error when it has none."""
+    if data.batch is None:
+        raise ValueError("the batch holds no tensors; a reward manager needs 'responses'")
+    return data.batch
+
+
+def response_attention(data: DataProto) -> torch.Tensor:
+    """Which response tokens exist, [B, T]."""
+    width = tensors(data)["responses"].shape[1]
+    return (
+        tensors(data)["attention_mask"][:, -width:].bool() if width else tensors(data)["responses"]
+    )
+
+
+def valid_response_ids(data: DataProto) -> list[list[int]]:
+    """Token ids of each response without padding."""
+    attention = response_attention(data)
+    responses = tensors(data)["responses"]
+    return [row[keep].tolist() for row, keep in zip(responses, attention.bool(), strict=True)]
+
+
+def last_policy_tokens(data: DataProto) -> list[int | None]:
+    """Position of the last token the policy wrote in each row; None where it wrote none."""
+    if "response_mask" in tensors(data):
+        mask = tensors(data)["response_mask"].bool()
+    else:
+        mask = response_attention(data).bool()
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = (mask * positions).max(dim=1).values if mask.shape[1] else torch.zeros(len(mask))
+    return [int(value) - 1 if value > 0 else None for value in last.tolist()]
+
+
+def read_rows(data: DataProto, ids: list[list[int]], tokenizer: Any, key: str) -> list[Row]:
+    """One row a response."""
+    columns = data.non_tensor_batch
+    if key not in columns:
+        raise KeyError(
+            f"the batch has no column {key!r} to choose a score by; it has "
+            f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
+        )
+    rows = []
+    for index, token_ids in enumerate(ids):
+        reward_model = _dict_at(columns, "reward_model", index)
+        rows.append(
+            Row(
+                data_source=str(columns[key][index]),
+                solution_str=tokenizer.decode(token_ids, skip_special_tokens=True),
+                ground_truth=reward_model.get("ground_truth"),
+                extra_info=_extra_info(columns, reward_model, index),
+            )
+        )
+    return rows
+
+
+def _extra_info(
+    columns: Mapping[str, Any], reward_model: Mapping[str, Any], index: int
+) -> dict[str, Any]:
+    """The row's `extra_info`, other fields of its `reward_model`, and facts of the rollout."""
+    extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
+    extra.update(_dict_at(columns, "extra_info", index))
+    for name, sources in (("num_turns", _TURNS), ("rollout_reward_scores", _ROLLOUT_SCORES)):
+        found = next((columns[source][index] for source in sources if source in columns), None)
+        if found is not None or name == "rollout_reward_scores":
+            extra[name] = found if found is not None else {}
+        else:
+            extra.setdefault(name, None)
+    return extra
+
+
+def _dict_at(columns: Mapping[str, Any], name: str, index: int) -> dict[str, Any]:
+    value = columns[name][index] if name in columns else None
+    return dict(value) if value is not None else {}

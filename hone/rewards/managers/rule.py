@@ -1,0 +1,172 @@
+"""What the built-in managers share: reading rows, applying the failure policy, placing scores.
+
+A manager says how rows are scored (`score_rows`) and may shape scores (`shape`). The mix of rule,
+reward-model and process rewards is the trainer's; here a rule is a rule.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hone.config.reward import RewardKwargs
+from hone.protocol import DataProto
+from hone.rewards.failures import Failed, FailurePolicy, RewardError, Scored
+from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
+from hone.rewards.managers.reading import (
+    last_policy_tokens,
+    read_rows,
+    tensors,
+    valid_response_ids,
+)
+from hone.rewards.outcome import Row
+from hone.rewards.scores import table
+
+logger = logging.getLogger(__name__)
+
+
+class RuleRewardManager(AbstractRewardManager):
+    """Scores every row by a rule. Keywords it does not know are handed to the scorer."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        policy: FailurePolicy | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.policy = policy or default_policy()
+        self.options = options
+
+    @abstractmethod
+    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+        """One result for each row, in order."""
+
+    def shape(
+        self, scores: list[float], lengths: list[int]
+    ) -> tuple[list[float], dict[str, list[Any]]]:
+        """Rewards from scores, and extra columns; `lengths` counts each response's tokens."""
+        return scores, {}
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        extras: dict[str, list[Any]] = {}
+        if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
+            # The family's way: without ground truths there is no rule, and the model's word stands.
+            rewards = tensors(data)["rm_scores"]
+        else:
+            rewards, extras = self.score_batch(data)
+        return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
+
+    def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """Rewards [B, T] and the extra columns of a batch."""
+        ids = valid_response_ids(data)
+        rows = read_rows(data, ids, self.tokenizer, self.reward_fn_key)
+        if self.uses_table:
+            table.check_sources(row.data_source for row in rows)
+        results = self.judge(rows, self.score_known(rows))
+        scores = [result.score for result in results]
+        shaped, extras = self.shape(scores, [len(row) for row in ids])
+        rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]
+        for index, position in enumerate(last_policy_tokens(data)):
+            if position is None:
+                self.failures["no_policy_token"] += 1
+            else:
+                rewards[index, position] = shaped[index]
+        self.examine(rows, shaped)
+        return rewards, {**extra_columns(results), **extras}
+
+    def score_known(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+        """Score the rows that have what their rule needs; the others fail without a call."""
+        lacking = {index for index, row in enumerate(rows) if self.lacks_ground_truth(row)}
+        scored = iter(self.score_rows([r for i, r in enumerate(rows) if i not in lacking]))
+        absent = Failed("no_ground_truth", "reward_model.ground_truth is null")
+        return [absent if index in lacking else next(scored) for index in range(len(rows))]
+
+    def lacks_ground_truth(self, row: Row) -> bool:
+        """Whether a built-in rule would compare the response with nothing."""
+        entry = table.find(row.data_source) if self.uses_table else None
+        return entry is not None and entry.needs_ground_truth and row.ground_truth is None
+
+    @property
+    def uses_table(self) -> bool:
+        """Whether rows are scored by the table of data sources (not by a user's function)."""
+        function = self.compute_score
+        while isinstance(function, partial):
+            function = function.func
+        return function is table.default_compute_score
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Raise before the first step when a row's data source has no scorer."""
+        if self.uses_table:
+            table.check_sources(rows, self.reward_fn_key)
+
+    def judge(self, rows: Sequence[Row], results: Sequence[Scored | Failed]) -> list[Scored]:
+        """Apply the failure policy, count, and add `score` and `acc` to the extras."""
+        judged = []
+        for index, (row, result) in enumerate(zip(rows, results, strict=True)):
+            if isinstance(result, Failed):
+                result = self.settle_failure(index, row, result)
+            self.failures.update(result.mishaps)
+            extras = {"score": result.score, **result.extras}
+            if self.uses_table and "acc" not in extras:
+                entry = table.find(row.data_source)
+                full_mark = self.options.get("score", entry.full_mark if entry else 1.0)
+                extras["acc"] = float(result.score >= full_mark)
+            judged.append(Scored(result.score, extras))
+        if any("acc" in result.extras for result in judged):
+            for result in judged:
+                if "reward_failure" in result.extras:
+                    result.extras["acc"] = 0.0
+        return judged
+
+    def settle_failure(self, index: int, row: Row, failed: Failed) -> Scored:
+        """Raise or score, as the policy says; either way the failure is counted and logged."""
+        self.failures[failed.reason] += 1
+        message = (
+            f"row {index} (data_source {row.data_source!r}) could not be scored: {failed.reason}: "
+            f"{failed.detail}"
+        )
+        if self.policy.on_failure == "raise":
+            raise RewardError(
+                f"{message}. Mend the scorer, or set "
+                "reward_model.reward_kwargs.on_failure=score to give such rows failure_score."
+            )
+        # One line a reason and step; the count is in the metrics.
+        level = logging.WARNING if self.failures[failed.reason] == 1 else logging.DEBUG
+        logger.log(level, "%s; scored %s", message, self.policy.failure_score)
+        return Scored(self.policy.failure_score, {"reward_failure": failed.reason})
+
+    def examine(self, rows: Sequence[Row], scores: Sequence[float]) -> None:
+        """Log the first `num_examine` responses of each data source."""
+        shown: dict[str, int] = {}
+        for row, score in zip(rows, scores, strict=True):
+            shown[row.data_source] = shown.get(row.data_source, 0) + 1
+            if shown[row.data_source] <= self.num_examine:
+                logger.info(
+                    "[%s] score %s, ground truth %s, response:\n%s",
+                    row.data_source,
+                    score,
+                    row.ground_truth,
+                    row.solution_str,
+                )
+
+
+def default_policy() -> FailurePolicy:
+    """The policy that `reward_model.reward_kwargs` has when nothing is set."""
+    defaults = RewardKwargs()
+    return FailurePolicy(defaults.on_failure, defaults.failure_score, defaults.timeout_s)
+
+
+def extra_columns(results: Sequence[Scored]) -> dict[str, list[Any]]:
+    """One list for each extra name; None in the rows that did not give it."""
+    names = dict.fromkeys(name for result in results for name in result.extras)
+    return {name: [result.extras.get(name) for result in results] for name in names}

@@ -1,0 +1,90 @@
+"""From what a scorer returns to a score: one row scored, its result checked and made plain.
+
+Catches what a scorer raises and hands it back as a counted failure; the policy is the manager's.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.rewards import failures
+from hone.rewards.calling import ScorerSignatureError, call_scorer, describe
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.ground_truth import plain
+from hone.rewards.scores.table import UnknownSourceError
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a scorer is told about one response."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """The scorer's keyword arguments."""
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
+
+
+def score_row(
+    compute_score: Callable[..., Any], row: Row, options: Mapping[str, Any]
+) -> Scored | Failed:
+    """Score one row. A wrong signature or unknown source is the program's fault and is raised."""
+    before = failures.events.copy()
+    try:
+        result = call_scorer(compute_score, row.arguments(), options)
+    except (UnknownSourceError, ScorerSignatureError):
+        raise
+    except Exception as error:  # a user's scorer may raise anything; the policy decides
+        return failed_by(error, compute_score)
+    outcome = read_result(result)
+    mishaps = failures.events - before
+    if mishaps and isinstance(outcome, Scored):
+        return Scored(outcome.score, outcome.extras, dict(mishaps))
+    return outcome
+
+
+def failed_by(error: BaseException, compute_score: Callable[..., Any]) -> Failed:
+    """The failure for an exception, with the scorer's own line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return Failed(
+        "exception", f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}"
+    )
+
+
+def read_result(result: Any) -> Scored | Failed:
+    """A number, a dict with `score`, or a tuple whose first item is the score."""
+    extras: dict[str, Any] = {}
+    value = result
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            return Failed("bad_return", f"a dict without 'score': keys {sorted(map(str, result))}")
+        value = result["score"]
+        extras = {str(key): plain(item) for key, item in result.items() if key != "score"}
+    elif isinstance(result, (tuple, list)):
+        if not result:
+            return Failed("bad_return", "an empty sequence")
+        value = result[0]
+    if isinstance(value, (str, bytes)):
+        return Failed("bad_return", f"text ({value!r:.80}), not a number")
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        return Failed("bad_return", f"{value!r:.80} of type {type(value).__name__}, not a number")
+    if math.isnan(score):
+        return Failed("nan", "the score is NaN")
+    if math.isinf(score):
+        return Failed("inf", f"the score is {score}")
+    return Scored(score, extras)

@@ -1,0 +1,64 @@
+"""The process on the other side of `pool.py`: make the callable once, then answer jobs.
+
+Ends when the pool closes its socket. A call that outlives a vanished parent ends by the timer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.failures import Failed
+from hone.rewards.scores.table import UnknownSourceError
+
+GRACE_S = 10.0
+"""How long after its deadline a call whose parent vanished may still run."""
+
+
+def main(descriptor: int) -> None:
+    """Serve jobs from the socket `descriptor` until it closes."""
+    link = Connection(descriptor)
+    try:
+        serve(link)
+    except (EOFError, OSError):
+        return
+
+
+def serve(link: Connection) -> None:
+    """Answer `(keywords, timeout_s)` messages with what the made object returns."""
+    factory, keywords = link.recv()
+    module, _, name = factory.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)(**keywords)
+    except Exception as error:  # the pool's owner must see why its scorer does not load
+        link.send(Failed("start", f"{type(error).__name__}: {error}"))
+        return
+    link.send("ready")
+    while True:
+        arguments, timeout_s = link.recv()
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
+        answer = call(function, arguments)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        try:
+            link.send(answer)
+        except (TypeError, AttributeError, ValueError) as error:
+            link.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
+
+
+def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The result, the program's own error as it is, any other exception as a failure."""
+    try:
+        return function(**arguments)
+    except (UnknownSourceError, ScorerSignatureError) as error:
+        return error
+    except Exception as error:  # a user's code may raise anything; the pool's owner decides
+        return Failed("exception", f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,47 @@
+"""Multiplication and other sums whose answer is one integer inside `<answer>`.
+
+The last `<answer>` of the response counts; thousands separators are read. `compat=True` gives
+TinyZero's scores, which need an `Assistant:` marker before the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hone.rewards.scores.answer_tag import last_answer
+
+_INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)
+_COMPAT_ANSWER = re.compile(r"<answer>(.*?)</answer>")
+
+
+def extract_solution(solution_str: str, *, compat: bool = False) -> int | None:
+    """The integer the model answered, or None."""
+    if compat:
+        _, marker, text = solution_str.partition("Assistant:")
+        found = _COMPAT_ANSWER.findall(text) if marker else []
+        answer = found[-1].strip() if found else None
+    else:
+        answer = last_answer(solution_str)
+    if answer is None or not _INTEGER.fullmatch(answer) or (compat and "," in answer):
+        return None
+    return int(answer.replace(",", ""))
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.1,
+    score: float = 1.0,
+    *,
+    compat: bool = False,
+) -> float:
+    """`score` if the integer is right, `format_score` if it is another, 0 if there is none.
+
+    `method` is accepted because the family's signature has it; there is one method.
+    """
+    answer = extract_solution(solution_str, compat=compat)
+    if answer is None:
+        return 0.0
+    return score if answer == int(ground_truth) else format_score

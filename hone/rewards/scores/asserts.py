@@ -1,0 +1,44 @@
+"""MBPP, HumanEval and LeetCode: the program must satisfy the assertions of the row.
+
+Assertions come from the ground truth, or from `extra_info` in the benchmarks' own fields
+(`test_list`, `test` and `entry_point`). One run decides: 1 or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.config.reward import SandboxFusionConfig
+from hone.rewards import ground_truth as truth
+from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
+
+TEST_TIMEOUT_S = 10.0
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any = None,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int | None = None,
+    timeout_s: float = TEST_TIMEOUT_S,
+) -> float:
+    """1.0 if every assertion holds, else 0.0."""
+    memory_mb = memory_limit_mb or SandboxFusionConfig().memory_limit_mb
+    limits = Limits(timeout_s, memory_mb, sandbox_fusion_url)
+    tests = read_tests(ground_truth or _from_benchmark(extra_info or {}), extra_info)
+    sources = [test.source for test in tests if isinstance(test, SourceTest)]
+    together = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
+    code = extract_code(solution_str)
+    return float(all(passes(code, test, limits) for test in together))
+
+
+def _from_benchmark(extra_info: Mapping[str, Any]) -> list[str]:
+    """Assertions from the fields that MBPP and HumanEval have."""
+    info = truth.plain(extra_info)
+    if info.get("test") and info.get("entry_point"):
+        return [f"{info['test']}\n\ncheck({info['entry_point']})"]
+    imports = info.get("test_imports") or []
+    setup = [info["test_setup_code"]] if info.get("test_setup_code") else []
+    return [*imports, *setup, *info["test_list"]] if info.get("test_list") else []

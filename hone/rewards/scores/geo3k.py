@@ -1,0 +1,43 @@
+r"""Geometry3K: nine tenths for the right boxed answer, one tenth for `<think>…</think>` before it.
+
+`judge` tells accuracy and form apart; `compute_score` is their weighted sum, as in the family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.rewards.scores.latex import boxed_answer
+from hone.rewards.scores.math_reward import is_equiv
+
+
+def format_reward(solution_str: str) -> float:
+    r"""1.0 for `<think>…</think>…\boxed{…}…` from the first character on."""
+    if not solution_str.startswith("<think>"):
+        return 0.0
+    thought = solution_str.find("</think>")
+    boxed = solution_str.find("\\boxed{", thought) if thought >= 0 else -1
+    return float(boxed >= 0 and solution_str.find("}", boxed) >= 0)
+
+
+def acc_reward(solution_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
+    """1.0 if the boxed answer (or, without `use_boxed`, the whole text) is right."""
+    answer = boxed_answer(solution_str) if use_boxed else solution_str
+    return float(is_equiv(answer, str(ground_truth)))
+
+
+def judge(
+    solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
+) -> dict[str, float]:
+    """The score with its two parts."""
+    accuracy = acc_reward(solution_str, ground_truth, use_boxed)
+    form = format_reward(solution_str)
+    score = (1.0 - format_score) * accuracy + format_score * form
+    return {"score": score, "acc": accuracy, "format": form}
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
+) -> float:
+    """`(1 - format_score) · accuracy + format_score · form`."""
+    return judge(solution_str, ground_truth, use_boxed, format_score)["score"]

@@ -1,0 +1,53 @@
+"""GSM8K: the number after the last `####` (strict), or the last number of the text (flexible).
+
+`strict` compares text, as published results do: `####42` and `#### 42.` are not answers.
+`format_score` is what a wrong but well-formed answer earns (0; 0.1 is the usual shaping value).
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+TAIL_CHARS = 300
+"""Only the end of a response is read: the answer stands there, and regex time stays bounded."""
+
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9][0-9.,]*|-?\.[0-9]+")
+
+
+def extract_solution(solution_str: str, method: str = "strict") -> str | None:
+    """The answer's text without commas, or None when there is none."""
+    tail = solution_str[-TAIL_CHARS:]
+    if method == "strict":
+        found = _STRICT.findall(tail)
+        return found[-1].replace(",", "") if found else None
+    if method == "flexible":
+        found = _NUMBER.findall(tail)
+        return found[-1].replace(",", "").rstrip(".") if found else None
+    raise ValueError(f"gsm8k method={method!r} is not known; use 'strict' or 'flexible'")
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """`score` if the answer equals the ground truth, `format_score` if another, 0 if none."""
+    answer = extract_solution(solution_str, method)
+    if answer is None:
+        return 0.0
+    expected = str(ground_truth).replace(",", "")
+    if answer == expected or (method == "flexible" and _same_number(answer, expected)):
+        return score
+    return format_score
+
+
+def _same_number(left: str, right: str) -> bool:
+    try:
+        return Decimal(left) == Decimal(right)
+    except InvalidOperation:
+        return False

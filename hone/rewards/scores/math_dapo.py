@@ -1,0 +1,64 @@
+"""DAPO and AIME: the text after the last `Answer:` near the end, compared after normalisation.
+
+Gives +1 or -1, with `acc` and `pred`. `strict_box_verify=True` reads the last box of the last
+hundred characters instead. No symbolic check: the references are integers or short expressions.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
+
+TAIL_CHARS = 300
+BOX_TAIL_CHARS = 100
+INVALID = "[INVALID]"
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_UNIT_WORDS = re.compile(
+    r"(?<![A-Za-z\\])(?:square|cubic|units?|ways?|integers?|dollars?|cents?|mph|inch(?:es)?|feet|ft"
+    r"|hours?|minutes?|seconds?|days?|km|cm|mm|gm|kg|meters?|points?|digits?|degrees?|pounds?|edges?"
+    r"|students?|people|an?|the)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+
+
+def normalize_final_answer(final_answer: str) -> str:
+    """One spelling for an answer: the right side of `=`, without marks, units and separators."""
+    text = final_answer.split("=")[-1]
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        text = boxed
+    elif text.count("$") >= 2:
+        text = text[text.index("$") + 1 : text.rindex("$")]
+    text = _UNIT_WORDS.sub(" ", text.replace("**", " "))
+    return strip_string(text)
+
+
+def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> tuple[bool, str]:
+    """Whether the response gives `answer`, and what it gave."""
+    if strict_box_verify:
+        boxed = boxed_answer(solution_str[-BOX_TAIL_CHARS:])
+        pred = INVALID if boxed is None else boxed
+        return boxed is not None and _same(pred.strip(), answer.strip()), pred
+    found = _ANSWER.findall(solution_str[-TAIL_CHARS:])
+    pred = normalize_final_answer(found[-1]) if found else INVALID
+    return _same(pred, normalize_final_answer(answer)), pred
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, strict_box_verify: bool = False
+) -> dict[str, Any]:
+    """`{"score": ±1.0, "acc": bool, "pred": text}`."""
+    correct, pred = verify(solution_str, str(ground_truth), strict_box_verify)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+
+
+def _same(left: str, right: str) -> bool:
+    if not left:
+        return False
+    if left == right:
+        return True
+    value = as_number(left)
+    return value is not None and value == as_number(right)

@@ -1,0 +1,61 @@
+"""Programming contests: the program's output on the tests, run in the sandbox.
+
+All tests pass: 1. Otherwise, with `continuous`, the share of the first ten that pass. Tests come
+from the ground truth or from `extra_info.test_cases`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from hone.config.reward import SandboxFusionConfig
+from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
+
+FIRST_TESTS = 10
+TEST_TIMEOUT_S = 10.0
+
+
+def judge(
+    solution_str: str,
+    ground_truth: Any = None,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    continuous: bool = True,
+    timeout_s: float = TEST_TIMEOUT_S,
+) -> dict[str, float]:
+    """Score and `acc` (all tests pass)."""
+    memory_mb = memory_limit_mb or SandboxFusionConfig().memory_limit_mb
+    limits = Limits(timeout_s, memory_mb, sandbox_fusion_url)
+    tests = read_tests(ground_truth, extra_info)
+    code = extract_code(solution_str)
+    with concurrent_semaphore or contextlib.nullcontext():
+        everything, passed = count_passed(code, tests, limits, FIRST_TESTS if continuous else 0)
+    share = passed / min(FIRST_TESTS, len(tests)) if continuous else 0.0
+    return {"score": 1.0 if everything else share, "acc": float(everything)}
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any = None,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    continuous: bool = False,
+    timeout_s: float = TEST_TIMEOUT_S,
+) -> float:
+    """The score alone: 1 or 0, or with `continuous` the share of the first ten tests."""
+    return judge(
+        solution_str,
+        ground_truth,
+        extra_info,
+        sandbox_fusion_url,
+        concurrent_semaphore,
+        memory_limit_mb,
+        continuous,
+        timeout_s,
+    )["score"]

@@ -1,0 +1,145 @@
+"""Open questions: the last `<answer>` equals one of the reference answers (Search-R1).
+
+The response alone is read, and not what a search put into `<information>`: neither the prompt's
+example nor a passage can answer. `reward_model.*_score` settings lead to `qa_em_format`.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable
+from typing import Any
+
+from hone.rewards import ground_truth as truth
+from hone.rewards.scores.answer_tag import last_answer
+
+MAX_TAGS = 10
+"""More opening or closing answer tags than this is tag spam; it earns a quarter."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces (SQuAD's order)."""
+    bare = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def golden_answers(ground_truth: Any) -> list[str]:
+    """The reference answers: `{"target": one or many}`, or one or many directly."""
+    decoded = truth.decode(truth.plain(ground_truth))
+    target = decoded.get("target") if isinstance(decoded, dict) else decoded
+    if isinstance(target, str):
+        return [target]
+    if isinstance(target, Iterable):
+        return [str(item) for item in target]
+    raise truth.GroundTruthError(
+        f"ground_truth must be {{'target': [answers]}}; got {ground_truth!r:.80}. "
+        "Check reward_model.ground_truth of the data row."
+    )
+
+
+def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
+    """Exact match after normalisation; an answer of articles only is compared as it is."""
+    given = normalize_answer(prediction)
+    for answer in [golden] if isinstance(golden, str) else golden:
+        if given and given == normalize_answer(answer):
+            return True
+        if not given and prediction.strip() and prediction.strip().lower() == answer.lower():
+            return True
+    return False
+
+
+def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
+    """Whether a reference answer stands inside the prediction."""
+    given = normalize_answer(prediction)
+    answers = [golden] if isinstance(golden, str) else golden
+    wanted = [normalize_answer(answer) for answer in answers]
+    return any(answer and answer in given for answer in wanted)
+
+
+def remove_information(text: str) -> str:
+    """The text without closed `<information>…</information>` blocks."""
+    parts: list[str] = []
+    while True:
+        start = text.find("<information>")
+        end = text.find("</information>", start) if start >= 0 else -1
+        if end < 0:
+            return "".join([*parts, text])
+        parts.append(text[:start])
+        text = text[end + len("</information>") :]
+
+
+def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
+    """The last answer. `compat` is for prompt and response together: a single answer is ignored."""
+    if compat:
+        found = _TAGGED.findall(solution_str)
+        return found[-1].strip() if len(found) > 1 else None
+    return last_answer(remove_information(solution_str))
+
+
+def judge(
+    solution_str: str,
+    ground_truth: Any,
+    format_score: float = 0.0,
+    score: float = 1.0,
+    structure_format_score: float = 0.0,
+    final_format_score: float = 0.0,
+    retrieval_score: float = 0.0,
+) -> dict[str, Any]:
+    """Score and `acc` (exact match, whatever the form earned)."""
+    if structure_format_score or final_format_score or retrieval_score:
+        from hone.rewards.scores import qa_em_format
+
+        return qa_em_format.judge(
+            solution_str,
+            ground_truth,
+            structure_format_score=structure_format_score,
+            final_format_score=final_format_score,
+            retrieval_score=retrieval_score,
+            score=score,
+        )
+    answer = extract_solution(solution_str)
+    right = answer is not None and em_check(answer, golden_answers(ground_truth))
+    return {"score": _score(solution_str, answer, right, format_score, score), "acc": float(right)}
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """`score` for an exact match, `format_score` for another answer, 0 without one."""
+    answer = extract_solution(solution_str)
+    right = answer is not None and em_check(answer, golden_answers(ground_truth))
+    return _score(solution_str, answer, right, format_score, score)
+
+
+compute_score_em = compute_score
+
+
+def compute_score_subem(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """As `compute_score`, but a reference answer inside the prediction is enough."""
+    answer = extract_solution(solution_str)
+    right = answer is not None and subem_check(answer, golden_answers(ground_truth))
+    return _score(solution_str, answer, right, format_score, score)
+
+
+def _score(text: str, answer: str | None, right: bool, format_score: float, score: float) -> float:
+    if answer is None:
+        return 0.0
+    if not right:
+        return format_score
+    spam = max(text.count("<answer>"), text.count("</answer>")) > MAX_TAGS
+    return score / 4 if spam else score

@@ -1,0 +1,196 @@
+"""The one table from `data_source` to scorer, and `default_compute_score`, which reads it.
+
+Exact names come first, then prefixes, then substrings, as in the family. `register_score` adds a
+user's own in front of them. Scorers are imported when first used.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.rewards.calling import call_scorer
+from hone.rewards.extern import load_object
+
+_HERE = "hone.rewards.scores"
+_MATCHES = ("exact", "prefix", "substring")
+_SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+_NUMINA_SETS = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+
+
+class UnknownSourceError(NotImplementedError):
+    """No scorer is known for a row's data source."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table."""
+
+    target: str | Callable[..., Any]
+    """`"module:function"`, or the function itself."""
+    full_mark: float = 1.0
+    """The score that counts as correct (`acc` = 1) when the scorer returns a plain number."""
+    needs_ground_truth: bool = True
+    """False for scorers that may find their tests in `extra_info`."""
+
+
+def _rows(
+    module: str, *sources: str, function: str = "compute_score", **options: Any
+) -> dict[str, Entry]:
+    return {source: Entry(f"{_HERE}.{module}:{function}", **options) for source in sources}
+
+
+_EXACT: dict[str, Entry] = {
+    **_rows("gsm8k", "openai/gsm8k", "gsm8k"),
+    **_rows("math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"),
+    **_rows("math_reward", "HuggingFaceH4/MATH-500", "math500"),
+    **_rows("math_dapo", "math_dapo", "math", "math_dapo_reasoning"),
+    **_rows("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS)),
+    **_rows(
+        "prime_code",
+        "codecontests",
+        "apps",
+        "codeforces",
+        "taco",
+        function="judge",
+        needs_ground_truth=False,
+    ),
+    **_rows("geo3k", "hiyouga/geometry3k", function="judge"),
+    **_rows("qa_em", *_SEARCH_SETS, function="judge"),
+    **_rows("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="judge"),
+    **_rows("asserts", "mbpp", "google-research-datasets/mbpp", needs_ground_truth=False),
+    **_rows("asserts", "humaneval", "openai/openai_humaneval", needs_ground_truth=False),
+    **_rows("asserts", "leetcode", needs_ground_truth=False),
+}
+_PREFIX: dict[str, Entry] = _rows("math_dapo", "aime")
+_SUBSTRING: dict[str, Entry] = {
+    **_rows("countdown", "countdown"),
+    **_rows("arithmetic", "multiply", "arithmetic"),
+}
+_BUILT_IN: dict[str, dict[str, Entry]] = {
+    "exact": _EXACT,
+    "prefix": _PREFIX,
+    "substring": _SUBSTRING,
+}
+_registered: dict[str, dict[str, Entry]] = {match: {} for match in _MATCHES}
+_resolved: dict[str, tuple[Entry, Callable[..., Any]]] = {}
+
+
+def register_score(
+    source: str,
+    target: str | Callable[..., Any],
+    *,
+    match: str = "exact",
+    full_mark: float = 1.0,
+    needs_ground_truth: bool = False,
+) -> None:
+    """Score rows of `source` by `target`: a function, `"pkg.mod:name"` or `"file.py:name"`.
+
+    The function takes any of data_source, solution_str, ground_truth, extra_info by name. A name of
+    the built-in table is replaced. `match` may be exact, prefix or substring.
+    """
+    if match not in _MATCHES:
+        raise ValueError(f"match={match!r} is not known; use one of {', '.join(_MATCHES)}")
+    if isinstance(target, str) and ":" not in target:
+        raise ValueError(f"score of {source!r}: got {target!r}; write 'pkg.mod:function'")
+    _registered[match][source] = Entry(target, full_mark, needs_ground_truth)
+    _resolved.clear()
+
+
+def registered_scores() -> dict[str, dict[str, Entry]]:
+    """What `register_score` added, to repeat it in a scoring process."""
+    return {match: dict(entries) for match, entries in _registered.items()}
+
+
+def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
+    """Replace the users' part of the table by `registered` (from `registered_scores`)."""
+    for match in _MATCHES:
+        _registered[match] = dict(registered.get(match, {}))
+    _resolved.clear()
+
+
+def find(data_source: str) -> Entry | None:
+    """The table's line for `data_source`, or None."""
+    for table in (_registered, _BUILT_IN):
+        if data_source in table["exact"]:
+            return table["exact"][data_source]
+        for prefix, entry in table["prefix"].items():
+            if data_source.startswith(prefix):
+                return entry
+        for part, entry in table["substring"].items():
+            if part in data_source:
+                return entry
+    return None
+
+
+def scorer_of(data_source: str) -> tuple[Entry, Callable[..., Any]]:
+    """The table's line and the scorer itself, imported; UnknownSourceError when there is none."""
+    if data_source not in _resolved:
+        entry = find(data_source)
+        if entry is None:
+            raise UnknownSourceError(_unknown(data_source, "a row"))
+        target = entry.target
+        _resolved[data_source] = (entry, load_object(target) if isinstance(target, str) else target)
+    return _resolved[data_source]
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> float | dict[str, Any]:
+    """Score one response by the rule of its data source; `options` go to that rule."""
+    _, scorer = scorer_of(data_source)
+    arguments = {
+        "data_source": data_source,
+        "solution_str": solution_str,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    }
+    result = call_scorer(scorer, arguments, options)
+    if isinstance(result, dict):
+        return result
+    return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
+
+
+def known_sources() -> dict[str, list[str]]:
+    """Every name the table knows, by how it is matched."""
+    return {match: sorted({*_registered[match], *_BUILT_IN[match]}) for match in _MATCHES}
+
+
+def check_sources(rows: Iterable[str | Mapping[str, Any]], key: str = "data_source") -> None:
+    """Raise UnknownSourceError for the first row without a scorer, naming it and what is known.
+
+    A row is its data source, or the data row itself; rows of style "model" need no rule.
+    """
+    seen: set[str] = set()
+    for index, row in enumerate(rows):
+        if isinstance(row, str):
+            source: Any = row
+        elif (row.get("reward_model") or {}).get("style") == "model":
+            continue
+        else:
+            source = row.get(key)
+        if not isinstance(source, str):
+            raise UnknownSourceError(
+                f"row {index} has no data source in column {key!r} (got {source!r}). Write one, or "
+                "name the right column with data.reward_fn_key."
+            )
+        if source not in seen and find(source) is None:
+            raise UnknownSourceError(_unknown(source, f"row {index}"))
+        seen.add(source)
+
+
+def _unknown(source: str, where: str) -> str:
+    known = known_sources()
+    close = difflib.get_close_matches(source, known["exact"], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return (
+        f"no score for data_source {source!r} ({where}).{hint} Known: {', '.join(known['exact'])}; "
+        f"starting with {', '.join(known['prefix'])}; containing {', '.join(known['substring'])}. "
+        "Add one with hone.rewards.register_score or set custom_reward_function.path."
+    )

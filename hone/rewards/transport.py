@@ -1,0 +1,88 @@
+"""How a scorer reaches another process: by where it is defined, never by its code.
+
+A module-level function travels as `"module:name"` or `"file.py:name"`; a callable object travels
+by pickling. Lambdas and local functions cannot travel, and the error says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hone.rewards.calling import describe
+from hone.rewards.extern import load_object
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.outcome import Row, score_row
+from hone.rewards.scores import table
+
+
+def reference(function: Callable[..., Any]) -> str | Callable[..., Any]:
+    """Where `function` is defined, or the object itself when it is not a function."""
+    name = getattr(function, "__qualname__", None)
+    if name is None:
+        return function
+    if "<" in name:
+        raise TypeError(
+            f"scorer {describe(function)} is local to another function, so a scoring process "
+            "cannot import it. Define it at the top level of a file, or use the naive manager."
+        )
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    if function.__module__ == "__main__" or function.__module__.startswith("hone_extern_"):
+        if file is None:
+            raise TypeError(
+                f"scorer {describe(function)} is defined in an interactive session; write it to a "
+                "file and set custom_reward_function.path, or use the naive manager."
+            )
+        return f"{file}:{name}"
+    return f"{function.__module__}:{name}"
+
+
+def row_scorer_keywords(
+    compute_score: Callable[..., Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The message from which `make_row_scorer` builds the same scorer elsewhere."""
+    bound: dict[str, Any] = {}
+    function = compute_score
+    while isinstance(function, functools.partial):
+        if function.args:
+            raise TypeError(f"bind arguments of {describe(function)} by name, not by position")
+        bound = {**function.keywords, **bound}
+        function = function.func
+    registered = {
+        match: {
+            source: dataclasses.replace(
+                entry,
+                target=entry.target if isinstance(entry.target, str) else reference(entry.target),
+            )
+            for source, entry in entries.items()
+        }
+        for match, entries in table.registered_scores().items()
+    }
+    return {
+        "scorer": reference(function),
+        "bound": bound,
+        "options": dict(options),
+        "registered": registered,
+    }
+
+
+def make_row_scorer(
+    scorer: str | Callable[..., Any],
+    bound: Mapping[str, Any],
+    options: Mapping[str, Any],
+    registered: Mapping[str, Mapping[str, table.Entry]],
+) -> Callable[..., Scored | Failed]:
+    """In the scoring process: a function from a row to its result."""
+    table.restore_scores(registered)
+    function = load_object(scorer) if isinstance(scorer, str) else scorer
+    if bound:
+        function = functools.partial(function, **bound)
+
+    def score(row: Row) -> Scored | Failed:
+        return score_row(function, row, options)
+
+    return score

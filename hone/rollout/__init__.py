@@ -1,0 +1,1 @@
+"""Rollout engines: token ids in, token ids out, behind one contract."""

@@ -1,0 +1,122 @@
+"""The rollout contract: what every engine promises, and the words it is spoken in.
+
+Token in, token out. A sampled token depends on (seed, absolute position) and the text before it, never on
+the batch it was computed in. An executable version of this page is tests/rollout/engine_contract.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class StopReason(str, Enum):
+    STOP = "stop"
+    """An end-of-text token, a stop token or a stop string."""
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is drawn. `temperature=0` is greedy; `top_k=-1` keeps every token."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            f"max_tokens={self.max_tokens} must be at least 1": self.max_tokens >= 1,
+            f"temperature={self.temperature} must not be negative": self.temperature >= 0,
+            f"top_k={self.top_k} must be -1 (all) or positive": self.top_k == -1 or self.top_k > 0,
+            f"top_p={self.top_p} must be in (0, 1]": 0 < self.top_p <= 1,
+            f"min_p={self.min_p} must be in [0, 1]": 0 <= self.min_p <= 1,
+        }
+        for sentence, holds in checks.items():
+            if not holds:
+                raise ValueError(f"sampling: {sentence}")
+
+    @staticmethod
+    def from_mapping(params: Mapping[str, Any], *, max_tokens: int, seed: int) -> Sampling:
+        """From a loop's `sampling_params`; what it leaves out comes from the keywords.
+
+        `logprobs` and `repetition_penalty=1` ask for nothing that differs here. Unknown names raise.
+        """
+        known = {f.name for f in dataclasses.fields(Sampling)}
+        values: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
+        for name, value in params.items():
+            if name == "max_new_tokens":
+                name = "max_tokens"
+            if name == "logprobs" or (name == "repetition_penalty" and value in (None, 1, 1.0)):
+                continue
+            if name not in known:
+                raise ValueError(
+                    f"sampling_params has no {name!r}; known: {', '.join(sorted(known))}"
+                )
+            if value is None:
+                continue
+            if name == "stop":
+                value = (value,) if isinstance(value, str) else tuple(value)
+            values[name] = tuple(value) if name == "stop_token_ids" else value
+        if values["top_k"] == 0 if "top_k" in values else False:
+            values["top_k"] = -1
+        values["max_tokens"] = min(int(values["max_tokens"]), max_tokens)
+        return Sampling(**values)
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """What one request produced."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    """log p of each token under softmax(logits / temperature), before any truncation of the tail:
+    the number the trainer computes for the same token. Greedy requests report temperature 1."""
+    versions: list[int]
+    """How many updates the weights had seen when each token was drawn."""
+    stop_reason: StopReason
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class RolloutError(RuntimeError):
+    """An engine could not do what was asked; the message says which request and why."""
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """What agent loops and workers need of an engine."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        multi_modal_data: Mapping[str, Any] | None = None,
+    ) -> TokenOutput: ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take weights by their Hugging Face names; an empty iterable only announces the version."""
+
+    def abort(self) -> None:
+        """End every running request with what it has; new ones wait for `resume`."""
+
+    def resume(self) -> None: ...
+
+    def sleep(self) -> None:
+        """Give back the memory that only generation needs."""
+
+    def wake_up(self) -> None: ...
+
+    def close(self) -> None: ...

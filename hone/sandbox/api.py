@@ -1,0 +1,43 @@
+"""run_python and run_many: what the rest of the package calls.
+
+The parameters are those of Job; see result.py for their meaning and defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hone.sandbox.client import run_job
+from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
+from hone.sandbox.result import Job, SandboxResult
+
+
+def run_python(
+    code: str,
+    *,
+    minimum: Collection[str] = DEFAULT_MINIMUM,
+    interpreter: str | None = None,
+    **limits: Any,
+) -> SandboxResult:
+    """Run untrusted Python and wait for the verdict. Keyword arguments are the fields of Job.
+
+    Raises SandboxUnavailable when a wall named in minimum is missing: nothing has run then.
+    """
+    return run_job(Job(code, **limits), plan_for(minimum, interpreter))
+
+
+def run_many(
+    jobs: Iterable[Job],
+    *,
+    max_concurrent: int,
+    minimum: Collection[str] = DEFAULT_MINIMUM,
+    interpreter: str | None = None,
+) -> list[SandboxResult]:
+    """Run jobs side by side, at most max_concurrent at a time; verdicts in the order of jobs."""
+    if max_concurrent < 1:
+        raise ValueError(f"sandbox: max_concurrent={max_concurrent} must be at least 1")
+    plan = plan_for(minimum, interpreter)
+    with ThreadPoolExecutor(max_concurrent, thread_name_prefix="sandbox") as pool:
+        return list(pool.map(lambda job: run_job(job, plan), jobs))

@@ -1,0 +1,99 @@
+"""The box as bubblewrap builds it: what is mounted where, and which options say so.
+
+Every namespace of its own, no capability, uid 65534, an empty working directory in memory, /usr and
+the interpreter read-only, nothing else. Leaves out limits: spawn.py and the warden set them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+
+from hone.sandbox.interpreter import SYSTEM_PATHS
+from hone.sandbox.plan import BOX, NOBODY, Order, Plan, box_environment
+
+INSTALL = "apt-get install -y bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_LINKS = {
+    "/proc/self/fd": "/dev/fd",
+    "/proc/self/fd/0": "/dev/stdin",
+    "/proc/self/fd/1": "/dev/stdout",
+    "/proc/self/fd/2": "/dev/stderr",
+    BOX: "/tmp",  # noqa: S108 - inside the box: temporary files count against its disk
+}
+
+
+@functools.lru_cache(maxsize=1)
+def find() -> tuple[str | None, tuple[str, ...]]:
+    """bubblewrap's path and those of its newer options that this version has."""
+    path = shutil.which("bwrap") or shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
+    if path is None:
+        return None, ()
+    try:
+        text = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None, ()
+    return path, tuple(n for n in ("disable-userns",) if f"--{n} " in text)
+
+
+def options(
+    order: Order,
+    *,
+    staged: dict[str, str],
+    files: list[int],
+    filter_fd: int | None,
+    status_fd: int,
+    gate_fd: int,
+) -> list[str]:
+    """All options of one run. staged: path → where it can be reached from here."""
+    plan = order.plan
+    words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    words += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    words += ["--hostname", "box", "--clearenv"]
+    for name, value in box_environment(BOX).items():
+        words += ["--setenv", name, value]
+    words += _system_mounts()
+    for path in plan.interpreter.reads:
+        words += ["--ro-bind", staged.get(path, path), path]
+    for path in plan.interpreter.masks:
+        words += ["--tmpfs", path, "--remount-ro", path]
+    words += _special_mounts(plan)
+    words += ["--perms", "0700", "--size", str(order.disk_mb << 20), "--tmpfs", BOX]
+    for name, descriptor in zip(order.files, files, strict=True):
+        words += ["--perms", "0600", "--file", str(descriptor), f"{BOX}/{name}"]
+    words += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
+    if "disable-userns" in plan.bwrap_options:
+        words.append("--disable-userns")
+    if filter_fd is not None:
+        words += ["--seccomp", str(filter_fd)]
+    return [*words, "--json-status-fd", str(status_fd), "--block-fd", str(gate_fd)]
+
+
+def command(plan: Plan, options_fd: int, order: Order) -> list[str]:
+    """What is executed: options travel by descriptor, so no path shows in the process list."""
+    assert plan.bwrap is not None
+    program = [plan.interpreter.executable, f"{BOX}/main.py", *order.argv]
+    return [plan.bwrap, "--args", str(options_fd), "--", *program]
+
+
+@functools.lru_cache(maxsize=1)
+def _system_mounts() -> list[str]:
+    words = []
+    for path in SYSTEM_PATHS:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            words += ["--ro-bind", path, path]
+    return words
+
+
+def _special_mounts(plan: Plan) -> list[str]:
+    words = ["--proc", "/proc"] if plan.proc else []
+    words += ["--dir", "/dev"]
+    for path in _DEVICES:
+        words += ["--dev-bind", path, path]
+    for target, path in _LINKS.items():
+        words += ["--symlink", target, path]
+    return words

@@ -1,0 +1,57 @@
+"""The box without bubblewrap: a temporary directory, Landlock for files, seccomp for sockets.
+
+Weaker than bubblewrap (no PID namespace: host processes are visible in number, not in content), and
+used only where the configured minimum allows it. Leaves out limits: spawn.py sets them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+
+from hone.sandbox import landlock, seccomp
+from hone.sandbox.interpreter import SYSTEM_PATHS
+from hone.sandbox.plan import Order, Plan
+
+
+def make_home(order: Order, files: list[int], owner: int | None) -> str:
+    """The run's directory on the host, filled with its files."""
+    home = tempfile.mkdtemp(prefix="hone-box-")
+    for name, descriptor in zip(order.files, files, strict=True):
+        path = os.path.join(home, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as target, os.fdopen(os.dup(descriptor), "rb") as source:
+            shutil.copyfileobj(source, target)
+    if owner is not None:
+        for folder, _, names in os.walk(home):
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                os.chown(path, owner, owner)
+    return home
+
+
+def remove_home(home: str) -> None:
+    """Remove it, also where the program took away its own permissions."""
+
+    def open_up(function: Callable[[str], object], path: str, _: object) -> None:
+        os.chmod(os.path.dirname(path), 0o700)
+        if not os.path.islink(path):
+            os.chmod(path, 0o700)
+        function(path)
+
+    shutil.rmtree(home, onerror=open_up)
+
+
+def command(plan: Plan, home: str, order: Order) -> list[str]:
+    return [plan.interpreter.executable, f"{home}/main.py", *order.argv]
+
+
+def close_in(plan: Plan, home: str) -> None:
+    """Called in the child, last: from here on only the box is left."""
+    os.chdir(home)
+    devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+    read = (*SYSTEM_PATHS, *plan.interpreter.reads)
+    landlock.restrict(read=read, write=(home, *devices))
+    if plan.seccomp:
+        seccomp.install(seccomp.build_filter(keep_group=True))

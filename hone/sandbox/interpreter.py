@@ -1,0 +1,113 @@
+"""Which Python runs in the box, and the few paths it needs to be seen there.
+
+The standard library only: site-packages is masked, unless the interpreter named is a virtual
+environment's own. Leaves out how the paths are bound: bubblewrap.py and direct.py do that.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from hone.sandbox.result import SandboxUnavailable
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
+_ASK = (
+    "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix,"
+    " getattr(sys, '_base_executable', sys.executable), list(sys.version_info[:2])]))"
+)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python and what must be visible for it to start."""
+
+    executable: str
+    reads: tuple[str, ...]
+    """Paths outside the system's that it needs, read-only."""
+    masks: tuple[str, ...]
+    """Directories below those that are hidden."""
+
+    def reachable_by(self, uid: int, gid: int) -> bool:
+        """Whether that user could open all of it by path."""
+        return all(_reachable(path, uid, gid) for path in (self.executable, *self.reads))
+
+
+@functools.lru_cache(maxsize=8)
+def describe(executable: str | None = None) -> Interpreter:
+    """The interpreter at that path; None is the one this process runs on, outside its venv."""
+    if executable is None:
+        base = getattr(sys, "_base_executable", None) or sys.executable
+        facts = (base, sys.base_prefix, sys.base_prefix, base, sys.version_info[:2])
+    else:
+        facts = _ask(executable)
+    path, prefix, base_prefix, base_executable, version = facts
+    real = os.path.realpath(base_executable)
+    in_venv = prefix != base_prefix
+    wanted = [os.path.dirname(real) if in_venv else real]
+    wanted += [os.path.join(base_prefix, name) for name in ("lib", "lib64")]
+    if in_venv:
+        wanted.append(prefix)
+    reads = tuple(dict.fromkeys(p for p in wanted if os.path.exists(p) and not _is_system(p)))
+    masks = () if in_venv else _package_directories(base_prefix, version)
+    return Interpreter(path if in_venv else real, reads, masks)
+
+
+def choose(executable: str | None, *, uid: int, gid: int, staged: bool) -> Interpreter:
+    """The interpreter to use for programs that run as uid. Falls back to the system's when none
+    was named and the running one lies where uid cannot go."""
+    named = describe(executable)
+    if staged or named.reachable_by(uid, gid):
+        return named
+    if executable is None and os.path.exists(SYSTEM_PYTHON):
+        return describe(SYSTEM_PYTHON)
+    raise SandboxUnavailable(
+        f"sandbox: uid {uid} cannot read the interpreter {named.executable}, and this process may"
+        f" not mount it elsewhere; name one it can read, such as {SYSTEM_PYTHON}"
+    )
+
+
+def _ask(executable: str) -> tuple[str, str, str, str, tuple[int, int]]:
+    try:
+        answer = subprocess.run(
+            [executable, "-I", "-c", _ASK], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+        path, prefix, base_prefix, base_executable, version = json.loads(answer)
+        return path, prefix, base_prefix, base_executable, (version[0], version[1])
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise SandboxUnavailable(
+            f"sandbox: interpreter={executable!r} does not run ({error}); name a Python ≥ 3.8"
+        ) from error
+
+
+def _package_directories(prefix: str, version: tuple[int, int]) -> tuple[str, ...]:
+    library = f"{prefix}/lib/python{version[0]}.{version[1]}"
+    candidates = (
+        f"{library}/site-packages",
+        f"{library}/dist-packages",
+        f"{prefix}/lib/python3/dist-packages",
+        f"{prefix}/local/lib/python{version[0]}.{version[1]}/dist-packages",
+    )
+    return tuple(path for path in candidates if os.path.isdir(path))
+
+
+def _is_system(path: str) -> bool:
+    return any(path == base or path.startswith(base + "/") for base in SYSTEM_PATHS)
+
+
+def _reachable(path: str, uid: int, gid: int) -> bool:
+    while True:
+        info = os.stat(path)
+        shift = 6 if info.st_uid == uid else 3 if info.st_gid == gid else 0
+        wanted = 0o5 if not stat.S_ISDIR(info.st_mode) else 0o1
+        if (info.st_mode >> shift) & wanted != wanted:
+            return False
+        if path == "/":
+            return True
+        path = os.path.dirname(path)

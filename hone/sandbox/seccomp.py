@@ -1,0 +1,160 @@
+"""The system calls a program in the box may not make, as a BPF program assembled here.
+
+A deny list, not an allow list: the box's walls are namespaces, this filter removes the doors to the
+kernel that no ordinary Python program uses. Leaves out 32-bit tables: a foreign ABI is refused whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data, low words
+_X32_BIT = 0x40000000
+_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag that clone(2) takes
+_TERMINAL_TRICKS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into the parent's terminal
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+# name: (x86_64, aarch64); None where the architecture has no such call.
+DENIED: dict[str, tuple[int, int | None]] = {
+    # network: `socketpair` stays, it reaches nobody and asyncio needs it
+    "socket": (41, 198),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    # namespaces and mounts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    # kernel surface
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "syslog": (103, 116),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "personality": (135, 92),
+    "vhangup": (153, 58),
+    "lookup_dcookie": (212, 18),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "uselib": (134, None),
+    # memory that no address-space limit counts
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435
+_IOCTL = {"x86_64": 16, "aarch64": 29}
+# Where no PID namespace holds the run together, its process group does: nobody may leave it.
+_LEAVE_GROUP = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
+
+
+def supported(machine: str | None = None) -> bool:
+    """Whether this machine's system-call table is known here."""
+    return (machine or platform.machine()) in _AUDIT_ARCH
+
+
+def build_filter(machine: str | None = None, *, keep_group: bool = False) -> bytes:
+    """The filter as an array of `struct sock_filter`. keep_group also denies setsid and setpgid."""
+    machine = machine or platform.machine()
+    if machine not in _AUDIT_ARCH:
+        raise ValueError(
+            f"seccomp: no system-call table for {machine!r}; known: {sorted(_AUDIT_ARCH)}"
+        )
+    column = 0 if machine == "x86_64" else 1
+    denied = [row[column] for row in DENIED.values()]
+    numbers = [number for number in denied if number is not None]
+    if keep_group:
+        numbers += _LEAVE_GROUP[machine]
+
+    refuse, absent = _errno(errno.EPERM), _errno(errno.ENOSYS)
+    program = [_op(_LOAD, _ARCH), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL)]
+    program.append(_op(_LOAD, _NR))
+    if machine == "x86_64":
+        program += [_op(_AT_LEAST, _X32_BIT, 0, 1), _op(_RETURN, absent)]
+    for number in sorted(numbers):
+        program += [_op(_EQUAL, number, 0, 1), _op(_RETURN, refuse)]
+    # clone3 hides its flags behind a pointer; libc falls back to clone when it is absent.
+    program += [_op(_EQUAL, _CLONE3, 0, 1), _op(_RETURN, absent)]
+    program += [
+        _op(_EQUAL, _CLONE[machine], 0, 4),
+        _op(_LOAD, _ARG0),
+        _op(_ANY_BIT, _NEW_NAMESPACES, 0, 1),
+        _op(_RETURN, refuse),
+        _op(_RETURN, _ALLOW),
+    ]
+    program += [_op(_EQUAL, _IOCTL[machine], 0, 2 + 2 * len(_TERMINAL_TRICKS)), _op(_LOAD, _ARG1)]
+    for request in _TERMINAL_TRICKS:
+        program += [_op(_EQUAL, request, 0, 1), _op(_RETURN, refuse)]
+    program += [_op(_RETURN, _ALLOW), _op(_RETURN, _ALLOW)]
+    return b"".join(program)
+
+
+def install(program: bytes) -> None:
+    """Put the calling thread, and all it starts, under the filter. Cannot be undone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    no_new_privs, set_seccomp, filter_mode = 38, 22, 2
+    if libc.prctl(no_new_privs, 1, 0, 0, 0) != 0 or libc.prctl(
+        set_seccomp, filter_mode, ctypes.create_string_buffer(header, len(header)), 0, 0
+    ):
+        code = ctypes.get_errno()
+        raise OSError(code, f"seccomp: the kernel refused the filter: {os.strerror(code)}")
+
+
+def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)
+
+
+def _errno(code: int) -> int:
+    return 0x00050000 | code

@@ -1,0 +1,176 @@
+"""The small process that starts, watches and ends all boxes of one program.
+
+Forking a trainer of many gigabytes and threads is slow and unsafe; forking this is neither. It also
+outlives a killed trainer just long enough to take its boxes down. One thread, one loop, no policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from hone.sandbox.box import Box
+from hone.sandbox.cgroups import Parents, sweep
+from hone.sandbox.plan import Order
+from hone.sandbox.result import MAX_FILES, Status
+from hone.sandbox.stage import Stage
+
+MAX_MESSAGE = 1 << 17
+_WATCH_S = 0.05  # how often memory is summed where no cgroup does it
+_SET_CHILD_SUBREAPER = 36
+
+
+class Caller:
+    """The connection one run came in on: a hang-up ends the run, the reply ends the connection."""
+
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        self._connection = connection
+        self._selector = selector
+        self._rest = memoryview(b"")
+        connection.setblocking(False)
+
+    def watch(self, on_hang_up: Callable[[], None]) -> None:
+        self._selector.register(self._connection, selectors.EVENT_READ, on_hang_up)
+
+    def forget(self) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._connection)
+
+    def answer(self, data: bytes) -> None:
+        self.forget()
+        self._rest = memoryview(data)
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            while self._rest:
+                self._rest = self._rest[self._connection.send(self._rest) :]
+        except BlockingIOError:
+            with contextlib.suppress(KeyError):
+                self._selector.register(self._connection, selectors.EVENT_WRITE, self._send)
+            return
+        except OSError:
+            pass  # the caller is gone; so is the interest in the answer
+        self.forget()
+        self._connection.close()
+
+
+class Warden:
+    """Takes orders from one socket until it closes."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._boxes: dict[Box, Caller] = {}
+        self._leaving: list[Box] = []
+        self._swept: set[str] = set()
+        self._number = 0
+        self._stage = Stage()
+        self._closed = False
+
+    def serve(self) -> None:
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_order)
+        while not (self._closed and not self._boxes and not self._leaving):
+            for key, _ in self._selector.select(self._patience()):
+                if key.fileobj in self._selector.get_map():  # an earlier event may have ended it
+                    key.data()
+            now = time.monotonic()
+            for box in list(self._boxes):
+                box.check(now)
+                if box.done:
+                    self._finish(box)
+            self._leaving = [box for box in self._leaving if not box.release()]
+            self._reap()
+
+    def _patience(self) -> float | None:
+        if self._leaving:
+            return 0.005
+        if any(box.needs_watching for box in self._boxes):
+            return _WATCH_S
+        now = time.monotonic()
+        waits = [box.deadline - now for box in self._boxes if box.verdict is None]
+        return max(0.0, min(waits)) if waits else None
+
+    def _on_order(self) -> None:
+        data, descriptors, *_ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_FILES + 3)
+        if not data:
+            self._closed = True
+            self._selector.unregister(self._control)
+            for box in self._boxes:
+                box.kill(Status.KILLED)
+            return
+        connection, stdin, *files = descriptors
+        caller = Caller(socket.socket(fileno=connection), self._selector)
+        self._number += 1
+        box = None
+        try:
+            order = Order.from_json(data)
+            self._sweep(order.plan.cgroup)
+            box = Box(order, self._number, self._selector)
+            reads = order.plan.interpreter.reads if order.plan.staged else ()
+            box.start(stdin, files, self._stage.bind(reads))
+            self._boxes[box] = caller
+            caller.watch(lambda: self._on_hang_up(box, caller))
+        except (OSError, ValueError) as error:
+            caller.answer(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+            if box is not None:
+                self._abandon(box)
+        finally:
+            for descriptor in (stdin, *files):
+                os.close(descriptor)
+
+    def _on_hang_up(self, box: Box, caller: Caller) -> None:
+        caller.forget()
+        box.kill(Status.KILLED)
+
+    def _finish(self, box: Box) -> None:
+        caller = self._boxes.pop(box)
+        reply = box.reply()
+        if not box.release():
+            self._leaving.append(box)
+        caller.answer(reply)
+
+    def _abandon(self, box: Box) -> None:
+        box.kill(Status.KILLED)
+        if not box.release():
+            self._leaving.append(box)
+
+    def _sweep(self, parents: Parents | None) -> None:
+        if parents is not None and not self._swept.issuperset(parents.unique):
+            self._swept.update(parents.unique)
+            sweep(parents)
+
+    def _reap(self) -> None:
+        """Orphans of a box come to us: let none stay a zombie. Our own children are left alone."""
+        ours = {box.pid for box in self._boxes}
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None or found.si_pid in ours:
+                return
+            os.waitpid(found.si_pid, 0)
+
+
+def main(descriptor: int) -> None:
+    """Serve orders that come in on this descriptor."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the end of the control socket is our only signal
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    gc.disable()
+    gc.freeze()
+    Warden(socket.socket(fileno=descriptor)).serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

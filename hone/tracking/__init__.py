@@ -1,0 +1,30 @@
+"""Tracking: the run folder, the metrics, and everywhere they are shown.
+
+Loads neither torch nor any tracker's package; a backend is imported when it is named.
+"""
+
+from __future__ import annotations
+
+from hone.tracking.atomic import atomic_path, atomic_write_bytes, atomic_write_text
+from hone.tracking.console import progress
+from hone.tracking.contract import RunInfo, Tracker, TrackerError
+from hone.tracking.metrics_file import MetricsFile, read_metrics, series
+from hone.tracking.run_folder import RunFolder
+from hone.tracking.timing import Timers
+from hone.tracking.tracking import Tracking
+
+__all__ = [
+    "MetricsFile",
+    "RunFolder",
+    "RunInfo",
+    "Timers",
+    "Tracker",
+    "TrackerError",
+    "Tracking",
+    "atomic_path",
+    "atomic_write_bytes",
+    "atomic_write_text",
+    "progress",
+    "read_metrics",
+    "series",
+]

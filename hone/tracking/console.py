@@ -1,0 +1,258 @@
+"""What a person sees while a run goes on: a live line, bars for every long wait, plain text.
+
+On a terminal all of it shares one live region at the bottom. Elsewhere (a file, a pipe, CI) a
+step is one line `step:N - key:value - …`, and a wait is reported only when it gets long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hone.tracking.contract import Number, RunInfo, Tracker
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+SECONDS_BETWEEN_PLAIN_REPORTS = 15.0
+STEPS_FOR_ETA = 20
+
+# label -> the first of these metrics that a step has
+LIVE_LINE = {
+    "reward": ("reward/mean", "critic/rewards/mean", "critic/score/mean"),
+    "accuracy": ("accuracy",),
+    "loss": ("train/loss",),
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl", "actor/ppo_kl"),
+    "length": ("response_length/mean",),
+    "tokens/s": ("perf/throughput", "train/throughput"),
+}
+LASTING = ("val-core/", "val/")  # results that stay on the terminal above the live line
+
+
+class Bar:
+    """A wait in progress: how much of it is done, out of how much, and a word beside it."""
+
+    def __init__(self, description: str, total: float | None, show: Callable[[Bar], None]) -> None:
+        self.description, self.total, self.done, self.note = description, total, 0.0, ""
+        self._show = show
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        self.update(self.done + amount, note=note)
+
+    def update(self, done: float, *, total: float | None = None, note: str | None = None) -> None:
+        self.done = done
+        self.total = self.total if total is None else total
+        self.note = self.note if note is None else note
+        self._show(self)
+
+
+class Screen:
+    """The one place of a process that draws: bars and the live line on a terminal, lines else."""
+
+    def __init__(
+        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if console is None:
+            from rich.console import Console
+
+            console = Console()
+        self.console = console
+        self.clock = clock
+        self._live: Progress | None = None
+        self._open_bars = 0
+        self._status: str | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def line(self, text: str) -> None:
+        """One line of plain text, neither wrapped nor coloured; above the live region if any."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self.console.file.write(text + "\n")
+            self.console.file.flush()
+
+    def say(self, *renderables: Any) -> None:
+        """Tables, panels and text for the reader, above the live region if any."""
+        for item in renderables:
+            self.console.print(item, markup=False)
+
+    def status(self, text: str | None) -> None:
+        """Set the live line (terminals only); None takes it away."""
+        with self._lock:
+            self._status = text
+            self._start_or_stop()
+
+    @contextlib.contextmanager
+    def bar(self, description: str, total: float | None) -> Iterator[Bar]:
+        opened = self._live_bar if self.is_terminal else self._plain_bar
+        with opened(description, total) as bar:
+            yield bar
+
+    @contextlib.contextmanager
+    def _live_bar(self, description: str, total: float | None) -> Iterator[Bar]:
+        with self._lock:
+            self._open_bars += 1
+            live = self._start_or_stop()
+            assert live is not None
+            task = live.add_task(description, total=total, note="")
+
+        def show(bar: Bar) -> None:
+            live.update(task, completed=bar.done, total=bar.total, note=bar.note)
+
+        try:
+            yield Bar(description, total, show)
+        finally:
+            with self._lock:
+                live.remove_task(task)
+                self._open_bars -= 1
+                self._start_or_stop()
+
+    @contextlib.contextmanager
+    def _plain_bar(self, description: str, total: float | None) -> Iterator[Bar]:
+        start = last = self.clock()
+
+        def show(bar: Bar) -> None:
+            nonlocal last
+            now = self.clock()
+            if now - last >= SECONDS_BETWEEN_PLAIN_REPORTS:
+                last = now
+                self.line(_plain_report(bar, now - start))
+
+        yield Bar(description, total, show)
+
+    def _start_or_stop(self) -> Progress | None:
+        wanted = self.is_terminal and (self._open_bars > 0 or self._status is not None)
+        if wanted and self._live is None:
+            self._live = _live_region(self)
+            self._live.start()
+            atexit.register(self._live.stop)  # a terminal without its cursor helps nobody
+        elif not wanted and self._live is not None:
+            self._live.stop()
+            atexit.unregister(self._live.stop)
+            self._live = None
+        elif self._live is not None:
+            self._live.refresh()
+        return self._live
+
+
+def _live_region(screen: Screen) -> Progress:
+    from rich import progress as rich_progress
+    from rich.text import Text
+
+    class Region(rich_progress.Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            if screen._status is not None:
+                yield Text(screen._status, overflow="ellipsis", no_wrap=True)
+            if self.tasks:
+                yield self.make_tasks_table(self.tasks)
+
+    return Region(
+        rich_progress.SpinnerColumn(),
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TextColumn("{task.fields[note]}", markup=False),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=screen.console,
+        transient=True,
+        refresh_per_second=4,
+    )
+
+
+def _plain_report(bar: Bar, elapsed_s: float) -> str:
+    parts = [f"{bar.description} {bar.done:g}" + (f"/{bar.total:g}" if bar.total else "")]
+    if bar.note:
+        parts.append(bar.note)
+    parts.append(f"{duration(elapsed_s)} so far")
+    if bar.total and 0 < bar.done < bar.total:
+        parts.append(f"ETA {duration(elapsed_s / bar.done * (bar.total - bar.done))}")
+    return " · ".join(parts)
+
+
+@functools.cache
+def screen() -> Screen:
+    """This process's screen."""
+    return Screen()
+
+
+@contextlib.contextmanager
+def progress(description: str, total: float | None = None) -> Iterator[Bar]:
+    """A bar for a long wait: `with progress("generate", 128) as bar: ...; bar.advance()`."""
+    with screen().bar(description, total) as bar:
+        yield bar
+
+
+def duration(seconds: float) -> str:
+    """`0:43`, `12:05`, `3:20:00`."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def plain_line(metrics: Mapping[str, Number], step: int) -> str:
+    """The family's log line, keys in the order given."""
+    return " - ".join([f"step:{step}", *(f"{key}:{value:.6g}" for key, value in metrics.items())])
+
+
+class ConsoleTracker(Tracker):
+    """The live line of a run, or its plain lines."""
+
+    def __init__(self, run: RunInfo, on: Screen | None = None) -> None:
+        super().__init__(run)
+        self.screen = on or screen()
+        start = (run.resumed_from or 0, self.screen.clock())
+        self._seen: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
+        self._shown: dict[str, Number] = {}
+
+    def log(self, metrics: Mapping[str, Number], step: int) -> None:
+        if step > self._seen[-1][0]:
+            self._seen.append((step, self.screen.clock()))
+        if not self.screen.is_terminal:
+            self.screen.line(plain_line(metrics, step))
+            return
+        lasting = {key: value for key, value in metrics.items() if key.startswith(LASTING)}
+        if lasting:
+            self.screen.line(plain_line(lasting, step))
+        # Validation alone says nothing of reward or length: what was last known stays.
+        for label, keys in LIVE_LINE.items():
+            for key in keys:
+                if key in metrics:
+                    self._shown[label] = metrics[key]
+                    break
+        self.screen.status(self._live_line(step))
+
+    def finish(self) -> None:
+        if self.screen.is_terminal and self._shown:
+            self.screen.line(self._live_line(self._seen[-1][0]))
+            self.screen.status(None)
+
+    def _live_line(self, step: int) -> str:
+        total = self.run.total_steps
+        parts = [f"step {step}/{total}" if total else f"step {step}"]
+        parts += [f"{label} {_short(value)}" for label, value in self._shown.items()]
+        if (seconds := self._seconds_left()) is not None:
+            parts.append(f"ETA {duration(seconds)}")
+        return " · ".join(parts)
+
+    def _seconds_left(self) -> float | None:
+        (first, since), (last, now) = self._seen[0], self._seen[-1]
+        if not self.run.total_steps or last <= first:
+            return None
+        return max(0, self.run.total_steps - last) * (now - since) / (last - first)
+
+
+def _short(value: Number) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,121 @@
+"""`metrics.jsonl`: one JSON object a line, with "step" and sorted keys; the record of a run.
+
+Lines are only ever appended, except by `cut_back`, which a resumed run calls to forget the steps
+after its checkpoint. No clock is read here: the same run writes the same bytes, timings aside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hone.tracking.atomic import atomic_write_bytes
+from hone.tracking.contract import Number, as_numbers
+
+log = logging.getLogger(__name__)
+
+STEP = "step"
+NONFINITE = "_nonfinite"
+
+
+def encode_line(metrics: Mapping[str, Number], step: int) -> str:
+    """Strict JSON: NaN and infinities become null, and `_nonfinite` says which they were."""
+    strange = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
+    line: dict[str, Any] = {k: None if k in strange else v for k, v in metrics.items()}
+    if strange:
+        line[NONFINITE] = strange
+    line[STEP] = step
+    return json.dumps(line, sort_keys=True, allow_nan=False)
+
+
+def decode_line(line: str | bytes) -> dict[str, Any] | None:
+    """The metrics of a line with NaN and infinities restored; None when the line is torn."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get(STEP), int):
+        return None
+    for key, value in (row.pop(NONFINITE, None) or {}).items():
+        row[key] = float(value)
+    return row
+
+
+class MetricsFile:
+    """Append metrics, read them back, or cut them back to a step."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def append(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Write one line; it has left this process when the call returns."""
+        numbers = as_numbers(metrics)
+        if STEP in numbers and numbers.pop(STEP) != step:
+            raise ValueError(f"metrics say step={metrics[STEP]} but are logged at step={step}")
+        line = (encode_line(numbers, step) + "\n").encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                # A killed writer may have left half a line; it must not swallow this one.
+                torn = self._ends_torn()
+                file.write(b"\n" + line if torn else line)
+        except OSError as error:
+            reason = f"cannot append step {step} ({error.strerror}): free space or fix access"
+            raise OSError(error.errno, reason, str(self.path)) from error
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every line in order; torn ones (a killed writer's last) are skipped."""
+        if not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                row = decode_line(line)
+                if row is not None:
+                    yield row
+                elif line.strip():
+                    log.warning("%s:%d is not a metrics line; skipped", self.path, number)
+
+    def last_step(self) -> int | None:
+        return max((row[STEP] for row in self.rows()), default=None)
+
+    def cut_back(self, step: int) -> int:
+        """Drop the lines after `step`, and torn ones, in one atomic write; returns how many."""
+        if not self.path.exists():
+            return 0
+        lines = [line for line in self.path.read_bytes().split(b"\n") if line.strip()]
+        rows = [decode_line(line) for line in lines]
+        kept = [line for line, row in zip(lines, rows, strict=True) if row and row[STEP] <= step]
+        if len(kept) < len(lines) or self._ends_torn():
+            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in kept))
+        return len(lines) - len(kept)
+
+    def _ends_torn(self) -> bool:
+        with open(self.path, "rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, or of the one in a run folder."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "metrics.jsonl"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"no metrics at {file}: name a run folder (it holds metrics.jsonl) or the file itself"
+        )
+    return list(MetricsFile(file).rows())
+
+
+def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one key, ordered by step; a step logged again counts once, the last."""
+    by_step = {row[STEP]: float(row[key]) for row in rows if row.get(key) is not None}
+    steps = sorted(by_step)
+    return steps, [by_step[step] for step in steps]

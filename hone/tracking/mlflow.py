@@ -1,0 +1,63 @@
+"""The MLflow tracker.
+
+Writes to $MLFLOW_TRACKING_URI, or to `mlruns/` in the run folder when that is not set. MLflow
+allows fewer characters in names than we use: `@` and the like are spelled out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, flatten, require
+from hone.tracking.run_folder import RunFolder
+
+PARAMS_AT_ONCE = 100  # MLflow's limits on one call and on one value
+PARAM_CHARACTERS = 500
+
+
+class MlflowTracker(Tracker):
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        self.mlflow = require("mlflow", "mlflow")
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            if run.folder is None:
+                raise TrackerError("tracker 'mlflow' needs a run folder or $MLFLOW_TRACKING_URI")
+            # Without this MLflow 3 refuses plain files, and its slim package has no other store.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            self.mlflow.set_tracking_uri((run.folder / "mlruns").resolve().as_uri())
+        self.mlflow.set_experiment(run.project_name)
+        folder = RunFolder(run.folder) if run.folder is not None else None
+        known = folder.tracker_id("mlflow") if folder and run.resumed_from is not None else None
+        active = self.mlflow.start_run(run_id=known, run_name=run.experiment_name)
+        self.run_id: str = active.info.run_id
+        if folder is not None:
+            folder.keep_tracker_id("mlflow", self.run_id)
+        if known is None:  # MLflow takes each parameter once
+            self._log_config()
+
+    def log(self, metrics: Mapping[str, Number], step: int) -> None:
+        named = {allowed_name(key): float(value) for key, value in metrics.items()}
+        self.mlflow.log_metrics(named, step=step, run_id=self.run_id)
+
+    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        text = json.dumps([dict(row) for row in rows], indent=1, default=str)
+        file = f"{allowed_name(name)}/step_{step}.json"
+        self.mlflow.log_text(text, file, run_id=self.run_id)
+
+    def finish(self) -> None:
+        self.mlflow.end_run()
+
+    def _log_config(self) -> None:
+        flat = ((allowed_name(k), str(v)[:PARAM_CHARACTERS]) for k, v in flatten(self.run.config))
+        while some := dict(itertools.islice(flat, PARAMS_AT_ONCE)):
+            self.mlflow.log_params(some, run_id=self.run_id)
+
+
+def allowed_name(key: str) -> str:
+    """Letters, digits and `_-. /` stay; `@` reads `_at_`; anything else is `_`."""
+    return re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_"), flags=re.ASCII)

@@ -1,0 +1,139 @@
+"""Curves as inline SVG: axes, one faint and one smoothed line a run, drawn without a browser.
+
+The page's script redraws the smoothed lines when the reader moves the slider; without scripts the
+picture is already whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from hone.tracking.smoothing import DEFAULT_WEIGHT, FEW_POINTS, smooth, thin
+
+WIDTH, HEIGHT = 380, 210
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
+POINTS_DRAWN = 500
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run's values of one metric."""
+
+    run: int
+    steps: list[int]
+    values: list[float]
+
+
+class Scale:
+    """Data to pixels, with a little air above and below."""
+
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        steps = [step for curve in curves for step in curve.steps]
+        values = [v for curve in curves for v in curve.values if math.isfinite(v)] or [0.0]
+        self.x0, self.x1 = _spread(min(steps), max(steps))
+        low, high = _spread(min(values), max(values))
+        air = 0.05 * (high - low)
+        self.y0, self.y1 = low - air, high + air
+
+    def x(self, step: float) -> float:
+        return LEFT + (step - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        span = HEIGHT - TOP - BOTTOM
+        return TOP + (1 - (value - self.y0) / (self.y1 - self.y0)) * span
+
+
+def chart(key: str, curves: Sequence[Curve]) -> tuple[str, dict[str, Any]]:
+    """The figure as HTML, and the data its script needs."""
+    drawn = [Curve(c.run, *thin(c.steps, c.values, POINTS_DRAWN)) for c in curves]
+    scale = Scale(drawn)
+    lines = "".join(_lines(scale, curve) for curve in drawn)
+    name = escape(key)
+    figure = (
+        f'<figure class="chart" data-name="{name}"><figcaption>{name}</figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name} over steps">'
+        f"{_axes(scale)}{lines}</svg></figure>"
+    )
+    data = {
+        "x": [scale.x0, scale.x1],
+        "y": [scale.y0, scale.y1],
+        "curves": [
+            {"run": c.run, "steps": c.steps, "values": [_json_number(v) for v in c.values]}
+            for c in drawn
+        ],
+    }
+    return figure, data
+
+
+def _lines(scale: Scale, curve: Curve) -> str:
+    few = len(curve.steps) <= FEW_POINTS
+    raw = path_of(scale, curve.steps, curve.values)
+    line = path_of(scale, curve.steps, smooth(curve.values, 0 if few else DEFAULT_WEIGHT))
+    points = "".join(
+        f'<circle class="r{curve.run}" cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}" r="2.5"/>'
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if few and math.isfinite(value)
+    )
+    number = f"r{curve.run}"
+    return f'<path class="raw {number}" d="{raw}"/><path class="line {number}" d="{line}"/>{points}'
+
+
+def path_of(scale: Scale, steps: Sequence[int], values: Sequence[float]) -> str:
+    """An SVG path; values that are not finite leave a gap."""
+    parts, pen_down = [], False
+    for step, value in zip(steps, values, strict=True):
+        if math.isfinite(value):
+            parts.append(f"{'L' if pen_down else 'M'}{scale.x(step):.1f} {scale.y(value):.1f}")
+        pen_down = math.isfinite(value)
+    return "".join(parts)
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers inside [low, high]: multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first = math.ceil(low / step)
+    return [n * step for n in range(first, math.floor(high / step) + 1)]
+
+
+def _axes(scale: Scale) -> str:
+    parts = []
+    for value in ticks(scale.y0, scale.y1):
+        y = scale.y(value)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 3:.1f}">{value:.4g}</text>')
+    for step in ticks(scale.x0, scale.x1):
+        label = f'<text class="x" x="{scale.x(step):.1f}" y="{HEIGHT - 8}">{step:.6g}</text>'
+        parts.append(label)
+    return "".join(parts)
+
+
+def _spread(low: float, high: float) -> tuple[float, float]:
+    """Never an empty range: a constant curve is drawn through the middle."""
+    if high - low > 1e-12 * max(abs(low), abs(high)):
+        return low, high
+    half = abs(low) * 0.1 or 0.5
+    return low - half, high + half
+
+
+def _json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def stacked_bar(parts: Sequence[tuple[str, float]], height: int = 26) -> str:
+    """One horizontal bar split in proportion; class t0, t1, … colours the parts in order."""
+    total = sum(seconds for _, seconds in parts) or 1.0
+    x, pieces = 0.0, []
+    for number, (name, seconds) in enumerate(parts):
+        width = 1000 * seconds / total
+        title = f"<title>{escape(name)}: {seconds:.4g} s ({seconds / total:.1%})</title>"
+        box = f'x="{x:.2f}" width="{width:.2f}" height="{height}"'
+        pieces.append(f'<rect class="t{number % 10}" {box}>{title}</rect>')
+        x += width
+    view = f'viewBox="0 0 1000 {height}" preserveAspectRatio="none"'
+    return f'<svg class="stack" {view} role="img" aria-label="time">{"".join(pieces)}</svg>'

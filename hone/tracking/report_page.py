@@ -1,0 +1,211 @@
+"""The sections of a report as HTML. Everything that came from a run is escaped on its way in.
+
+Two locks: `shown` escapes every text, and the page's own policy (see `report.py`) runs no script
+and loads nothing that is not part of the page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from hone.tracking.metrics_file import series
+from hone.tracking.report_chart import Curve, chart, stacked_bar
+from hone.tracking.report_data import RunData, Sample
+from hone.tracking.timing import PREFIX
+
+CHARACTERS_SHOWN = 4000
+OVERVIEW = re.compile(
+    r"val-core/.*|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
+    r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
+    r"|perf/throughput|(train|val)/loss"
+)
+"""What is looked at first; the rest is one click away, by the first part of its name."""
+SUMMARY = re.compile(r"val-core/.*|accuracy|reward/mean|critic/score/mean|val/loss")
+LESS_IS_BETTER = re.compile(r".*loss")
+
+# Control characters, and the marks that make text run backwards, hide or mislead.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
+
+
+def shown(text: Any, limit: int = CHARACTERS_SHOWN) -> str:
+    """Text as HTML that shows it and does nothing else; invisible characters become visible."""
+    whole = str(text).replace("\r\n", "\n")
+    visible = _INVISIBLE.sub(lambda m: f"\\u{ord(m[0]):04x}", whole[:limit])
+    more = len(whole) - limit
+    return escape(visible) + (f" … {more:,} more characters" if more > 0 else "")
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def run_name(index: int, label: str) -> str:
+    return f'<span class="key r{index}"></span>{shown(label)}'
+
+
+def summary_section(runs: Sequence[RunData]) -> str:
+    """First, last and best of what a run is judged by."""
+    keys = sorted({key for run in runs for key in run.metric_names() if SUMMARY.fullmatch(key)})
+    head = "".join(f"<th>{run_name(i, run.label)}</th>" for i, run in enumerate(runs))
+    steps = "".join(f'<td class="n">{_steps(run)}</td>' for run in runs)
+    body = [f"<tr><td>steps</td>{steps}</tr>"]
+    for key in keys:
+        cells = "".join(f'<td class="n">{_story(run, key)}</td>' for run in runs)
+        body.append(f"<tr><td>{shown(key)}</td>{cells}</tr>")
+    notes = "".join(
+        f'<p class="note">{shown(run.label)}: {shown(note)}</p>'
+        for run in runs
+        for note in run.notes
+    )
+    return f"<table><tr><th></th>{head}</tr>{''.join(body)}</table>{notes}"
+
+
+def _steps(run: RunData) -> str:
+    steps = [row["step"] for row in run.rows]
+    return f"{min(steps)} to {max(steps)}" if steps else "–"
+
+
+def _story(run: RunData, key: str) -> str:
+    steps, values = series(run.rows, key)
+    finite = [(value, step) for step, value in zip(steps, values, strict=True) if _finite(value)]
+    if not finite:
+        return "–"
+    best, at = min(finite) if LESS_IS_BETTER.fullmatch(key) else max(finite)
+    first, last = number(finite[0][0]), number(finite[-1][0])
+    return f"{first} → {last} <span class='soft'>(best {number(best)} at {at})</span>"
+
+
+def curves_section(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
+    """A chart for every metric, by group, and the charts' data in the same order."""
+    keys = sorted({key for run in runs for key in run.metric_names()})
+    groups: dict[str, list[str]] = {"overview": [key for key in keys if OVERVIEW.fullmatch(key)]}
+    groups["overview"].sort(
+        key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key))
+    )
+    for key in keys:
+        if not OVERVIEW.fullmatch(key):
+            groups.setdefault(key.partition("/")[0], []).append(key)
+    html, data = [], []
+    for group, members in groups.items():
+        figures = []
+        for key in members:
+            curves = [Curve(i, *series(run.rows, key)) for i, run in enumerate(runs)]
+            figure, numbers = chart(key, [curve for curve in curves if curve.steps])
+            figures.append(figure)
+            data.append(numbers)
+        state = " open" if group == "overview" else ""
+        title = f"{shown(group)} ({len(figures)})"
+        inside = f'<div class="charts">{"".join(figures)}</div>'
+        html.append(f"<details{state}><summary>{title}</summary>{inside}</details>")
+    return f'<div class="curves">{"".join(html)}</div>', data
+
+
+def timing_section(runs: Sequence[RunData]) -> str:
+    parts = [f"<h3>{run_name(i, run.label)}</h3>{_timing(run)}" for i, run in enumerate(runs)]
+    return "".join(parts)
+
+
+def _timing(run: RunData) -> str:
+    """Total seconds by part; what `timing_s/step` holds beyond its parts is "other"."""
+    spent: dict[str, list[float]] = {}
+    for key in run.metric_names():
+        name = key.removeprefix(PREFIX)
+        # Deeper names (`timing_s/agent_loop/…`) are details of a part that is already counted.
+        if name != key and "/" not in name:
+            spent[name] = [v for v in series(run.rows, key)[1] if _finite(v)]
+    whole = sum(spent.pop("step", []))
+    spent.pop("gen_max", None)  # the slowest worker's share of `gen`
+    totals = sorted(((sum(v), name) for name, v in spent.items() if v), reverse=True)
+    if not totals:
+        return '<p class="soft">no timing_s/… metrics</p>'
+    inside = sum(seconds for seconds, _ in totals)
+    overlap = whole and inside > whole * 1.02
+    if whole > inside:
+        totals.append((whole - inside, "other"))
+    total = max(whole, inside)
+    rows = "".join(
+        f'<tr><td><span class="key t{i % 10}"></span>{shown(name)}</td>'
+        f'<td class="n">{seconds:,.2f}</td><td class="n">{seconds / total:.1%}</td>'
+        f'<td class="n">{len(spent.get(name, [])) or ""}</td>'
+        f'<td class="n">{_mean(spent.get(name, []))}</td></tr>'
+        for i, (seconds, name) in enumerate(totals)
+    )
+    note = '<p class="note">parts overlap: their sum is over timing_s/step</p>' if overlap else ""
+    head = "<tr><th>part</th><th>seconds</th><th>share</th><th>times</th><th>each, s</th></tr>"
+    bar = stacked_bar([(name, seconds) for seconds, name in totals])
+    return f"{bar}{note}<table>{head}{rows}</table>"
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.4g}" if values else ""
+
+
+def validation_section(runs: Sequence[RunData]) -> str:
+    html = []
+    for index, run in enumerate(runs):
+        html.append(f"<h3>{run_name(index, run.label)}</h3>")
+        if not run.validation:
+            html.append('<p class="soft">no validation samples (validation/step_N.parquet)</p>')
+        for prompt, samples in run.validation.items():
+            rows = "".join(
+                f'<tr><td class="n">{s.step}</td><td class="n">{number(s.score)}</td>'
+                f"<td><pre>{shown(s.response)}</pre></td></tr>"
+                for s in samples
+            )
+            table = f"<table><tr><th>step</th><th>score</th><th>response</th></tr>{rows}</table>"
+            html.append(f'<div class="sample"><pre>{shown(prompt)}</pre>{table}</div>')
+    return "".join(html)
+
+
+def extremes_section(runs: Sequence[RunData]) -> str:
+    html = []
+    for index, run in enumerate(runs):
+        for title, samples in (("best", run.best), ("worst", run.worst)):
+            html.append(f"<h3>{run_name(index, run.label)}: {title}</h3>")
+            html += [_sample(sample) for sample in samples] or ['<p class="soft">none kept</p>']
+    return "".join(html)
+
+
+def _sample(sample: Sample) -> str:
+    parts = "".join(f" · {shown(name)} {number(value)}" for name, value in sample.parts.items())
+    return (
+        f'<div class="sample"><p class="soft">step {sample.step} · '
+        f"<b>score {number(sample.score)}</b>{parts}</p>"
+        f"<pre>{shown(sample.prompt)}</pre><hr><pre>{shown(sample.response)}</pre></div>"
+    )
+
+
+def config_section(runs: Sequence[RunData]) -> str:
+    """Every key, its value and origin in each run; rows where runs differ are marked."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    head = "".join(
+        f"<th>{run_name(i, run.label)}</th><th>origin</th>" for i, run in enumerate(runs)
+    )
+    rows = []
+    for key in keys:
+        values = [run.config.get(key) for run in runs]
+        cells = "".join(_config_cells(run, key) for run in runs)
+        mark = " differs" if len(set(values)) > 1 else ""
+        name = shown(key)
+        row = f'<tr class="setting{mark}" data-name="{name}"><td>{name}</td>{cells}</tr>'
+        rows.append(row)
+    search = '<input type="search" placeholder="filter keys" data-filter=".setting">'
+    return f"{search}<table><tr><th>key</th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _config_cells(run: RunData, key: str) -> str:
+    if key not in run.config:
+        return "<td>–</td><td></td>"
+    origin = "" if run.origins is None else run.origins.get(key, "default")
+    weight = "" if origin in ("", "default") else ' class="set"'
+    return f'<td{weight}>{shown(run.config[key])}</td><td class="soft">{shown(origin)}</td>'
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)

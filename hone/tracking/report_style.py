@@ -1,0 +1,145 @@
+"""The report's style sheet and its script, as text that goes into the page.
+
+The script only redraws lines, filters and shows values; it builds no HTML from data.
+"""
+
+from __future__ import annotations
+
+RUN_COLOURS = (
+    "#2563eb",
+    "#d97706",
+    "#059669",
+    "#db2777",
+    "#7c3aed",
+    "#0891b2",
+    "#65a30d",
+    "#dc2626",
+)
+PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
+
+
+def style() -> str:
+    runs = "".join(
+        f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"
+        f"body.hide-{i} svg .r{i}{{display:none}}"
+        for i, c in enumerate(RUN_COLOURS)
+    )
+    parts = "".join(
+        f"rect.t{i}{{fill:{c}}}.key.t{i}{{background:{c}}}" for i, c in enumerate(PART_COLOURS)
+    )
+    return _STYLE + runs + parts
+
+
+_STYLE = """
+:root{--ink:#1e293b;--soft:#64748b;--line:#e2e8f0;--back:#fff;--card:#f8fafc;--mark:#fef9c3}
+@media (prefers-color-scheme:dark){:root{--ink:#e2e8f0;--soft:#94a3b8;--line:#334155;
+--back:#0f172a;--card:#1e293b;--mark:#423c15}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1240px;padding:24px;color:var(--ink);background:var(--back);
+font:15px/1.5 system-ui,sans-serif}
+h1{font-size:24px;margin:0 0 4px}h2{font-size:19px;margin:36px 0 10px}h3{font-size:15px;margin:18px 0 6px}
+.soft,figcaption,summary{color:var(--soft)}.note{background:var(--mark);padding:4px 10px;border-radius:6px}
+nav{position:sticky;top:0;background:var(--back);padding:8px 0;border-bottom:1px solid var(--line);
+display:flex;gap:16px;flex-wrap:wrap;align-items:center;z-index:1}
+nav a{color:inherit}label{white-space:nowrap}
+input[type=search]{padding:3px 8px;border:1px solid var(--line);border-radius:6px;background:var(--card);
+color:inherit}
+.key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:5px}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(330px,1fr));gap:14px}
+.chart{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px}
+figcaption{font-size:13px;overflow-wrap:anywhere}
+summary{cursor:pointer;font-weight:600;margin:14px 0 8px}
+svg{display:block;width:100%}svg text{font-size:10.5px;fill:var(--soft)}
+text.y{text-anchor:end}text.x{text-anchor:middle}
+svg path{fill:none}.grid{stroke:var(--line)}.raw{opacity:.25}.line{stroke-width:1.9}
+.cursor{stroke:var(--soft);stroke-dasharray:3 3}
+.stack{height:26px;border-radius:6px;margin:6px 0 10px}
+table{border-collapse:collapse;width:100%;font-size:13.5px}
+th,td{text-align:left;vertical-align:top;padding:4px 10px;border-bottom:1px solid var(--line);
+overflow-wrap:anywhere}
+td.n{font-variant-numeric:tabular-nums;white-space:nowrap}
+.sample td.n{width:64px}tr.differs td{background:var(--mark)}
+pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;font-size:12.5px;
+max-height:320px;overflow:auto}
+.sample{padding:10px;margin:0 0 12px;background:var(--card);border:1px solid var(--line);border-radius:8px}
+.set{font-weight:600}
+@media print{nav{display:none}}
+"""
+
+SCRIPT = """
+"use strict";
+function smooth(values, weight) {
+  let total = 0, mass = 0;
+  return values.map(v => {
+    if (v === null) return null;
+    total = weight * total + (1 - weight) * v;
+    mass = weight * mass + (1 - weight);
+    return total / mass;
+  });
+}
+function pathOf(chart, box, steps, values) {
+  let out = "", down = false;
+  steps.forEach((step, i) => {
+    const v = values[i];
+    if (v !== null) {
+      const x = box.left + (step - chart.x[0]) / (chart.x[1] - chart.x[0]) * box.width;
+      const y = box.top + (1 - (v - chart.y[0]) / (chart.y[1] - chart.y[0])) * box.height;
+      out += (down ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1);
+    }
+    down = v !== null;
+  });
+  return out;
+}
+function nearest(steps, at) {
+  let best = 0;
+  steps.forEach((step, i) => { if (Math.abs(step - at) < Math.abs(steps[best] - at)) best = i; });
+  return best;
+}
+function start() {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const box = data.box, figures = [...document.querySelectorAll(".chart")];
+  const slider = document.getElementById("smoothing");
+  slider.addEventListener("input", () => figures.forEach((figure, n) => {
+    data.charts[n].curves.forEach((curve, i) => {
+      const line = figure.querySelectorAll("path.line")[i];
+      const weight = curve.steps.length <= data.few ? 0 : Number(slider.value);
+      const values = smooth(curve.values, weight);
+      line.setAttribute("d", pathOf(data.charts[n], box, curve.steps, values));
+    });
+  }));
+  document.querySelectorAll("input[data-run]").forEach(input => input.addEventListener("change", () =>
+    document.body.classList.toggle("hide-" + input.dataset.run, !input.checked)));
+  document.querySelectorAll("input[data-filter]").forEach(input => input.addEventListener("input", () => {
+    const words = input.value.toLowerCase().split(" ").filter(Boolean);
+    document.querySelectorAll(input.dataset.filter).forEach(item => {
+      item.hidden = !words.every(word => item.dataset.name.toLowerCase().includes(word));
+    });
+    if (words.length) document.querySelectorAll(".curves details").forEach(d => { d.open = true; });
+  }));
+  figures.forEach((figure, n) => hover(figure, data.charts[n], box, data.runs));
+}
+function hover(figure, chart, box, runs) {
+  const svg = figure.querySelector("svg"), caption = figure.querySelector("figcaption");
+  const name = caption.textContent;
+  const cursor = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  cursor.setAttribute("class", "cursor");
+  svg.append(cursor);
+  svg.addEventListener("mousemove", event => {
+    const area = svg.getBoundingClientRect();
+    const x = (event.clientX - area.left) / area.width * box.total;
+    const at = chart.x[0] + (x - box.left) / box.width * (chart.x[1] - chart.x[0]);
+    const shown = chart.curves.map(curve => {
+      const i = nearest(curve.steps, at), v = curve.values[i];
+      const label = runs.length > 1 ? runs[curve.run] + " " : "";
+      return label + curve.steps[i] + ": " + (v === null ? "not finite" : Number(v.toPrecision(5)));
+    });
+    caption.textContent = name + " · " + shown.join(" · ");
+    cursor.setAttribute("d", "M" + x.toFixed(1) + " " + box.top + "v" + box.height);
+  });
+  svg.addEventListener("mouseleave", () => {
+    caption.textContent = name;
+    cursor.setAttribute("d", "");
+  });
+}
+if (typeof document !== "undefined") start();
+"""

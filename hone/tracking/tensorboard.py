@@ -1,0 +1,44 @@
+"""The tensorboard tracker: scalars, and samples as text.
+
+Event files go to `tensorboard/` in the run folder, or to $TENSORBOARD_DIR when that is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, require
+
+
+class TensorboardTracker(Tracker):
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        folder = os.environ.get("TENSORBOARD_DIR") or (run.folder and run.folder / "tensorboard")
+        if not folder:
+            raise TrackerError("tracker 'tensorboard' needs a run folder or $TENSORBOARD_DIR")
+        require("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        # A resumed run redoes the steps after its checkpoint: tensorboard hides the first ones.
+        redone = None if run.resumed_from is None else run.resumed_from + 1
+        self.writer = SummaryWriter(str(folder), purge_step=redone)
+
+    def log(self, metrics: Mapping[str, Number], step: int) -> None:
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, step)
+        self.writer.flush()
+
+    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        for number, row in enumerate(rows):
+            text = "\n\n".join(f"**{key}**\n\n{_verbatim(value)}" for key, value in row.items())
+            self.writer.add_text(f"{name}/{number}", text, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def _verbatim(value: Any) -> str:
+    """Model text as a Markdown code block, so that nothing in it is taken for markup."""
+    return "\n".join("    " + line for line in str(value).splitlines()) or "    "

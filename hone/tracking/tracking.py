@@ -1,0 +1,109 @@
+"""`Tracking`: one call to log a step, any number of places it goes to.
+
+Names map to classes in one table; a user's own tracker is `"pkg.mod:Class"`. Metrics are numbers
+here already: what they mean and how they were reduced is the trainer's matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hone.plugins import Table
+from hone.tracking.contract import RunInfo, Tracker, as_numbers
+from hone.tracking.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+TRACKERS = Table(
+    "tracker in trainer.logger",
+    {
+        "console": "hone.tracking.console:ConsoleTracker",
+        "jsonl": "hone.tracking.jsonl:JsonlTracker",
+        "file": "hone.tracking.jsonl:JsonlTracker",
+        "tensorboard": "hone.tracking.tensorboard:TensorboardTracker",
+        "wandb": "hone.tracking.wandb:WandbTracker",
+        "mlflow": "hone.tracking.mlflow:MlflowTracker",
+        "swanlab": "hone.tracking.swanlab:SwanlabTracker",
+    },
+)
+ALIASES = {"file": "jsonl"}
+"""`file` is what the verl family calls its JSON-lines logger."""
+
+
+class Tracking:
+    """Hand a step's metrics to every tracker.
+
+    A run with a folder always keeps `metrics.jsonl`, named in `backends` or not: resuming, curves
+    and reports read it. If that write fails the run stops; a failure of any other tracker is
+    logged, counted in `tracking/failures/<name>`, and the run goes on.
+    """
+
+    def __init__(
+        self,
+        backends: str | Sequence[str],
+        project_name: str,
+        experiment_name: str,
+        config: Mapping[str, Any],
+        run_folder: RunFolder | str | os.PathLike[str] | None,
+        *,
+        total_steps: int | None = None,
+        resumed_from: int | None = None,
+    ) -> None:
+        if isinstance(run_folder, RunFolder):
+            folder: Path | None = run_folder.path
+        else:
+            folder = Path(run_folder) if run_folder is not None else None
+        run = RunInfo(project_name, experiment_name, config, folder, total_steps, resumed_from)
+        names = [backends] if isinstance(backends, str) else list(backends)
+        names = [ALIASES.get(name, name) for name in names]
+        # The record is written first: a tracker that fails later cannot lose the step.
+        names = ["jsonl", *names] if folder is not None else names
+        self.trackers: dict[str, Tracker] = {}
+        for name in dict.fromkeys(names):
+            self.trackers[name] = TRACKERS.get(name)(run)
+        self.failures: dict[str, int] = {}
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        numbers = as_numbers(metrics)
+        numbers |= {f"tracking/failures/{name}": n for name, n in self.failures.items()}
+        for name, tracker in self.trackers.items():
+            self._guarded(name, partial(tracker.log, numbers, step))
+
+    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Show sample rows (validation generations, say) in the trackers that have tables."""
+        for key, tracker in self.trackers.items():
+            self._guarded(key, partial(tracker.log_samples, name, rows, step))
+
+    def finish(self) -> None:
+        """Flush and close every tracker; calling it twice does no harm."""
+        trackers, self.trackers = self.trackers, {}
+        for name, tracker in trackers.items():
+            self._guarded(name, tracker.finish, is_the_record=tracker.is_the_record)
+        for name, count in self.failures.items():
+            log.warning("tracker %r failed %d times; metrics.jsonl is complete", name, count)
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.finish()
+
+    def _guarded(
+        self, name: str, action: Callable[[], None], is_the_record: bool | None = None
+    ) -> None:
+        if is_the_record is None:
+            is_the_record = self.trackers[name].is_the_record
+        try:
+            action()
+        except Exception as error:
+            # Remote trackers raise whatever their transport raises; none of it may end training.
+            if is_the_record:
+                raise
+            self.failures[name] = self.failures.get(name, 0) + 1
+            if self.failures[name] == 1:
+                log.warning("tracker %r failed (%r); the run goes on", name, error, exc_info=True)

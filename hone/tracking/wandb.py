@@ -1,0 +1,49 @@
+"""The Weights & Biases tracker.
+
+Obeys wandb's own variables (WANDB_MODE=offline keeps all on disk, in the run folder). A resumed
+run continues under the id of the first: steps it redoes are the same, and wandb keeps the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.tracking.contract import Number, RunInfo, Tracker, require
+from hone.tracking.run_folder import RunFolder
+
+
+class WandbTracker(Tracker):
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        self.wandb = require("wandb", "wandb")
+        folder = RunFolder(run.folder) if run.folder is not None else None
+        if run.folder is not None:
+            run.folder.mkdir(parents=True, exist_ok=True)
+        resuming = run.resumed_from is not None and folder is not None
+        known = folder.tracker_id("wandb") if resuming and folder else None
+        self.session = self.wandb.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            config=dict(run.config),
+            dir=str(run.folder) if run.folder is not None else None,
+            id=known,
+            resume="allow" if known else None,
+        )
+        if folder is not None:
+            folder.keep_tracker_id("wandb", self.session.id)
+
+    def log(self, metrics: Mapping[str, Number], step: int) -> None:
+        self.session.log(dict(metrics), step=step)
+
+    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        data = [[_cell(row.get(column)) for column in columns] for row in rows]
+        self.session.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
+
+    def finish(self) -> None:
+        self.session.finish()
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,1 @@
+"""Trainers: the loops, and the programs that start them."""

@@ -1,0 +1,116 @@
+"""Checkpoints of a run: written under a temporary name, sealed with a manifest, renamed.
+
+A folder without a matching manifest is not a checkpoint: it is skipped with a warning and the one
+before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hone.tracking import RunFolder, atomic_write_text
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+_BLOCK = 1 << 20
+
+
+class CheckpointError(RuntimeError):
+    """No usable checkpoint where one was asked for."""
+
+
+@contextmanager
+def writing(run: RunFolder, step: int) -> Iterator[Path]:
+    """A folder to fill; on success it becomes `global_step_N` and the latest."""
+    final = run.checkpoint(step)
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
+        atomic_write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    atomic_write_text(run.latest_file, str(step))
+
+
+def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
+    """The latest checkpoint whose files are all there and whole."""
+    for step, folder in reversed(run.checkpoints()):
+        problem = damage(folder)
+        if problem is None:
+            return step, folder
+        log.warning("checkpoint %s is damaged (%s); trying the one before it", folder, problem)
+    return None
+
+
+def at_path(path: str | None) -> tuple[int, Path]:
+    """The checkpoint the user named; it must be sound."""
+    folder = Path(path or "").expanduser()
+    if not path or not folder.name.startswith("global_step_"):
+        raise CheckpointError(
+            f"trainer.resume_from_path={path} must name a folder global_step_N (resume_mode=resume_path)"
+        )
+    if (problem := damage(folder)) is not None:
+        raise CheckpointError(f"{folder} cannot be resumed: {problem}")
+    return int(folder.name.removeprefix("global_step_")), folder
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        return f"its manifest cannot be read: {error}"
+    for name, expected in manifest.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _fingerprint(file) != expected:
+            return f"{name} is not what was written"
+    return None
+
+
+def prune(run: RunFolder, keep: int | None) -> None:
+    """Delete the oldest checkpoints beyond `keep`, also those of earlier processes."""
+    if keep is None or keep < 1:
+        return
+    for _, folder in run.checkpoints()[:-keep]:
+        # Without its manifest it is no checkpoint: a kill midway leaves nothing that looks whole.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    (folder / STATE).write_text(json.dumps(state))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / STATE).read_text())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+
+
+def _fingerprint(file: Path) -> list[int]:
+    """Size and checksum: enough against truncation and bit rot, cheap to make."""
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return [file.stat().st_size, checksum]

@@ -1,0 +1,115 @@
+"""What a step reports, by the family's names. A metric's reduction is said here, never guessed from its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.ops.masked import masked_mean
+from hone.protocol import DataProto
+
+
+def mean_over_ranks(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Worker metrics as one number each; ranks report the same global value or their own part."""
+    return {
+        name: float(sum(value) / len(value)) if isinstance(value, list) else float(value)
+        for name, value in metrics.items()
+    }
+
+
+def spread(name: str, values: Tensor) -> dict[str, float]:
+    """mean, max, min; nothing where there are no values."""
+    if values.numel() == 0:
+        return {}
+    values = values.float()
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) -> dict[str, float]:
+    """Scores, rewards, advantages, lengths, turns of one batch."""
+    columns = batch.batch
+    mask = columns["response_mask"].bool()
+    prompt_width = columns["prompts"].shape[1]
+    attention = columns["attention_mask"]
+    prompt_length = attention[:, :prompt_width].sum(1)
+    response_length = attention[:, prompt_width:].sum(1)
+    scores = columns["token_level_scores"].sum(-1)
+    metrics = {
+        **spread("critic/score", scores),
+        **spread("critic/rewards", columns["token_level_rewards"].sum(-1)),
+        **spread("critic/advantages", columns["advantages"][mask]),
+        **spread("critic/returns", columns["returns"][mask]),
+        **spread("response_length", response_length),
+        **spread("prompt_length", prompt_length),
+        "response_length/clip_ratio": _share(response_length >= response_limit),
+        "prompt_length/clip_ratio": _share(prompt_length >= prompt_limit),
+        "reward/mean": scores.mean().item(),
+    }
+    if "values" in columns.keys():  # noqa: SIM118
+        values, returns = columns["values"][mask], columns["returns"][mask]
+        metrics |= spread("critic/values", values)
+        error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
+        metrics["critic/vf_explained_var"] = 1.0 - error.item()
+    extras = batch.non_tensor_batch
+    if "acc" in extras:
+        metrics["accuracy"] = float(sum(float(a) for a in extras["acc"]) / len(batch))
+    turns = torch.tensor([float(t) for t in extras.get("num_turns", [])])
+    return metrics | spread("num_turns", turns)
+
+
+def agreement_metrics(batch: DataProto) -> dict[str, float]:
+    """How far the rollout's log-probs are from the trainer's on the same tokens."""
+    columns = batch.batch
+    names = set(columns.keys())
+    if not {"rollout_log_probs", "old_log_probs"} <= names:
+        return {}
+    mask = columns["response_mask"].bool()
+    ours, theirs = columns["old_log_probs"], columns["rollout_log_probs"]
+    gap = (ours - theirs)[mask]
+    if gap.numel() == 0:
+        return {}
+    probability_gap = (ours.exp() - theirs.exp())[mask].abs()
+    return {
+        "rollout_corr/kl": -gap.mean().item(),
+        "rollout_corr/k3_kl": (gap.exp() - 1 - gap).mean().item(),
+        "rollout_corr/log_prob_abs_diff_mean": gap.abs().mean().item(),
+        "rollout_corr/log_prob_abs_diff_max": gap.abs().max().item(),
+        "training/rollout_probs_diff_mean": probability_gap.mean().item(),
+        "training/rollout_probs_diff_max": probability_gap.max().item(),
+    }
+
+
+def entropy_metric(batch: DataProto) -> dict[str, float]:
+    columns = batch.batch
+    if "entropys" not in columns.keys():  # noqa: SIM118
+        return {}
+    return {"actor/entropy": masked_mean(columns["entropys"], columns["response_mask"]).item()}
+
+
+def throughput_metrics(batch: DataProto, timing: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """Tokens and seconds a token: per response token for generation, per token for the rest."""
+    tokens = int(batch.batch["attention_mask"].sum())
+    written = int(batch.batch["response_mask"].sum())
+    seconds = timing.get("timing_s/step", 0.0)
+    metrics: dict[str, float] = {
+        "perf/total_num_tokens": tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / seconds / ranks if seconds else 0.0,
+    }
+    for phase in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
+        spent = timing.get(f"timing_s/{phase}")
+        if spent is not None:
+            per = written if phase == "gen" else tokens
+            metrics[f"timing_per_token_ms/{phase}"] = spent * 1000 / max(per, 1)
+    return metrics
+
+
+def _share(flags: Tensor) -> float:
+    return flags.float().mean().item()

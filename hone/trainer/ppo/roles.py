@@ -1,0 +1,92 @@
+"""Which worker plays which role where: the default mapping, and starting the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.config import ConfigError, PPOTrainerConfig
+from hone.controller import (
+    ClassWithInitArgs,
+    LocalWorkerGroup,
+    ResourcePoolManager,
+    Role,
+    WorkerGroup,
+    create_colocated_worker_cls,
+)
+from hone.trainer.ppo.plan import Plan
+
+POOL = "global_pool"
+
+
+def default_roles(plan: Plan) -> dict[Role, type]:
+    """The worker class of each role the plan needs."""
+    from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+    actor = Role.ActorRolloutRef if plan.reference else Role.ActorRollout
+    roles: dict[Role, type] = {actor: ActorRolloutRefWorker}
+    if plan.critic:
+        from hone.workers.critic import CriticWorker
+
+        roles[Role.Critic] = CriticWorker
+    return roles
+
+
+def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, Any]) -> ResourcePoolManager:
+    """All roles in one pool of `nnodes` × `n_gpus_per_node` processes."""
+    trainer = config.trainer
+    return ResourcePoolManager(
+        {POOL: [trainer.n_gpus_per_node] * trainer.nnodes},
+        dict.fromkeys(roles, POOL),
+        use_gpu=_uses_gpu(config),
+    )
+
+
+def group_class(config: PPOTrainerConfig) -> type[WorkerGroup]:
+    """`auto` is this process at world size 1, Ray beyond."""
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    chosen = config.trainer.controller
+    if chosen == "local" and ranks > 1:
+        raise ConfigError(
+            f"trainer.controller=local runs one process, but nnodes × n_gpus_per_node is {ranks}; "
+            "use trainer.controller=ray"
+        )
+    if chosen == "local" or (chosen == "auto" and ranks == 1):
+        return LocalWorkerGroup
+    from hone.controller.ray import RayWorkerGroup
+
+    return RayWorkerGroup
+
+
+def start_workers(
+    config: PPOTrainerConfig,
+    roles: Mapping[Role, type],
+    pools: ResourcePoolManager,
+    group_cls: type[WorkerGroup],
+) -> tuple[dict[Role, WorkerGroup], list[WorkerGroup]]:
+    """One group a role; roles of one pool share its processes. Also the groups to shut down."""
+    by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
+    for role, cls in roles.items():
+        arguments: dict[str, Any] = {"config": config}
+        if role in (Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
+            arguments["role"] = str(role)
+        by_pool.setdefault(pools.mapping[role], {})[str(role)] = ClassWithInitArgs(cls, **arguments)
+    groups: dict[Role, WorkerGroup] = {}
+    owned: list[WorkerGroup] = []
+    for pool_name, members in by_pool.items():
+        pool = pools.create_resource_pool()[pool_name]
+        shared: Any = group_cls(  # type: ignore[call-arg]
+            resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(members)
+        )
+        owned.append(shared)
+        for name, group in shared.spawn(prefix_set=members).items():
+            groups[Role.from_string(name)] = group
+    return groups, owned
+
+
+def _uses_gpu(config: PPOTrainerConfig) -> bool:
+    if config.trainer.device != "auto":
+        return config.trainer.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()

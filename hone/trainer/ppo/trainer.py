@@ -1,0 +1,399 @@
+"""The RL loop. `step` is the algorithm, a list of verbs; each verb asks the room that does the work.
+
+Leaves out: how rows are packed (engine), what a role computes (workers), the formulas (algorithms).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hone.algorithms import advantages
+from hone.algorithms.kl import apply_kl_penalty, get_kl_controller
+from hone.columns import require, reward_column, write
+from hone.config import PPOTrainerConfig, config_to_dict, replace
+from hone.controller import ResourcePoolManager, Role, WorkerGroup
+from hone.data.create import create_rl_dataset, create_train_loader, create_val_loader
+from hone.protocol import DataProto
+from hone.protocol.rows import object_array
+from hone.rewards import load_reward_manager
+from hone.tracking import RunFolder, Timers, Tracking, progress
+from hone.trainer.ppo import checkpoint, metrics
+from hone.trainer.ppo.interrupt import GracefulStop
+from hone.trainer.ppo.plan import Plan
+from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
+from hone.trainer.ppo.rollout_file import write_rollouts
+from hone.trainer.ppo.source import TrajectorySource
+from hone.trainer.ppo.validation import validation_metrics
+
+log = logging.getLogger(__name__)
+
+
+class PPOTrainer:
+    """Trains a policy by PPO, GRPO and their kin; which is a matter of configuration."""
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        tokenizer: Any,
+        role_worker_mapping: Mapping[Role, type] | None = None,
+        resource_pool_manager: ResourcePoolManager | None = None,
+        ray_worker_group_cls: type[WorkerGroup] | None = None,
+        processor: Any = None,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+    ) -> None:
+        data = config.data
+        self.tokenizer = tokenizer
+        self.plan = Plan.of(config)
+        self.train_dataset = train_dataset or create_rl_dataset(
+            data.train_files, data, tokenizer, processor, True, data.train_max_samples
+        )
+        self.loader = create_train_loader(
+            data, self.train_dataset, data.train_batch_size, config.trainer.seed
+        )
+        self.val_loader = None
+        if data.val_files or val_dataset is not None:
+            self.val_dataset = val_dataset or create_rl_dataset(
+                data.val_files, data, tokenizer, processor, False, data.val_max_samples
+            )
+            self.val_loader = create_val_loader(data, self.val_dataset, config.trainer.seed)
+        self.total_steps = (
+            config.trainer.total_training_steps
+            or self.loader.batches_per_epoch * config.trainer.total_epochs
+        )
+        self.config = _with_schedule_length(config, self.total_steps)
+        self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
+        self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
+        self._check_sources()
+        self.roles = dict(role_worker_mapping or default_roles(self.plan))
+        self.pools = resource_pool_manager or default_pools(config, self.roles)
+        self.group_cls = ray_worker_group_cls or group_class(config)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.run = RunFolder(config.trainer.default_local_dir)
+        self.timers = Timers()
+        self.global_step = 0
+
+    # -- setting up ---------------------------------------------------------------------------
+
+    def init_workers(self) -> None:
+        """Start every role and load its model."""
+        with progress("load models", len(self.roles)) as bar:
+            groups, self._owned = start_workers(
+                self.config, self.roles, self.pools, self.group_cls
+            )
+            for role, group in groups.items():
+                group.init_model()
+                bar.advance(note=str(role))
+        self.actor = groups.get(Role.ActorRolloutRef) or groups[Role.ActorRollout]
+        self.reference = groups.get(Role.RefPolicy) or groups.get(Role.ActorRolloutRef)
+        self.critic = groups.get(Role.Critic)
+        self.source = TrajectorySource(self.actor)
+
+    def _check_sources(self) -> None:
+        """An unknown data source stops the run here, not at the first reward."""
+        for manager, dataset in (
+            (self.reward_fn, self.train_dataset),
+            (self.val_reward_fn, getattr(self, "val_dataset", None)),
+        ):
+            if hasattr(manager, "check_rows") and hasattr(dataset, "rows") and dataset is not None:
+                manager.check_rows(dataset.rows())
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to the last step; resumes where an earlier process stopped."""
+        trainer = self.config.trainer
+        self.resume()
+        self.run.write_config(config_to_dict(self.config))
+        tracking = Tracking(
+            trainer.logger,
+            trainer.project_name,
+            trainer.experiment_name,
+            config_to_dict(self.config),
+            self.run,
+            total_steps=self.total_steps,
+            resumed_from=self.global_step or None,
+        )
+        with GracefulStop() as stop, tracking:
+            if self.global_step == 0 and (trainer.val_before_train or trainer.val_only):
+                tracking.log(self.validate(), 0)
+            if trainer.val_only:
+                return
+            while self.global_step < self.total_steps:
+                with self.timers.timer("step"):
+                    batch, measured = self.step()
+                measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
+                timing = self.timers.drain()
+                measured |= timing | metrics.throughput_metrics(batch, timing, self.actor.world_size)
+                tracking.log(measured, self.global_step)
+                self.save_if_due(stop.requested)
+                stop.raise_if_requested(self.global_step)
+
+    def step(self) -> tuple[DataProto, dict[str, float]]:
+        """One pass of the loop."""
+        self.global_step += 1
+        prompts = self.loader.next_batch()
+        batch = self.generate(prompts)
+        batch = self.score(batch)
+        batch = self.estimate(batch)
+        batch = self.assign_credit(batch)
+        measured = self.update(batch)
+        return batch, measured | self.report(batch)
+
+    # -- the verbs ----------------------------------------------------------------------------
+
+    def generate(self, prompts: Mapping[str, np.ndarray]) -> DataProto:
+        rollout = self.config.actor_rollout_ref.rollout
+        with self.timers.timer("gen"):
+            self.source.submit(prompts, samples=rollout.n, sampling=_sampling(rollout))
+            batch = self.source.take()
+        batch.meta_info["temperature"] = rollout.temperature
+        return batch
+
+    def score(self, batch: DataProto, reward_fn: Any = None) -> DataProto:
+        """Each reward part in its own column; `token_level_scores` is their sum."""
+        with self.timers.timer("reward"):
+            if batch.has_column("rm_scores"):
+                part, rewards, extras = "agent", batch.batch["rm_scores"], {}
+            else:
+                result = (reward_fn or self.reward_fn)(batch, return_dict=True)
+                part, rewards = "rule", result["reward_tensor"]
+                extras = result.get("reward_extra_info", {})
+            write(batch, reward_column(part), rewards)
+            write(batch, "token_level_scores", rewards.clone())
+            for name, values in extras.items():
+                if not batch.has_column(name):
+                    batch.set_column(name, object_array(list(values)))
+            batch.meta_info["reward_extra_names"] = sorted(extras)
+        return batch
+
+    def estimate(self, batch: DataProto) -> DataProto:
+        """What the models say about the batch: only what the algorithm reads."""
+        if self.plan.old_log_probs:
+            with self.timers.timer("old_log_prob"):
+                batch = batch.union(self.actor.compute_log_prob(batch))
+        if self.plan.reference:
+            with self.timers.timer("ref"):
+                assert self.reference is not None
+                batch = batch.union(self.reference.compute_ref_log_prob(batch))
+        if self.plan.critic:
+            with self.timers.timer("values"):
+                assert self.critic is not None
+                batch = batch.union(self.critic.compute_values(batch))
+        return batch
+
+    def assign_credit(self, batch: DataProto) -> DataProto:
+        """Rewards after KL, then advantages and returns."""
+        algorithm = self.config.algorithm
+        with self.timers.timer("adv"):
+            rewards = require(batch, "token_level_scores").clone()
+            if algorithm.use_kl_in_reward:
+                rewards = self._subtract_kl(batch)
+            write(batch, "token_level_rewards", rewards)
+            name = algorithm.adv_estimator
+            extra = {column: require(batch, column) for column in advantages.needs(name, algorithm)}
+            for column in advantages.optional(name):
+                if batch.has_column(column):
+                    extra[column] = batch.column(column)
+            advantage, returns = advantages.get_adv_estimator_fn(name)(
+                rewards,
+                require(batch, "response_mask"),
+                index=batch.non_tensor_batch["uid"],
+                config=algorithm,
+                **extra,
+            )
+            write(batch, "advantages", advantage)
+            write(batch, "returns", returns)
+        return batch
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Critic, then actor; afterwards the rollout sees the new weights."""
+        measured: dict[str, float] = {}
+        if self.plan.critic:
+            with self.timers.timer("update_critic"):
+                assert self.critic is not None
+                out = self.critic.update_critic(batch)
+                measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
+        if self.global_step > self.config.trainer.critic_warmup:
+            with self.timers.timer("update_actor"):
+                out = self.actor.update_actor(batch)
+                measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
+        return measured
+
+    def report(self, batch: DataProto) -> dict[str, float]:
+        data = self.config.data
+        measured = {
+            "training/global_step": self.global_step,
+            "training/epoch": self.loader.epoch,
+            "training/old_log_probs_recomputed": float(self.plan.old_log_probs),
+            **metrics.data_metrics(
+                batch, prompt_limit=data.max_prompt_length, response_limit=data.max_response_length
+            ),
+            **metrics.agreement_metrics(batch),
+            **metrics.entropy_metric(batch),
+            **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
+        }
+        if hasattr(self.reward_fn, "pop_metrics"):
+            measured |= self.reward_fn.pop_metrics()
+        return measured
+
+    def _subtract_kl(self, batch: DataProto) -> torch.Tensor:
+        rewards, current = apply_kl_penalty(
+            require(batch, "token_level_scores"),
+            require(batch, "old_log_probs"),
+            require(batch, "ref_log_prob"),
+            require(batch, "response_mask"),
+            self.kl_controller.value,
+            self.config.algorithm.kl_penalty,
+        )
+        batch.meta_info.setdefault("metrics", {}).update(
+            {
+                "actor/reward_kl_penalty": float(current),
+                "actor/reward_kl_penalty_coeff": self.kl_controller.value,
+            }
+        )
+        self.kl_controller.update(float(current), n_steps=len(batch))
+        return rewards
+
+    # -- around a step ------------------------------------------------------------------------
+
+    def after_step(self, batch: DataProto, *, last: bool) -> dict[str, float]:
+        """Rollout file, data hooks, validation."""
+        trainer = self.config.trainer
+        if trainer.rollout_data_dir:
+            write_rollouts(
+                RunFolder(trainer.rollout_data_dir).path / f"step_{self.global_step}.parquet",
+                batch,
+                self.tokenizer,
+                step=self.global_step,
+            )
+        self.loader.on_batch_end(batch)
+        due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
+        return self.validate() if due or (last and trainer.test_freq > 0) else {}
+
+    def validate(self) -> dict[str, float]:
+        """Greedy (or as `val_kwargs` says) on every validation row."""
+        if self.val_loader is None:
+            return {}
+        wanted = self.config.actor_rollout_ref.rollout.val_kwargs
+        sources: list[str] = []
+        uids: list[str] = []
+        variables: dict[str, list[Any]] = {}
+        with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
+            for number, prompts in enumerate(self.val_loader.one_epoch()):
+                self.source.submit(prompts, samples=wanted.n, sampling=_val_sampling(wanted))
+                batch = self.score(self.source.take(), self.val_reward_fn)
+                self._keep_validation(batch, number)
+                sources += list(batch.non_tensor_batch["data_source"])
+                uids += list(batch.non_tensor_batch["uid"])
+                extras = {n: batch.non_tensor_batch[n] for n in batch.meta_info["reward_extra_names"]}
+                extras["reward"] = np.array(batch.batch["token_level_scores"].sum(-1).tolist())
+                for name, values in extras.items():
+                    variables.setdefault(name, []).extend(values)
+                bar.advance(len(batch) // wanted.n)
+        return validation_metrics(sources, uids, variables)
+
+    def _keep_validation(self, batch: DataProto, number: int) -> None:
+        folder = self.config.trainer.validation_data_dir
+        target = RunFolder(folder).path if folder else self.run.validation
+        name = f"step_{self.global_step}" + (f"_part{number}" if number else "")
+        write_rollouts(target / f"{name}.parquet", batch, self.tokenizer, step=self.global_step)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def save_if_due(self, now: bool) -> None:
+        trainer = self.config.trainer
+        due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
+        last = trainer.save_freq > 0 and self.global_step >= self.total_steps
+        if due or last or now:
+            self.save()
+
+    def save(self) -> None:
+        """Everything the next process needs to go on as if nothing had happened."""
+        with self.timers.timer("save_checkpoint"), checkpoint.writing(
+            self.run, self.global_step
+        ) as folder:
+            self.actor.save_checkpoint(str(folder / "actor"))
+            if self.critic is not None:
+                self.critic.save_checkpoint(str(folder / "critic"))
+            checkpoint.write_state(
+                folder,
+                {
+                    "step": self.global_step,
+                    "loader": self.loader.state_dict(),
+                    "kl_controller": self.kl_controller.state_dict(),
+                },
+            )
+        checkpoint.prune(self.run, self.config.trainer.max_actor_ckpt_to_keep)
+
+    def resume(self) -> None:
+        """Load the newest sound checkpoint, and forget what was logged after it."""
+        found = self._checkpoint_to_resume()
+        if found is None:
+            if self.config.trainer.resume_mode == "disable" or not self.run.metrics_file.exists():
+                return
+            self.run.cut_back(-1)
+            return
+        step, folder = found
+        self.actor.load_checkpoint(str(folder / "actor"))
+        if self.critic is not None:
+            self.critic.load_checkpoint(str(folder / "critic"))
+        state = checkpoint.read_state(folder)
+        self.loader.load_state_dict(state["loader"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.global_step = step
+        self.run.cut_back(step)
+        log.info("resumed from %s", folder)
+
+    def _checkpoint_to_resume(self) -> tuple[int, Any] | None:
+        trainer = self.config.trainer
+        if trainer.resume_mode == "disable":
+            return None
+        if trainer.resume_mode == "auto":
+            return checkpoint.newest_sound(self.run)
+        return checkpoint.at_path(trainer.resume_from_path)
+
+    def shutdown(self) -> None:
+        """Stop the workers."""
+        for group in self._owned:
+            group.shutdown()
+
+
+def _with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
+    for optim in ("actor_rollout_ref.actor.optim", "critic.optim"):
+        key = f"{optim}.total_training_steps"
+        current: Any = config
+        for part in key.split("."):
+            current = getattr(current, part)
+        if current <= 0:
+            config = replace(config, key, total)
+    return config
+
+
+def _sampling(rollout: Any) -> dict[str, Any]:
+    greedy = not rollout.do_sample
+    return {
+        "temperature": 0.0 if greedy else rollout.temperature,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+        "min_p": rollout.min_p,
+        "stop": tuple(rollout.stop or ()),
+        "stop_token_ids": tuple(rollout.stop_token_ids or ()),
+        "ignore_eos": rollout.ignore_eos,
+    }
+
+
+def _val_sampling(wanted: Any) -> dict[str, Any]:
+    return {
+        "temperature": wanted.temperature if wanted.do_sample else 0.0,
+        "top_k": wanted.top_k,
+        "top_p": wanted.top_p,
+        "min_p": wanted.min_p,
+    }

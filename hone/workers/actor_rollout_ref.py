@@ -1,0 +1,189 @@
+"""The actor, its rollout engine and its reference in one process, over one set of parameters.
+
+The native engine decodes with the training module itself, so publishing new weights costs nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.agents.runner import LoopRunner
+from hone.config import PPOTrainerConfig
+from hone.controller import Dispatch, Worker, register
+from hone.engine.build import build_engine, export_hf, wrap_lora
+from hone.engine.engine import Engine
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
+from hone.models.policy import PolicyModel
+from hone.protocol import DataProto
+from hone.rollout.build import build_rollout
+from hone.workers.device import pick_device, pick_dtype
+from hone.workers.objectives import PolicyObjective, update_in_minibatches
+
+
+class ActorRolloutRefWorker(Worker):
+    """`role` is `actor_rollout`, `actor_rollout_ref` (keeps a reference too) or `ref`."""
+
+    def __init__(self, config: PPOTrainerConfig, role: str = "actor_rollout_ref") -> None:
+        super().__init__()
+        self.config = config
+        self.roles = role
+        self.version = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        whole, config = self.config, self.config.actor_rollout_ref
+        self.device = pick_device(whole.trainer.device, self.local_rank)
+        self.tokenizer = load_tokenizer(
+            config.model.tokenizer_path or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        if config.model.custom_chat_template:
+            self.tokenizer.chat_template = config.model.custom_chat_template
+        if "actor" in self.roles:
+            self._build_actor()
+        if "ref" in self.roles:
+            self.reference = self._build_reference()
+
+    def _load_policy(self, dtype: torch.dtype) -> PolicyModel:
+        model = self.config.actor_rollout_ref.model
+        lm: Any = load_causal_lm(
+            model.path,
+            dtype=dtype,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+        )
+        if model.enable_gradient_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        return PolicyModel(lm.to(self.device))
+
+    def _build_actor(self) -> None:
+        config, rollout = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout
+        actor = config.actor
+        policy = self._load_policy(pick_dtype(actor.fsdp_config.dtype, self.device))
+        if config.model.uses_lora:
+            policy.lm = wrap_lora(policy.lm, config.model)
+        self.policy = policy
+        self.engine: Engine = build_engine(
+            policy,
+            optim=actor.optim,
+            grad_clip=actor.grad_clip,
+            fsdp=actor.fsdp_config,
+            train_rule=_rule(
+                actor.use_dynamic_bsz,
+                actor.ppo_micro_batch_size_per_gpu,
+                actor.ppo_max_token_len_per_gpu,
+            ),
+            infer_rule=_rule(
+                rollout.log_prob_use_dynamic_bsz,
+                rollout.log_prob_micro_batch_size_per_gpu,
+                rollout.log_prob_max_token_len_per_gpu,
+            ),
+            response_width=rollout.response_length,
+            world_size=self.world_size,
+        )
+        ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)
+        self.rollout = build_rollout(rollout, policy, self.tokenizer, ends, self.device)
+        self.runner = LoopRunner(
+            self.config, self.rollout, self.tokenizer, run_seed=self.config.trainer.seed
+        )
+
+    def _build_reference(self) -> Engine | None:
+        """The policy as it was loaded, or the actor with its adapters off."""
+        config, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
+        if config.model.uses_lora and "actor" in self.roles:
+            return None
+        policy = self._load_policy(pick_dtype(ref.fsdp_config.dtype, self.device))
+        policy.requires_grad_(False)
+        rule = _rule(
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_micro_batch_size_per_gpu,
+            ref.log_prob_max_token_len_per_gpu,
+        )
+        return build_engine(
+            policy,
+            optim=None,
+            grad_clip=0.0,
+            fsdp=ref.fsdp_config,
+            train_rule=rule,
+            infer_rule=rule,
+            response_width=config.rollout.response_length,
+            world_size=self.world_size,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One trajectory a row, through the row's agent loop."""
+        self.policy.eval()
+        self.rollout.wake_up()
+        try:
+            with self.engine.gathered_parameters():
+                return self.runner.run(prompts, widths=self.engine.widest)
+        finally:
+            if self.config.actor_rollout_ref.rollout.free_cache_engine:
+                self.rollout.sleep()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        options = {"temperature": data.meta_info["temperature"], "with_entropy": True}
+        out = self.engine.infer(data, **options)
+        return DataProto.from_dict(
+            {"old_log_probs": out["log_probs"], "entropys": out["entropy"]}
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        temperature = data.meta_info["temperature"]
+        if self.reference is not None:
+            out = self.reference.infer(data, temperature=temperature)
+        else:
+            with self.policy.lm.disable_adapter():
+                out = self.engine.infer(data, temperature=temperature)
+        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Every update of this step, then the new weights are the rollout's too."""
+        actor = self.config.actor_rollout_ref.actor
+        metrics = update_in_minibatches(
+            self.engine,
+            data,
+            PolicyObjective(actor, temperature=data.meta_info["temperature"]),
+            rows_per_update=actor.sequences_per_update() // self.world_size,
+            epochs=actor.ppo_epochs,
+            shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+        )
+        assert self.engine.optimizer is not None
+        self.engine.optimizer.advance_schedule()
+        self.version = self.engine.optimizer.updates
+        self.rollout.update_weights((), self.version)
+        for name in ("grad_norm", "lr", "skipped_updates"):
+            metrics[f"actor/{name}"] = metrics.pop(name)
+        return DataProto(batch=None, meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        self.engine.save(Path(folder))
+        if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
+            export_hf(self.engine, self.policy.lm, self.tokenizer, Path(folder), self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        self.engine.load(Path(folder))
+        assert self.engine.optimizer is not None
+        self.version = self.engine.optimizer.updates
+        self.rollout.update_weights((), self.version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        if "actor" in self.roles:
+            self.rollout.close()
+
+
+def _rule(by_tokens: bool, rows: int | None, tokens: int) -> MicroBatchRule:
+    return MicroBatchRule(rows=None if by_tokens else rows, tokens=tokens)
+
+

@@ -1,0 +1,164 @@
+"""What each role minimises: the policy's, the critic's and the supervised objective.
+
+An objective only combines named losses; how a mini-batch is cut is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.kl import kl_penalty
+from hone.algorithms.policy_losses import get_policy_loss_fn
+from hone.algorithms.value_loss import compute_value_loss
+from hone.config.actor import ActorConfig
+from hone.config.critic import CriticConfig
+from hone.engine.contract import Terms
+from hone.engine.engine import loss_mask
+from hone.ops.masked import masked_mean
+from hone.protocol import DataProto
+
+_PREPARED = "prepared/"
+
+
+class PolicyObjective:
+    """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL to the reference."""
+
+    def __init__(self, config: ActorConfig, *, temperature: float) -> None:
+        self._config = config
+        self._loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self._with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        self.options: Mapping[str, Any] = {
+            "temperature": temperature,
+            "with_entropy": self._with_entropy,
+        }
+        self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
+
+    def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
+        columns = batch.batch
+        prepared = self._loss.prepare(  # type: ignore[attr-defined]
+            columns["old_log_probs"],
+            outputs["log_probs"],
+            columns["advantages"],
+            loss_mask(batch),
+            self._config,
+        )
+        return {_PREPARED + name: values for name, values in prepared.items()}
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+        config, columns, mask = self._config, batch.batch, loss_mask(batch)
+        log_prob = outputs["log_probs"]
+        names = set(columns.keys())
+        # Where no pass before the update computed them, the update's own forward gives them.
+        old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
+        extra: dict[str, Any] = {}
+        if self.needs_batch_statistics:
+            extra["prepared"] = {
+                n.removeprefix(_PREPARED): columns[n] for n in names if n.startswith(_PREPARED)
+            }
+        policy_loss, means = self._loss(
+            old,
+            log_prob,
+            columns["advantages"],
+            mask,
+            config.loss_agg_mode,
+            config,
+            columns["rollout_is_weights"] if "rollout_is_weights" in names else None,
+            **extra,
+        )
+        loss = policy_loss
+        shares = {"actor/pg_loss": policy_loss.detach()}
+        if self._with_entropy:
+            entropy = self._aggregate(outputs["entropy"], mask)
+            shares["actor/entropy_loss"] = entropy.detach()
+            loss = loss - config.entropy_coeff * entropy
+        if config.use_kl_loss:
+            kl = self._aggregate(
+                kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type), mask
+            )
+            shares["actor/kl_loss"] = kl.detach()
+            loss = loss + config.kl_loss_coef * kl
+        return Terms(loss, shares, means)
+
+    def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
+        return agg_loss(
+            values,
+            mask,
+            self._config.loss_agg_mode,
+            loss_scale_factor=self._config.loss_scale_factor,
+        )
+
+
+class ValueObjective:
+    """The critic's clipped squared error."""
+
+    needs_batch_statistics = False
+
+    def __init__(self, config: CriticConfig) -> None:
+        self._config = config
+        self.options: Mapping[str, Any] = {}
+
+    def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+        columns, config, mask = batch.batch, self._config, loss_mask(batch)
+        loss, clipfrac = compute_value_loss(
+            outputs["values"],
+            columns["returns"],
+            columns["values"],
+            mask,
+            config.cliprange_value,
+            config.loss_agg_mode,
+            config.loss_scale_factor,
+        )
+        predicted = masked_mean(outputs["values"].detach(), mask)
+        means = {"critic/vf_clipfrac": clipfrac, "critic/vpred_mean": predicted}
+        return Terms(loss, {"critic/vf_loss": loss.detach()}, means)
+
+
+class SupervisedObjective:
+    """Mean negative log-likelihood of the tokens in the loss mask."""
+
+    needs_batch_statistics = False
+
+    def __init__(self) -> None:
+        self.options: Mapping[str, Any] = {"temperature": 1.0, "with_entropy": False}
+
+    def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+        loss = agg_loss(-outputs["log_probs"], loss_mask(batch), "token-mean")
+        return Terms(loss, {"train/loss": loss.detach()})
+
+
+def update_in_minibatches(
+    engine: Any,
+    batch: DataProto,
+    objective: Any,
+    *,
+    rows_per_update: int,
+    epochs: int,
+    shuffle_seed: int | None,
+) -> dict[str, float]:
+    """All updates of one step; metrics are means over the updates, norms and counts their largest."""
+    seen: dict[str, list[float]] = {}
+    for epoch in range(epochs):
+        order = torch.arange(len(batch))
+        if shuffle_seed is not None:
+            generator = torch.Generator().manual_seed(shuffle_seed + epoch)
+            order = torch.randperm(len(batch), generator=generator)
+        for part in order.split(rows_per_update):
+            metrics = engine.train_minibatch(batch.select_idxs(part), objective)
+            for name, value in metrics.items():
+                seen.setdefault(name, []).append(value)
+    largest = {"skipped_updates"}
+    return {
+        name: max(values) if name in largest else sum(values) / len(values)
+        for name, values in seen.items()
+    }

@@ -1,0 +1,20 @@
+"""One Ray cluster for all tests of the controller: starting it costs seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    pytest.importorskip("ray")
+    from hone.controller.ray import start_ray, stop_ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    started = start_ray({"num_cpus": 2, "log_to_driver": False, "object_store_memory": 200_000_000})
+    yield
+    if started:
+        stop_ray()

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.data.dataset import RLHFDataset, with_typed_parts
+from hone.data.prompts import PromptError
+from hone.data.rows import DataError, write_parquet
+
+
+def test_a_row_carries_the_familys_columns_and_everything_else(
+    tokenizer: Any, config: Any, tmp_path: Path
+) -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2", "unit": "none"},
+        "extra_info": {
+            "split": "train",
+            "index": 7,
+            "tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": "2"}}},
+            "interaction_kwargs": {"name": "gsm8k"},
+        },
+        "agent_name": "tool_agent",
+    }
+    write_parquet([row], tmp_path / "x.parquet")
+    got = RLHFDataset(str(tmp_path / "x.parquet"), tokenizer, config())[0]
+    assert got["raw_prompt"] == row["prompt"]
+    assert tokenizer.decode(got["prompt_ids"]).endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
+    assert all(type(token) is int for token in got["prompt_ids"])
+    assert got["reward_model"] == row["reward_model"]
+    assert got["extra_info"] == row["extra_info"]
+    assert got["tools_kwargs"] == row["extra_info"]["tools_kwargs"]  # type: ignore[index]
+    assert got["interaction_kwargs"] == {"name": "gsm8k"}
+    assert (got["agent_name"], got["index"], got["ability"]) == ("tool_agent", 7, "math")
+    assert "prompt" not in got
+
+
+def test_a_bare_row_gets_empty_columns(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
+) -> None:
+    got = RLHFDataset(write_jsonl([{"prompt": "hi"}]), tokenizer, config())[0]
+    assert got["data_source"] == "unknown"
+    assert got["agent_name"] is None
+    assert (got["reward_model"], got["extra_info"], got["tools_kwargs"]) == ({}, {}, {})
+    assert got["index"] == 0
+
+
+def test_raw_prompts_stay_text(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"prompt": [{"role": "user", "content": "User: hi"}]}])
+    got = RLHFDataset(path, tokenizer, config(prompt_format="raw"))[0]
+    assert got["raw_prompt"] == "User: hi"
+    assert tokenizer.decode(got["prompt_ids"]) == "User: hi"
+
+
+@pytest.mark.parametrize(
+    ("how", "left_over"), [("left", "6789"), ("right", "0123"), ("middle", "0189")]
+)
+def test_truncation_cuts_the_prompt_ids(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], how: str, left_over: str
+) -> None:
+    settings = config(prompt_format="raw", max_prompt_length=4, truncation=how)
+    got = RLHFDataset(write_jsonl([{"prompt": "0123456789"}]), tokenizer, settings)[0]
+    assert tokenizer.decode(got["prompt_ids"]) == left_over
+
+
+def test_truncation_error_names_file_row_and_lengths(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"prompt": "ok"}, {"prompt": "0123456789"}])
+    data = RLHFDataset(path, tokenizer, config(prompt_format="raw", max_prompt_length=4))
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: the prompt has 10 tokens"):
+        data[1]
+
+
+def test_overlong_prompts_are_left_out_and_counted_with_the_template_measured(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"prompt": "a" * n} for n in range(1, 11)])
+    overhead = len(RLHFDataset(path, tokenizer, config())[0]["prompt_ids"]) - 1
+    settings = config(max_prompt_length=overhead + 4, filter_overlong_prompts=True)
+    data = RLHFDataset(path, tokenizer, settings)
+    assert [len(row["raw_prompt"][0]["content"]) for row in map(data.__getitem__, range(4))] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert (len(data), data.overlong_rows) == (4, 6)
+    with pytest.raises(DataError, match="all 10 prompts"):
+        RLHFDataset(path, tokenizer, config(max_prompt_length=1, filter_overlong_prompts=True))
+
+
+def test_max_samples_takes_the_first_in_order_or_a_seeded_draw(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
+) -> None:
+    path = write_jsonl(make_rows(50))
+
+    def indices(**changes: Any) -> list[int]:
+        data = RLHFDataset(path, tokenizer, config(**changes), max_samples=10)
+        return [data[i]["index"] for i in range(len(data))]
+
+    assert indices(shuffle=False) == list(range(10))
+    drawn = indices(shuffle=True, seed=1)
+    assert len(set(drawn)) == 10
+    assert drawn == indices(shuffle=True, seed=1) != indices(shuffle=True, seed=2)
+
+
+BAD = [
+    ({"question": "?"}, "missing prompt"),
+    ({"prompt": ""}, "missing prompt"),
+    ({"prompt": 3}, "wrong type"),
+    ({"prompt": "a", "reward_model": "42"}, "wrong type"),
+    ({"prompt": "a", "extra_info": [1]}, "wrong type"),
+    ({"prompt": "a", "data_source": 1}, "wrong type"),
+    ({"prompt": [{"role": "user", "content": "a"}]}, "mixed schema"),
+    ({"prompt": "a", "reward_model": {"ground_truth": {"target": 1}}}, "mixed schema"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD)
+def test_a_bad_row_stops_with_its_place_or_is_skipped_and_counted(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], bad: Any, reason: str
+) -> None:
+    good = {"prompt": "a", "reward_model": {"ground_truth": "1"}}
+    path = write_jsonl([good, bad, good])
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: .*on_bad_row=skip"):
+        RLHFDataset(path, tokenizer, config())
+    data = RLHFDataset(path, tokenizer, config(on_bad_row="skip"))
+    assert len(data) == 2
+    assert data.bad_rows.counts == {reason: 1}
+
+
+def test_ground_truths_may_differ_in_kind_between_files(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
+) -> None:
+    one = write_jsonl([{"prompt": "a", "reward_model": {"ground_truth": "1"}}], "one.jsonl")
+    two = write_jsonl([{"prompt": "a", "reward_model": {"ground_truth": {"t": 1}}}], "two.jsonl")
+    data = RLHFDataset([one, two], tokenizer, config())
+    assert data[1]["reward_model"]["ground_truth"] == {"t": 1}
+    assert data.groups() == [[0], [1]]
+
+
+def test_tool_schemas_enter_the_prompt_of_rows_that_may_use_them(
+    tool_tokenizer: Any, config: Any, write_jsonl: Callable[..., str], tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools.yaml"
+    tools.write_text(
+        "tools:\n- class_name: x.Y\n  config: {}\n  tool_schema:\n    type: function\n"
+        "    function: {name: add}\n"
+    )
+    path = write_jsonl([{"prompt": "a"}, {"prompt": "a", "agent_name": "single_turn_agent"}])
+    data = RLHFDataset(path, tool_tokenizer, config(tool_config_path=str(tools)))
+    assert tool_tokenizer.decode(data[0]["prompt_ids"]).startswith("add\n")
+    assert not tool_tokenizer.decode(data[1]["prompt_ids"]).startswith("add")
+
+
+def test_added_rows_join_and_travel_in_the_state(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
+) -> None:
+    path = write_jsonl(make_rows(3))
+    data = RLHFDataset(path, tokenizer, config())
+    data.append([{"prompt": "new"}])
+    assert len(data) == 4
+    again = RLHFDataset(path, tokenizer, config())
+    again.load_state_dict(data.state_dict())
+    assert again[3] == data[3]
+    assert again.key(3) == data.key(3) != data.key(2)
+    with pytest.raises(DataError, match="added by on_batch_end"):
+        data.append([{"question": "no prompt"}])
+
+
+def test_state_of_other_data_is_refused(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
+) -> None:
+    state = RLHFDataset(write_jsonl(make_rows(3)), tokenizer, config()).state_dict()
+    other = RLHFDataset(write_jsonl(make_rows(4), "other.jsonl"), tokenizer, config())
+    with pytest.raises(DataError, match="differ from those of the checkpoint"):
+        other.load_state_dict(state)
+
+
+def test_image_marks_become_typed_parts_and_must_match_the_images() -> None:
+    messages = [{"role": "user", "content": "<image>what is <image>this?"}]
+    typed = with_typed_parts(messages, {"images": ["a", "b"]}, "images", "videos")
+    assert typed[0]["content"] == [
+        {"type": "image"},
+        {"type": "text", "text": "what is "},
+        {"type": "image"},
+        {"type": "text", "text": "this?"},
+    ]
+    with pytest.raises(PromptError, match="2 times, the row holds 1"):
+        with_typed_parts(messages, {"images": ["a"]}, "images", "videos")

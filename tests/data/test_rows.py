@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.data.rows import BadRows, DataError, expand_files, read_rows, write_parquet
+
+ROWS = [{"a": 1, "b": {"c": [1, 2]}}, {"a": 2, "b": {"c": []}}]
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
+    write_parquet(ROWS, tmp_path / "x.parquet")
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "x.jsonl").write_text(lines)
+    (tmp_path / "x.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "lines.json").write_text(lines)
+    with gzip.open(tmp_path / "x.jsonl.gz", "wt") as file:
+        file.write(lines)
+    for name in ("x.parquet", "x.jsonl", "x.json", "lines.json", "x.jsonl.gz"):
+        store = read_rows(str(tmp_path / name), BadRows("raise"))
+        assert [store[i] for i in range(len(store))] == ROWS, name
+        assert list(store.scan(["a"])) == [{"a": 1}, {"a": 2}], name
+
+
+def test_several_files_are_one_store_that_knows_each_rows_place(tmp_path: Path) -> None:
+    write_parquet(ROWS, tmp_path / "x.parquet")
+    (tmp_path / "y.jsonl").write_text('{"a": 3}\n')
+    store = read_rows([str(tmp_path / "x.parquet"), str(tmp_path / "y.jsonl")], BadRows("raise"))
+    assert len(store) == 3
+    assert store[2] == {"a": 3}
+    assert store.file_of(2) == 1
+    assert store.where(1) == f"{tmp_path}/x.parquet, row 1"
+    assert store.key(2)[1] == 0
+
+
+def test_a_row_is_named_by_content_and_number_not_by_path(tmp_path: Path) -> None:
+    for name in ("x.parquet", "copy.parquet"):
+        write_parquet(ROWS, tmp_path / name)
+    first = read_rows(str(tmp_path / "x.parquet"), BadRows("raise"))
+    copy = read_rows(str(tmp_path / "copy.parquet"), BadRows("raise"))
+    assert first.key(1) == copy.key(1)
+    assert first.fingerprint == copy.fingerprint
+
+
+def test_a_file_listed_twice_keeps_two_names(tmp_path: Path) -> None:
+    write_parquet(ROWS, tmp_path / "x.parquet")
+    store = read_rows([str(tmp_path / "x.parquet")] * 2, BadRows("raise"))
+    assert len({store.key(i) for i in range(4)}) == 4
+
+
+def test_a_line_that_is_not_json_is_named_with_file_and_row(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n[1]\n{"a": 4}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl, row 1: not JSON"):
+        read_rows(str(path), BadRows("raise"))
+    bad = BadRows("skip")
+    store = read_rows(str(path), bad)
+    assert [store[i]["a"] for i in range(len(store))] == [1, 4]
+    assert store.where(1).endswith("row 3")
+    assert bad.counts == {"not json": 1, "not an object": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.parquet", b"not parquet", "cannot be read"),
+        ("x.jsonl", b"", "has no rows"),
+        ("x.jsonl.gz", b"not gzip", "cannot be read"),
+        ("x.json", b"[1, ", "cannot be read"),
+        ("x.jsonl", b"\xff\xfe{}", "cannot be read"),
+    ],
+)
+def test_an_unreadable_or_empty_file_is_named_or_skipped(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_rows(str(path), BadRows("raise"))
+    (tmp_path / "good.jsonl").write_text('{"a": 1}\n')
+    bad = BadRows("skip")
+    assert len(read_rows([str(path), str(tmp_path / "good.jsonl")], bad)) == 1
+    assert bad.total == 1
+    with pytest.raises(DataError, match="no rows could be read"):
+        read_rows(str(path), BadRows("skip"))
+
+
+def test_a_missing_file_stops_the_run_even_when_bad_rows_are_skipped(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        read_rows(str(tmp_path / "no.parquet"), BadRows("skip"))
+
+
+def test_an_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"\.parquet, \.jsonl"):
+        read_rows(str(tmp_path / "x.csv"), BadRows("raise"))
+
+
+def test_patterns_and_the_home_folder_are_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("b.jsonl", "a.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    assert expand_files("~/*.jsonl") == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    with pytest.raises(DataError, match="no file matches"):
+        expand_files("~/*.parquet")
+    with pytest.raises(DataError, match="no data files were named"):
+        expand_files([])
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(ROWS, path)
+    before = path.read_bytes()
+    with pytest.raises(Exception, match=r".*"):
+        write_parquet([{"a": 1}, {"a": "text"}], path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["x.parquet"]
+
+
+def test_an_unknown_policy_is_refused(write_jsonl: Callable[..., str]) -> None:
+    policy: Any = "ignore"
+    with pytest.raises(DataError, match="on_bad_row='ignore'"):
+        BadRows(policy)

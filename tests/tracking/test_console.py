@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import io
+import re
+import threading
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from hone.tracking import RunInfo, progress
+from hone.tracking.console import ConsoleTracker, Screen, duration, plain_line
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_screen(terminal: bool) -> tuple[Screen, Clock]:
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=120,
+        color_system=None,
+        legacy_windows=False,
+        _environ={"TERM": "xterm"},
+    )
+    clock = Clock()
+    return Screen(console, clock), clock
+
+
+def written(screen: Screen) -> str:
+    """What was written, without the codes that move the cursor."""
+    text = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def make_tracker(screen: Screen, **facts: int | None) -> ConsoleTracker:
+    return ConsoleTracker(RunInfo("p", "e", **facts), on=screen)  # type: ignore[arg-type]
+
+
+def test_away_from_a_terminal_a_step_is_one_line_of_the_familys_form() -> None:
+    screen, _ = make_screen(terminal=False)
+    tracker = make_tracker(screen)
+    tracker.log({"reward/mean": 0.5, "actor/lr": 1e-06, "x": float("nan")}, 3)
+    tracker.log({f"key{i}": i for i in range(200)}, 4)
+    tracker.finish()
+    first, second = written(screen).splitlines()
+    assert first == "step:3 - reward/mean:0.5 - actor/lr:1e-06 - x:nan"
+    assert second.startswith("step:4 - key0:0 - ")
+    assert second.endswith(" - key199:199")
+
+
+def test_markup_in_a_key_is_not_obeyed() -> None:
+    for terminal in (False, True):
+        screen, _ = make_screen(terminal)
+        screen.line("[bold]val-core/[red]x:1")
+        assert "[bold]val-core/[red]x:1" in written(screen)
+
+
+def test_on_a_terminal_the_live_line_shows_reward_kl_length_speed_and_time_left() -> None:
+    screen, clock = make_screen(terminal=True)
+    tracker = make_tracker(screen, total_steps=10)
+    metrics = {
+        "critic/score/mean": 0.25,
+        "actor/kl_loss": 0.0021,
+        "response_length/mean": 88.2,
+        "perf/throughput": 1234.4,
+        "actor/pg_loss": 7.7,
+    }
+    clock.now += 30
+    tracker.log(metrics, 1)
+    clock.now += 50
+    tracker.log(metrics, 2)
+    tracker.finish()
+    last = written(screen).strip().splitlines()[-1].split("\r")[0].strip()
+    assert last.startswith(
+        "step 2/10 · reward 0.25 · KL 0.0021 · length 88.2 · tokens/s 1,234 · ETA 5:20"
+    )
+
+
+def test_a_resumed_run_counts_its_time_from_where_it_continues() -> None:
+    screen, clock = make_screen(terminal=True)
+    tracker = make_tracker(screen, total_steps=100, resumed_from=90)
+    clock.now += 10
+    tracker.log({"reward/mean": 1.0}, 91)
+    tracker.finish()
+    assert "ETA 1:30" in written(screen)
+
+
+def test_validation_results_stay_above_the_live_line() -> None:
+    screen, _ = make_screen(terminal=True)
+    tracker = make_tracker(screen)
+    tracker.log({"reward/mean": 0.5}, 1)
+    tracker.log({"val-core/gsm8k/acc/mean@1": 0.75}, 1)
+    tracker.finish()
+    assert "step:1 - val-core/gsm8k/acc/mean@1:0.75" in written(screen)
+    assert "reward 0.5" in written(screen).strip().splitlines()[-1]
+
+
+def test_the_cursor_comes_back_when_the_run_ends() -> None:
+    screen, _ = make_screen(terminal=True)
+    tracker = make_tracker(screen)
+    tracker.log({"reward/mean": 0.5}, 1)
+    hidden = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[?25l" in hidden
+    assert "\x1b[?25h" not in hidden
+    tracker.finish()
+    assert "\x1b[?25h" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_bars_show_what_is_done_and_share_the_screen_with_the_live_line() -> None:
+    screen, _ = make_screen(terminal=True)
+    tracker = make_tracker(screen)
+    tracker.log({"reward/mean": 0.5}, 1)
+    with screen.bar("generate [x]", 8) as bar, screen.bar("score", None) as inner:
+        bar.advance(3, note="12 tok/s")
+        inner.advance()
+        screen.status("status while waiting")
+    tracker.finish()
+    text = written(screen)
+    assert re.search(r"generate \[x\].*3/8 12 tok/s", text)
+    assert "status while waiting" in text
+    assert screen._live is None
+
+
+def test_a_bar_goes_away_when_the_wait_fails() -> None:
+    screen, _ = make_screen(terminal=True)
+
+    def fail() -> None:
+        with screen.bar("generate", 8):
+            raise RuntimeError("engine died")
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        fail()
+    assert screen._live is None
+
+
+def test_bars_may_move_from_several_threads() -> None:
+    screen, _ = make_screen(terminal=True)
+
+    def wait(name: str) -> None:
+        with screen.bar(name, 50) as bar:
+            for _ in range(50):
+                bar.advance()
+
+    threads = [threading.Thread(target=wait, args=(f"w{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert screen._live is None
+    assert screen._open_bars == 0
+
+
+def test_away_from_a_terminal_only_a_long_wait_is_reported() -> None:
+    screen, clock = make_screen(terminal=False)
+    with screen.bar("short", 2) as bar:
+        clock.now += 10
+        bar.advance(2)
+    assert written(screen) == ""
+    with screen.bar("generate", 8) as bar:
+        for _ in range(4):
+            clock.now += 8
+            bar.advance(2, note="9 tok/s")
+    assert written(screen).splitlines() == [
+        "generate 4/8 · 9 tok/s · 0:16 so far · ETA 0:16",
+        "generate 8/8 · 9 tok/s · 0:32 so far",
+    ]
+
+
+def test_a_wait_of_unknown_length_reports_what_is_done() -> None:
+    screen, clock = make_screen(terminal=False)
+    with screen.bar("waiting for workers", None) as bar:
+        clock.now += 20
+        bar.update(3)
+    assert written(screen) == "waiting for workers 3 · 0:20 so far\n"
+
+
+def test_progress_draws_on_the_screen_of_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("generate", 2) as bar:
+        bar.advance()
+    assert bar.done == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_tables_can_be_said() -> None:
+    screen, _ = make_screen(terminal=False)
+    table = Table("before", "after")
+    table.add_row("0.1", "0.9")
+    screen.say(table, "and [text]")
+    assert "before" in written(screen)
+    assert "and [text]" in written(screen)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (43.4, "0:43"), (725, "12:05"), (12000, "3:20:00")]
+)
+def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_line_without_metrics_is_the_step() -> None:
+    assert plain_line({}, 5) == "step:5"

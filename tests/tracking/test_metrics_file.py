@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.tracking import MetricsFile, TrackerError, read_metrics, series
+from hone.tracking.metrics_file import decode_line, encode_line
+
+
+def make(tmp_path: Path, *steps: int) -> MetricsFile:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in steps:
+        file.append({"reward/mean": step / 10, "a": step}, step)
+    return file
+
+
+def test_a_line_is_strict_json_with_sorted_keys_and_the_step(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    file.append({"b": 0.1, "a": 2}, 7)
+    assert file.path.read_text() == '{"a": 2, "b": 0.1, "step": 7}\n'
+
+
+def test_values_that_are_not_finite_become_null_with_a_note_and_come_back(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"x": math.nan, "y": math.inf, "z": -math.inf, "ok": 1.5}, 1)
+    raw = json.loads(file.path.read_text(), parse_constant=lambda c: pytest.fail(f"not JSON: {c}"))
+    assert raw["x"] is None
+    assert raw["_nonfinite"] == {"x": "nan", "y": "inf", "z": "-inf"}
+    (row,) = file.rows()
+    assert math.isnan(row["x"])
+    assert (row["y"], row["z"], row["ok"]) == (math.inf, -math.inf, 1.5)
+    assert "_nonfinite" not in row
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1).filter(lambda k: k not in ("step", "_nonfinite")),
+        st.floats() | st.integers(-(2**60), 2**60),
+    ),
+    st.integers(0, 10**9),
+)
+def test_any_numbers_survive_the_round_trip_exactly(metrics: dict[str, float], step: int) -> None:
+    line = encode_line(metrics, step)
+    assert "\n" not in line
+    row = decode_line(line)
+    assert row is not None
+    assert row.pop("step") == step
+    assert row.keys() == metrics.keys()
+    assert all(repr(row[key]) == repr(metrics[key]) for key in metrics)
+
+
+def test_scalars_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    import torch
+
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(
+        {
+            "a": np.float32(0.5),
+            "b": np.int64(3),
+            "c": torch.tensor(2.0),
+            "d": np.bool_(True),
+            "e": np.array([4.0]),
+            "f": np.float64(0.25),
+        },
+        1,
+    )
+    assert next(file.rows()) == {"a": 0.5, "b": 3, "c": 2.0, "d": 1, "e": 4.0, "f": 0.25, "step": 1}
+
+
+@pytest.mark.parametrize("value", [[1.0], "0.5", None, np.zeros(3), {"a": 1}, 1j])
+def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    with pytest.raises(TrackerError, match=r"'actor/x' is .* not a number"):
+        file.append({"actor/x": value}, 1)
+    assert not file.path.exists()
+
+
+def test_a_step_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step=3 but are logged at step=4"):
+        MetricsFile(tmp_path / "metrics.jsonl").append({"step": 3}, 4)
+
+
+def test_opening_a_file_again_appends(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2)
+    make(tmp_path, 3)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_cut_back_drops_later_steps_and_returns_how_many(tmp_path: Path) -> None:
+    file = make(tmp_path, 0, 1, 2, 3, 4)
+    before = file.path.read_bytes().splitlines(keepends=True)
+    assert file.cut_back(2) == 2
+    assert file.path.read_bytes() == b"".join(before[:3])
+    file.append({"a": 3}, 3)
+    assert [row["step"] for row in file.rows()] == [0, 1, 2, 3]
+
+
+def test_cut_back_to_the_last_step_leaves_the_file_untouched(tmp_path: Path) -> None:
+    file = make(tmp_path, 1, 2)
+    inode = os.stat(file.path).st_ino
+    assert file.cut_back(2) == 0
+    assert os.stat(file.path).st_ino == inode
+
+
+def test_cut_back_without_a_file_does_nothing(tmp_path: Path) -> None:
+    assert MetricsFile(tmp_path / "metrics.jsonl").cut_back(3) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_anywhere_in_a_line_cut_back_gives_the_whole_lines(tmp_path: Path) -> None:
+    whole = make(tmp_path, 1, 2, 3).path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for length in range(len(whole) + 1):
+        file = MetricsFile(tmp_path / "torn.jsonl")
+        file.path.write_bytes(whole[:length])
+        file.cut_back(2)
+        # A line that lost only its line end is whole.
+        expected = [line for line in lines[:2] if whole[:length].find(line.rstrip()) >= 0]
+        assert file.path.read_bytes() == b"".join(expected)
+
+
+def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    file = make(tmp_path, 1)
+    with open(file.path, "ab") as raw:
+        raw.write(b'{"a": 2, "rew')
+    file.append({"a": 3}, 3)
+    assert [row["step"] for row in file.rows()] == [1, 3]
+
+
+def test_a_failed_cut_back_keeps_every_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make(tmp_path, 1, 2, 3)
+    before = file.path.read_bytes()
+    monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("no rename")))
+    with pytest.raises(OSError, match="no rename"):
+        file.cut_back(1)
+    assert file.path.read_bytes() == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_names_the_file_and_the_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"cannot append step 5 .*metrics\.jsonl"):
+        MetricsFile(tmp_path / "metrics.jsonl").append({"a": 1}, 5)
+
+
+def test_series_is_ordered_by_step_and_takes_the_last_of_a_step() -> None:
+    rows = [{"step": 2, "a": 1.0}, {"step": 1, "a": 5}, {"step": 2, "a": 3.0}, {"step": 3, "b": 1}]
+    assert series(rows, "a") == ([1, 2], [5.0, 3.0])
+
+
+def test_last_step_of_a_file(tmp_path: Path) -> None:
+    assert MetricsFile(tmp_path / "metrics.jsonl").last_step() is None
+    assert make(tmp_path, 1, 4).last_step() == 4
+
+
+def test_missing_metrics_say_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="name a run folder"):
+        read_metrics(tmp_path)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from hone.tracking import RunFolder
+
+
+def test_names_inside_the_folder_are_fixed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    inside = {
+        "config.yaml": run.config_file,
+        "metrics.jsonl": run.metrics_file,
+        "rollouts/step_3.parquet": run.rollout_file(3),
+        "validation/step_3.parquet": run.validation_file(3),
+        "global_step_3": run.checkpoint(3),
+        "latest_checkpointed_iteration.txt": run.latest_file,
+    }
+    for name, path in inside.items():
+        assert path == tmp_path / "run" / name
+    assert not run.path.exists()
+
+
+def test_config_and_origins_come_back(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert run.read_config() == {}
+    assert run.read_origins() == {}
+    config = {"trainer": {"logger": ["console"], "name": "größe", "steps": None}, "a": 1e-06}
+    run.write_config(config, {"a": "command line"})
+    assert run.read_config() == config
+    assert run.read_origins() == {"a": "command line"}
+
+
+def test_a_changed_config_keeps_the_earlier_ones(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for lr in (1, 1, 2, 3):
+        run.write_config({"lr": lr})
+    kept = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert kept == {
+        "config.1.yaml": "lr: 1\n",
+        "config.2.yaml": "lr: 2\n",
+        "config.yaml": "lr: 3\n",
+    }
+
+
+def test_checkpoints_are_listed_by_number_not_by_name(tmp_path: Path) -> None:
+    for name in ("global_step_10", "global_step_9", "global_step_x", ".global_step_11.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "global_step_12").write_text("a file")
+    assert RunFolder(tmp_path).checkpoints() == [
+        (9, tmp_path / "global_step_9"),
+        (10, tmp_path / "global_step_10"),
+    ]
+
+
+def test_cut_back_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in (1, 2, 10):
+        run.metrics.append({"a": step}, step)
+        for file in (run.rollout_file(step), run.validation_file(step)):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("rows")
+        run.checkpoint(step).mkdir()
+    (run.rollouts / ".step_11.parquet.5.tmp").write_text("half")
+    (run.rollouts / "notes.txt").write_text("the user's")
+    run.cut_back(2)
+    assert [row["step"] for row in run.metrics.rows()] == [1, 2]
+    assert [step for step, _ in run.rollout_files()] == [1, 2]
+    assert [step for step, _ in run.validation_files()] == [1, 2]
+    assert [step for step, _ in run.checkpoints()] == [1, 2, 10]
+    assert sorted(p.name for p in run.rollouts.iterdir()) == [
+        "notes.txt",
+        "step_1.parquet",
+        "step_2.parquet",
+    ]
+
+
+def test_tracker_ids_are_kept_side_by_side(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.tracker_id("wandb") is None
+    run.keep_tracker_id("wandb", "abc")
+    run.keep_tracker_id("mlflow", "def")
+    assert (run.tracker_id("wandb"), run.tracker_id("mlflow")) == ("abc", "def")

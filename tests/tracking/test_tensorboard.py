@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone.tracking import Tracking
+
+pytest.importorskip("tensorboard")
+
+
+def read(folder: Path) -> object:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_scalars_and_samples_reach_the_event_file(tmp_path: Path) -> None:
+    with Tracking("tensorboard", "p", "e", {}, tmp_path) as tracking:
+        tracking.log({"reward/mean": 0.5}, 1)
+        tracking.log({"reward/mean": 0.75}, 2)
+        tracking.log_samples("val", [{"response": "# a\n<b>", "score": 1.0}], 2)
+    assert tracking.failures == {}
+    events = read(tmp_path / "tensorboard")
+    scalars = events.Scalars("reward/mean")  # type: ignore[attr-defined]
+    assert [(e.step, e.value) for e in scalars] == [(1, 0.5), (2, 0.75)]
+    (text,) = events.Tensors("val/0/text_summary")  # type: ignore[attr-defined]
+    shown = text.tensor_proto.string_val[0].decode()
+    assert "    # a\n    <b>" in shown  # indented: code, not a heading or markup
+
+
+def test_a_resumed_run_replaces_the_steps_it_redoes(tmp_path: Path) -> None:
+    with Tracking("tensorboard", "p", "e", {}, tmp_path) as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"a": step}, step)
+    with Tracking("tensorboard", "p", "e", {}, tmp_path, resumed_from=1) as tracking:
+        tracking.log({"a": 20}, 2)
+    scalars = read(tmp_path / "tensorboard").Scalars("a")  # type: ignore[attr-defined]
+    assert [(e.step, e.value) for e in scalars] == [(1, 1.0), (2, 20.0)]
+
+
+def test_the_variable_chooses_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
+    with Tracking("tensorboard", "p", "e", {}, None) as tracking:
+        tracking.log({"a": 1}, 1)
+    assert list((tmp_path / "elsewhere").iterdir())
