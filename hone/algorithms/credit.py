@@ -66,21 +66,12 @@ def min_form_returns(process_rewards: Tensor, step_mask: Tensor, response_mask: 
     return masked_fill_zero(torch.where(lowest.isinf(), 0.0, lowest), response_mask)
 
 
-def process_returns(
-    token_level_rewards: Tensor,
-    process_rewards: Tensor,
-    step_mask: Tensor,
-    response_mask: Tensor,
-    credit_assignment: float | str,
+def min_form(
+    token_level_rewards: Tensor, process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """[B, T] returns of rewards that contain process rewards.
-
-    Under the strict minimum the process part enters as a minimum and everything else (rule score,
-    KL) as a sum; otherwise all of it is a sum.
+    """[B, T] returns under the strict minimum: the process part enters as a minimum, everything
+    else in the rewards (rule score, KL) as a sum.
     """
-    if credit_assignment != STRICT_MIN:
-        return rewards_to_go(token_level_rewards, response_mask, 1.0, None)
     rest = token_level_rewards - masked_fill_zero(process_rewards, step_mask)
-    return rewards_to_go(rest, response_mask, 1.0, None) + min_form_returns(
-        process_rewards, step_mask, response_mask
-    )
+    lowest = min_form_returns(process_rewards, step_mask, response_mask)
+    return rewards_to_go(rest, response_mask, 1.0, None) + lowest

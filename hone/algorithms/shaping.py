@@ -36,7 +36,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> T
     elif reweight_method == "max_min":
         weights = ((scores == scores.max()) | (scores == scores.min())).to(scores.dtype)
     elif reweight_method == "max_random":
-        weights = torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype)
+        weights = torch.full_like(scores, 0.1).masked_fill(scores == scores.max(), 0.4)
     else:
         raise ValueError(
             f"algorithm.pf_ppo.reweight_method={reweight_method!r} is unknown; "

@@ -1,6 +1,6 @@
 """Keys that users' documents and older trees write, and what they are called here: one table.
 
-A rename keeps the value; a rule changes it; a few groups of keys only make sense together. Nothing else knows these names.
+A rename keeps the value, a rule changes it, and a few keys only make sense together.
 """
 
 from __future__ import annotations

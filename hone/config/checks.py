@@ -276,9 +276,12 @@ def _run(config: PPOTrainerConfig) -> Iterator[str]:
         if name not in TRACKERS:
             hint = did_you_mean(nearest(name, TRACKERS))
             yield f"trainer.logger has no tracker '{name}'.{hint} Use {', '.join(TRACKERS)}"
-    blocks = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic}
-    for key, block in blocks.items():
-        parts = (*block.checkpoint.save_contents, *(block.checkpoint.load_contents or ()))
+    checkpoints = {
+        "actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint,
+        "critic": config.critic.checkpoint,
+    }
+    for key, checkpoint in checkpoints.items():
+        parts = (*checkpoint.save_contents, *(checkpoint.load_contents or ()))
         for part in dict.fromkeys(parts):
             if part not in CHECKPOINT_PARTS:
                 yield f"{key}.checkpoint has no part '{part}'; use {', '.join(CHECKPOINT_PARTS)}"

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from hone.config.absent import absent_rule
 from hone.config.convert import build, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.config.evaluation import EvaluationConfig
+from hone.config.generation import GenerationConfig
 from hone.config.keys import block_type, hints, walk_fields
+from hone.config.references import resolve
+from hone.config.schema import PPOTrainerConfig
+from hone.config.sft import SFTConfig
 from hone.config.sources import Setting, parse_overrides, read_config
 from hone.config.states import Rule, rule_of
 from hone.config.trees import OTHER_NAMES, TREES, Tree
@@ -86,13 +92,20 @@ def compose_settings(schema: Tree, settings: Sequence[Setting]) -> Composed:
             origins[setting.key] = setting.origin
     if problems:
         raise ConfigError(problems)
-    config = build(root, _resolve(tree), lambda key: origins.get(key, "default"))
+    config: Any = build(root, resolve(tree), origins)
     _answer_states(config, schema, origins, problems, notes)
     problems.extend(schema.find_problems(config, origins))
     if problems:
         raise ConfigError(problems)
     notes.extend(schema.find_idle(config, origins))
     return Composed(config, origins, tuple(dict.fromkeys(notes)))
+
+
+@functools.cache
+def default_values(root: type) -> dict[str, Any]:
+    """The value of every leaf where nothing is set, references followed."""
+    config: Any = build(root, resolve(to_plain(root())), {})
+    return {key: get(config, key) for key, *_ in walk_fields(root)}
 
 
 def _owner(root: type, key: str) -> str | None:
@@ -119,7 +132,7 @@ def _answer_states(
     config: Any, schema: Tree, origins: dict[str, str], problems: list[str], notes: list[str]
 ) -> None:
     """Say of every key that someone set whether it is neutral or refused."""
-    defaults = {key: value for key, _, _, value in walk_fields(schema.root)}
+    defaults = default_values(schema.root)
     for key, origin in origins.items():
         leaf = _owner(schema.root, key)
         if leaf not in defaults:
@@ -183,19 +196,38 @@ def unknown_key(root: type, cls: type, walked: str, name: str, setting: Setting)
     return f"{owner} has no key '{name}'.{did_you_mean(sibling)} ({setting.origin})"
 
 
-def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    OmegaConf.register_new_resolver("least", lambda *numbers: min(numbers), replace=True)
-    try:
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"a reference does not resolve: {str(error).splitlines()[0]}") from None
-    assert isinstance(resolved, dict)
-    return resolved  # type: ignore[return-value]
-
-
+@overload
+def load_config(  # type: ignore[overload-overlap]
+    overrides: Sequence[str] = (),
+    *,
+    config_name: Literal["sft_trainer"],
+    config_path: str | Path | None = None,
+    schema: None = None,
+) -> SFTConfig: ...
+@overload
+def load_config(  # type: ignore[overload-overlap]
+    overrides: Sequence[str] = (),
+    *,
+    config_name: Literal["generation"],
+    config_path: str | Path | None = None,
+    schema: None = None,
+) -> GenerationConfig: ...
+@overload
+def load_config(  # type: ignore[overload-overlap]
+    overrides: Sequence[str] = (),
+    *,
+    config_name: Literal["evaluation"],
+    config_path: str | Path | None = None,
+    schema: None = None,
+) -> EvaluationConfig: ...
+@overload
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "ppo_trainer",
+    config_path: str | Path | None = None,
+    schema: str | None = None,
+) -> PPOTrainerConfig: ...
 def load_config(
     overrides: Sequence[str] = (),
     *,
@@ -203,7 +235,10 @@ def load_config(
     config_path: str | Path | None = None,
     schema: str | None = None,
 ) -> Any:
-    """The frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
+    """The frozen config tree for a list of Hydra overrides and, optionally, a user's YAML.
+
+    `schema` says which tree a user's own config is for; without it the defaults list does.
+    """
     return compose(
         overrides, config_name=config_name, config_path=config_path, schema=schema
     ).config

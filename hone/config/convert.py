@@ -15,7 +15,6 @@ from hone.config.errors import ConfigError
 from hone.config.keys import block_type, hints
 
 T = TypeVar("T")
-Origin = Callable[[str], str]
 
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -126,6 +125,8 @@ def _fit_literal(value: Any, choices: tuple[Any, ...]) -> Any:
 
 def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
     exact = [m for m in members if m in (type(value), type(None)) and isinstance(value, m)]
+    if type(value) is int and float in members:
+        exact.append(float)  # before str, which takes every number
     for member in [*exact, *members]:
         try:
             return fit(value, member)
@@ -134,31 +135,39 @@ def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
     raise _NoFit
 
 
-def build(cls: type[T], tree: Mapping[str, Any], origin_of: Origin) -> T:
-    """The frozen dataclass tree for `tree`, whose keys are all known; every misfit is reported."""
-    problems: list[str] = []
-    result = _build(cls, tree, "", origin_of, problems)
+def build(cls: type[T], tree: Mapping[str, Any], origins: Mapping[str, str]) -> T:
+    """The frozen dataclass tree for `tree`, whose keys are all known; every misfit is reported.
+
+    A key that only follows a misfit is not reported beside it.
+    """
+    problems: dict[str, str] = {}
+    result: T = _build(cls, tree, "", origins, problems)
+    written = [problem for key, problem in problems.items() if key in origins]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(written or list(problems.values()))
     return result
 
 
 def _build(
-    cls: type[T], tree: Mapping[str, Any], prefix: str, origin_of: Origin, problems: list[str]
-) -> T:
+    cls: Any,
+    tree: Mapping[str, Any],
+    prefix: str,
+    origins: Mapping[str, str],
+    problems: dict[str, str],
+) -> Any:
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):
         key, annotation, value = prefix + field.name, hints(cls)[field.name], tree[field.name]
         inner = block_type(annotation)
         if inner is not None:
-            values[field.name] = _build(inner, value, key + ".", origin_of, problems)
+            values[field.name] = _build(inner, value, key + ".", origins, problems)
             continue
         try:
             values[field.name] = fit(value, annotation)
         except _NoFit:
-            problems.append(
+            problems[key] = (
                 f"{key}={show_value(value)} is {_kind(value)}; "
-                f"expected {describe_type(annotation)} ({origin_of(key)})"
+                f"expected {describe_type(annotation)} ({origins.get(key, 'default')})"
             )
             values[field.name] = value
     return cls(**values)

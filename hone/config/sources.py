@@ -1,10 +1,11 @@
 """What the user wrote, as settings with an origin: command-line overrides and YAML files.
 
-Hydra parses the overrides and orders the files of a defaults list; nothing is checked against the schema here.
+Hydra parses the overrides and orders the files of a defaults list; the schema is not known here.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,13 +82,13 @@ def flatten(value: Any, key: str, origin: str) -> Iterator[Setting]:
 
 def read_file(path: Path, package: str = "") -> list[Setting]:
     """Settings of one YAML file, without its defaults list."""
-    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
         loaded = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
@@ -144,7 +145,8 @@ def _defaults_list(name: str, folder: Path, schemas: Sequence[str]) -> list[tupl
     for file in FAMILY_FILES:
         store.store(name=file, node={}, provider="hone")
     try:
-        with initialize_config_dir(str(folder), version_base=None):
+        with warnings.catch_warnings(), initialize_config_dir(str(folder), version_base=None):
+            warnings.simplefilter("ignore")  # a search path of another package's need not exist
             loader = GlobalHydra.instance().config_loader()
             listed = loader.compute_defaults_list(name, [], run_mode=RunMode.RUN)
     except HydraException as error:

@@ -19,9 +19,17 @@ from hone.config.ranges import NOT_NEGATIVE, POSITIVE, TOP_P, Range, out_of_rang
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
 from hone.config.sources import Setting
-from hone.config.states import ENGINE_RULES, PROFILER_RULES, ROLLOUT, ROLLOUT_RULES, Rule
+from hone.config.states import (
+    ENGINE_RULES,
+    PROFILER_RULES,
+    ROLLOUT,
+    ROLLOUT_RULES,
+    Rule,
+    neutral,
+    only,
+    refused,
+)
 from hone.config.states import RULES as PPO_RULES
-from hone.config.states import neutral, only, refused
 
 Origins = dict[str, str]
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 24 * 3600.0
-GOODBYE_DEADLINE_S = 10.0
+GOODBYE_DEADLINE_S = 5.0
 LOG_DEADLINE_S = 10.0
 LOG_LINES = 20
 
@@ -207,13 +207,15 @@ class Reservation:
         ]
         ends = time.monotonic() + deadline_s
         for group in self.groups:
+            if not group.wait(timeout_seconds=1):
+                logger.warning("%s waits for resources; free are %s", pool, _free())
             if not group.wait(timeout_seconds=max(1.0, ends - time.monotonic())):
                 self._give_back()
                 raise WaitTimeout(
                     pool.name_prefix,
                     f"Ray to reserve {pool.process_on_nodes} processes",
                     deadline_s,
-                    f"available are {ray.available_resources()}: another run may hold the rest",
+                    f"free are {_free()}: other worker groups or another run hold the rest",
                 )
 
     def take(self) -> None:
@@ -391,6 +393,10 @@ def _check_fit(pool: ResourcePool) -> None:
                 "trainer.n_gpus_per_node and trainer.nnodes to what there is"
             )
         free[0] -= count
+
+
+def _free() -> dict[str, float]:
+    return {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
 
 
 def _tail(paths: Sequence[str]) -> list[str]:

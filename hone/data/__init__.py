@@ -11,8 +11,10 @@ from typing import Any
 
 _WHERE = {
     "AbstractCurriculumSampler": "hone.data.samplers",
+    "AbstractDataGenerator": "hone.data.dynamic",
     "AbstractSampler": "hone.data.samplers",
     "DataError": "hone.data.rows",
+    "DynamicGenDataset": "hone.data.dynamic",
     "MultiTurnSFTDataset": "hone.data.sft",
     "PromptLoader": "hone.data.loader",
     "RLHFDataset": "hone.data.dataset",
@@ -21,7 +23,8 @@ _WHERE = {
     "collate_fn": "hone.data.loader",
     "create_rl_dataset": "hone.data.create",
     "create_rl_sampler": "hone.data.create",
-    "prepare": "hone.data.prepare",
+    "create_train_loader": "hone.data.create",
+    "create_val_loader": "hone.data.create",
     "render_prompt": "hone.data.prompts",
 }
 

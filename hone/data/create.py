@@ -6,62 +6,23 @@ Leaves out where the config comes from: it is handed in.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hone.config.data import DataConfig
 from hone.data.dataset import RLHFDataset
+from hone.data.dynamic import DynamicGenDataset
 from hone.data.loader import PromptLoader
+from hone.data.objects import load_object
 from hone.data.rows import DataError
 from hone.data.samplers import Mixture
 
 
-def load_object(path: str, name: str, key: str) -> Any:
-    """Object `name` of a file (`dir/file.py`) or a module (`pkg.mod` or `pkg://pkg.mod`)."""
-    module = _load_module(path, key)
-    if not hasattr(module, name):
-        public = [other for other in vars(module) if not other.startswith("_")]
-        raise DataError(f"{key}: {path} has no {name!r}; it has {', '.join(sorted(public))}")
-    return getattr(module, name)
-
-
-def _load_module(path: str, key: str) -> Any:
-    dotted = path.removeprefix("pkg://")
-    if dotted == path and (path.endswith(".py") or os.sep in path):
-        file = Path(path).expanduser().resolve()
-        if not file.is_file():
-            raise DataError(f"{key}: file {path} does not exist")
-        # The same file gives the same module, so that its classes stay identical when loaded twice.
-        name = f"hone_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
-        if name in sys.modules:
-            return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-    try:
-        return importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        raise DataError(f"{key}: cannot import {dotted!r}: {error}") from error
-
-
-def dataset_class(config: DataConfig) -> type:
-    """RLHFDataset, or the class that data.custom_cls names."""
+def dataset_class(config: DataConfig, is_train: bool) -> type:
+    """The class that data.custom_cls names; else one that grows by data.datagen; else plain."""
     if not config.custom_cls.path:
-        return RLHFDataset
+        return DynamicGenDataset if config.datagen.path and is_train else RLHFDataset
     if not config.custom_cls.name:
         raise DataError(
             f"data.custom_cls.path={config.custom_cls.path} needs data.custom_cls.name, the class"
@@ -86,7 +47,7 @@ def create_rl_dataset(
     max_samples: int = -1,
 ) -> Any:
     """The data set of a run; by the family's name and arguments."""
-    return dataset_class(data_config)(
+    return dataset_class(data_config, is_train)(
         data_files=data_paths,
         tokenizer=tokenizer,
         config=data_config,

@@ -153,10 +153,12 @@ class RLHFDataset:
         return sorted(drawn)
 
     def _filtered(self, positions: list[int]) -> list[int]:
+        wanted = set(positions)
         kept = [
             position
-            for position in positions
-            if len(self._rendered(self.store[position], self.store.where, position))
+            for position, row in enumerate(self.store.scan((self.config.prompt_key, "agent_name")))
+            if position in wanted
+            and len(self._rendered(row, self.store.where, position))
             <= self.config.max_prompt_length
         ]
         self.overlong_rows = len(positions) - len(kept)

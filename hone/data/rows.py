@@ -62,8 +62,8 @@ class Rows(Protocol):
 
     def __getitem__(self, index: int) -> Row: ...
 
-    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with only these columns (absent ones left out)."""
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        """All rows in order; with only these columns where given (absent ones left out)."""
         ...
 
 
@@ -80,8 +80,9 @@ class _ArrowRows:
         row: Row = self._table.slice(index, 1).to_pylist()[0]
         return row
 
-    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
-        table = self._table.select([name for name in columns if name in self._table.column_names])
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        present = self._table.column_names
+        table = self._table.select([name for name in columns or present if name in present])
         if not table.column_names:
             return iter({} for _ in range(len(self)))
         return (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist())
@@ -90,7 +91,9 @@ class _ArrowRows:
 class _JsonRows(list[Row]):
     """Rows parsed from JSON, kept as they are."""
 
-    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        if columns is None:
+            return iter(self)
         return ({name: row[name] for name in columns if name in row} for row in self)
 
 
@@ -237,7 +240,7 @@ class RowStore:
         file, index = self._locate(position)
         return self.files[file].rows[index]
 
-    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
         return (row for file in self.files for row in file.rows.scan(columns))
 
     def file_of(self, position: int) -> int:

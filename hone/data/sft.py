@@ -191,8 +191,9 @@ class SFTDataset:
 
     def _usable_positions(self) -> list[int]:
         usable = []
-        for position in range(len(self._rows)):
-            problem = self.problem(self._rows[position])
+        rows = self._rows.scan() if hasattr(self._rows, "scan") else self._rows
+        for position, row in enumerate(rows):
+            problem = self.problem(row)
             if problem is None:
                 usable.append(position)
             else:

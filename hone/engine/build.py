@@ -28,18 +28,18 @@ def build_engine(
     world_size: int,
 ) -> Engine:
     """Shard over the ranks where there are several, and give a trained model its optimizer."""
+    device = next(module.parameters()).device
     group: dist.ProcessGroup | None = None
     if world_size > 1:
         from hone.engine.sharding import join_group, shard
 
-        group = join_group()
-        shard(module, fsdp)
+        group = join_group(device)
+        shard(module, fsdp, device)
     optimizer = None
     if optim is not None:
         optimizer = Optimizer(
             module.parameters(), optim, grad_clip=grad_clip, total=optim.total_training_steps
         )
-    device = next(module.parameters()).device
     return Engine(
         module,
         optimizer=optimizer,

@@ -7,7 +7,7 @@ checkpoint.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,8 @@ class Engine:
         totals: dict[str, float] = {}
         micros = self._micro_batches(batch, self._train_rule)
         with counted(counts):
-            for number, (_, micro) in enumerate(micros):
-                with self._no_sync(number < len(micros) - 1):
-                    self._forward_backward(micro, objective, counts, totals)
+            for _, micro in micros:
+                self._forward_backward(micro, objective, counts, totals)
         totals = self._sum_over_ranks(totals)
         totals.update(self.optimizer.step())
         return totals
@@ -161,11 +160,6 @@ class Engine:
         total = torch.tensor([values[name] for name in names], dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return dict(zip(names, total.tolist(), strict=True))
-
-    def _no_sync(self, more_to_come: bool) -> Any:
-        if hasattr(self.module, "set_requires_gradient_sync"):
-            self.module.set_requires_gradient_sync(not more_to_come)
-        return nullcontext()
 
 
 def loss_mask(batch: DataProto) -> Tensor:

@@ -21,7 +21,12 @@ class Optimizer:
     """Wraps a torch optimizer: schedule, clipping, masters and the non-finite guard."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], config: OptimConfig, *, grad_clip: float, total: int
+        self,
+        parameters: Iterable[nn.Parameter],
+        config: OptimConfig,
+        *,
+        grad_clip: float,
+        total: int,
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._config = config

@@ -74,7 +74,9 @@ def load_causal_lm(
 ) -> torch.nn.Module:
     """A Hugging Face decoder whose attention is ours."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # our own bars show long waits
     attention.register()
     folder = resolve_model_path(path)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -5,7 +5,9 @@ Nothing is downloaded. The tokenizer has one token a character, so its round tri
 
 from __future__ import annotations
 
+import re
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,19 @@ TURN_TEMPLATE = (
 """One line a turn, the role by its first letter: short, because every character is a token."""
 
 
-def character_tokenizer(characters: str = string.printable[:95] + "\n") -> Any:
-    """A fast tokenizer over single characters, with a one-line-a-turn chat template."""
+def character_tokenizer(
+    characters: str = string.printable[:95] + "\n", words: Sequence[str] = ()
+) -> Any:
+    """A fast tokenizer over `words` and single characters, with a one-line-a-turn chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *dict.fromkeys(characters)])}
+    tokens = [PAD, BOS, EOS, *words, *dict.fromkeys(characters)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join([*map(re.escape, words), r"[\s\S]"])), "isolated"
+    )
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS

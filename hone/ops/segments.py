@@ -49,7 +49,7 @@ class SegmentLayout:
         if children:
             kids = _pad_index([n for _, n in children], sum(root_lengths))
             parents = torch.tensor([p for p, _ in children])
-            kid_keys = torch.cat([roots.index[parents], kids.index], 1)
+            kid_keys = torch.cat([roots.cells[parents], kids.cells], 1)
         cu = torch.tensor([0, *root_lengths]).cumsum(0).to(torch.int32)
         return SegmentLayout(
             list(root_lengths), list(children), roots, kids, kid_keys, cu_seqlens=cu
@@ -57,7 +57,7 @@ class SegmentLayout:
 
     def to(self, device: torch.device) -> SegmentLayout:
         def move(pad: _Pad) -> _Pad:
-            return pad._replace(index=pad.index.to(device), inverse=pad.inverse.to(device))
+            return pad._replace(cells=pad.cells.to(device), inverse=pad.inverse.to(device))
 
         return SegmentLayout(
             self.root_lengths,
@@ -91,16 +91,16 @@ class SegmentLayout:
     def _attend_roots(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        longest = self.roots.index.shape[1]
+        longest = self.roots.cells.shape[1]
         bias = None
         if window is not None and window < longest:
             key = (window, q.dtype)
             if key not in self.root_bias:
                 self.root_bias[key] = _window_bias(longest, window, q)
             bias = self.root_bias[key]
-        args = [_pad(x, self.roots) for x in (q, k, v)]
+        q, k, v = (_pad(x, self.roots) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            *args, attn_mask=bias, is_causal=bias is None, scale=scaling
+            q, k, v, attn_mask=bias, is_causal=bias is None, scale=scaling
         )
         return _unpad(out, self.roots)
 
@@ -130,7 +130,7 @@ class SegmentLayout:
         """
         assert self.kids is not None
         device = like.device
-        prompt_width, width = self.roots.index.shape[1], self.kids.index.shape[1]
+        prompt_width, width = self.roots.cells.shape[1], self.kids.cells.shape[1]
         parent_lengths = torch.tensor(
             [self.root_lengths[p] for p, _ in self.children], device=device
         )
@@ -151,9 +151,10 @@ class SegmentLayout:
     ) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        assert self.cu_seqlens is not None
         longest = max(self.root_lengths)
         left = window - 1 if window is not None else -1
-        return varlen_attn(
+        out = varlen_attn(
             q,
             k,
             v,
@@ -165,6 +166,8 @@ class SegmentLayout:
             window_size=(left, 0),
             enable_gqa=q.shape[1] != k.shape[1],
         )
+        assert isinstance(out, Tensor)
+        return out
 
 
 def _pad_index(lengths: list[int], start: int) -> _Pad:
@@ -179,11 +182,11 @@ def _pad_index(lengths: list[int], start: int) -> _Pad:
 
 
 def _pad(x: Tensor, pad: _Pad) -> Tensor:  # [N, H, D] -> [S, H, L, D]
-    segments, width = pad.index.shape
+    segments, width = pad.cells.shape
     if pad.regular:
         rows = x[pad.start : pad.start + segments * width]
     else:
-        rows = x.index_select(0, pad.index.flatten())
+        rows = x.index_select(0, pad.cells.flatten())
     return rows.view(segments, width, *x.shape[1:]).transpose(1, 2)
 
 

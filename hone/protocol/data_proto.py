@@ -54,7 +54,7 @@ AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 class DataProtoItem:
     """One row of a DataProto."""
 
-    batch: TensorDict | None = None
+    batch: TensorDict | None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class DataProtoItem:
 class DataProto:
     """A batch: tensor columns, object columns, and facts about the batch as a whole."""
 
-    batch: TensorDict | None = None
+    batch: Any = None  # TensorDict or None; Any, so that readers need not narrow it at every use
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -279,7 +279,7 @@ class DataProto:
         check_known(old, self.batch.keys() if self.batch is not None else (), "tensor columns")
         for before, after in zip(old, new, strict=True):
             if before != after:
-                self.batch.rename_key_(before, after)  # type: ignore[union-attr]
+                self.batch.rename_key_(before, after)
         return self
 
     def union(self, other: DataProto) -> DataProto:

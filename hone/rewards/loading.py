@@ -33,11 +33,13 @@ def load_reward_manager(
     for source, target in _items(getattr(config.reward_model, "scores", None)).items():
         register_score(source, target)
     cls = _manager_class(config)
+    scorer = get_custom_reward_fn(config)
     settings = {**_manager_settings(config), **reward_kwargs}
     if issubclass(cls, RuleRewardManager):
         known = explicit_names(cls)
         settings = {name: settings[name] for name in settings if name in known | {*reward_kwargs}}
-        settings = {**_score_options(config), "policy": _policy(config), **settings}
+        options = _score_options(config, scorer)
+        settings = {**options, "policy": _policy(config), **settings}
     else:
         accepted = accepted_names(cls)
         if accepted is not None:
@@ -45,7 +47,7 @@ def load_reward_manager(
     return cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
-        compute_score=get_custom_reward_fn(config),
+        compute_score=scorer,
         reward_fn_key=config.data.reward_fn_key,
         **settings,
     )
@@ -96,22 +98,31 @@ def _manager_settings(config: Any) -> dict[str, Any]:
         del settings[name]
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
+    sandbox = config.reward_model.sandbox_fusion
+    if settings["num_processes"] is None and sandbox.url:
+        # Scoring processes wait for the service, so its slots set their number, not the cores.
+        settings["num_processes"] = sandbox.max_concurrent
     return settings
 
 
-def _score_options(config: Any) -> dict[str, Any]:
-    """Keyword arguments for scorers: what the user set, and where the code sandbox is."""
+def _score_options(config: Any, scorer: Callable[..., Any] | None) -> dict[str, Any]:
+    """Keyword arguments for scorers: what the user set, and where the code sandbox is.
+
+    A user's own scorer is given those that it names, and all of `score_kwargs`.
+    """
     model = config.reward_model
     options = {
         name: getattr(model, name)
         for name in FORMAT_ARGUMENTS
         if getattr(model, name) != getattr(RewardModelConfig, name)
     }
-    options.update(_items(getattr(model, "score_kwargs", None)))
     options["memory_limit_mb"] = model.sandbox_fusion.memory_limit_mb
     if model.sandbox_fusion.url:
         options["sandbox_fusion_url"] = model.sandbox_fusion.url
-    return options
+    if scorer is not None:
+        named = accepted_names(scorer) or frozenset()
+        options = {name: value for name, value in options.items() if name in named}
+    return {**options, **_items(getattr(model, "score_kwargs", None))}
 
 
 def _items(value: Any) -> dict[str, Any]:

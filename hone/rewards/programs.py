@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from hone.rewards import ground_truth as truth
+
+if TYPE_CHECKING:
+    from hone.sandbox import SandboxResult
 
 _FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[ \t]*\r?\n")
 _PYTHON = ("", "python", "py", "python3")
@@ -180,13 +184,21 @@ def _after_secret(output: str | None, secret: str) -> str | None:
 
 def _output(code: str, stdin: str, limits: Limits) -> str | None:
     """Standard output of a run that ended well, else None."""
-    from hone.sandbox import run_python
+    run_python = _runner(limits.url, limits.memory_mb)
+    result = run_python(code, stdin=stdin, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb)
+    return result.stdout if result.ok else None
 
-    where = {} if limits.url is None else {"url": limits.url}
-    result = run_python(
-        code, stdin=stdin, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb, **where
-    )
-    return result.stdout if result.status == "ok" else None
+
+@lru_cache(maxsize=8)
+def _runner(url: str | None, memory_mb: int) -> Callable[..., SandboxResult]:
+    """The local box, or a service. A process runs one test at a time, so one slot is enough."""
+    if url is None:
+        from hone.sandbox import run_python
+
+        return run_python
+    from hone.sandbox.service import SandboxService
+
+    return SandboxService(url, max_concurrent=1, memory_limit_mb=memory_mb).run_python
 
 
 def same_output(given: str, expected: str) -> bool:

@@ -9,9 +9,11 @@ from hone.sandbox.api import run_many, run_python
 from hone.sandbox.client import close
 from hone.sandbox.layers import DEFAULT_MINIMUM, LayerState, layers
 from hone.sandbox.result import Job, SandboxError, SandboxResult, SandboxUnavailable, Status
+from hone.sandbox.selftest import Check, self_test
 
 __all__ = [
     "DEFAULT_MINIMUM",
+    "Check",
     "Job",
     "LayerState",
     "SandboxError",
@@ -22,4 +24,5 @@ __all__ = [
     "layers",
     "run_many",
     "run_python",
+    "self_test",
 ]

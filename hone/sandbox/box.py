@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -20,6 +21,7 @@ from hone.sandbox.result import Status
 from hone.sandbox.spawn import SETUP_FAILED, limit_processes, spawn
 
 SETUP_S = 30.0  # longest time from fork to the program's start
+LOOK_S = 0.05  # how often a box's memory is looked at
 _CHUNK = 1 << 16
 _OWN_PROCESSES = 2  # bubblewrap's two, which share the program's cgroup
 _OWN_MEMORY = 8 << 20
@@ -33,6 +35,7 @@ class Box:
         self.pid = 0
         self.init_fd: int | None = None  # the first process of the box's PID namespace
         self.deadline = time.monotonic() + SETUP_S
+        self._next_look = time.monotonic() + LOOK_S
         self.verdict: Status | None = None
         self.error: str | None = None
         self.output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
@@ -45,7 +48,7 @@ class Box:
         self._status_text = b""
         self._gate: int | None = None
         self._completed = False  # bubblewrap saw the program itself end
-        self._init_pid: int | None = None
+        self._init_pid = 0
         self._started: float | None = None
         self._ended: float | None = None
         self._exit: int | None = None
@@ -188,18 +191,32 @@ class Box:
     # ---- limits ----
 
     def check(self, now: float) -> None:
-        """Enforce the deadline, and the sum of memory where no cgroup does."""
-        if self.verdict is None and self._ended is None and now >= self.deadline:
+        """Enforce the deadline and the sum of memory."""
+        if self.verdict is not None or self._ended is not None:
+            return
+        if now >= self.deadline:
             if self._started is None:
                 self.error = f"it was not ready after {SETUP_S:.0f} s"
             self.kill(Status.TIMEOUT)
-        if self._group is None and self._init_pid is not None and self._ended is None:
-            if _resident_bytes(self._init_pid) > self.order.memory_mb << 20:
+        elif now >= self._next_look:
+            self._next_look = now + LOOK_S
+            if self._over_memory():
                 self.kill(Status.MEMORY)
 
+    def _over_memory(self) -> bool:
+        """One process the kernel killed for memory ends the run: the rest would wait for it."""
+        if self._group is not None and "memory" in self._group.directories:
+            return self._group.out_of_memory()
+        if not self._init_pid:
+            return False
+        return _resident_bytes(self._init_pid) > self.order.memory_mb << 20
+
     @property
-    def needs_watching(self) -> bool:
-        return self._group is None and self._ended is None
+    def wake_at(self) -> float:
+        """When check() is due at the latest; the end of time for a box that is already ending."""
+        if self.verdict is not None or self._ended is not None:
+            return math.inf
+        return min(self.deadline, self._next_look)
 
     def kill(self, verdict: Status | None = None) -> None:
         if self.verdict is None:

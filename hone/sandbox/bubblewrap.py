@@ -21,7 +21,7 @@ _LINKS = {
     "/proc/self/fd/0": "/dev/stdin",
     "/proc/self/fd/1": "/dev/stdout",
     "/proc/self/fd/2": "/dev/stderr",
-    BOX: "/tmp",  # noqa: S108 - inside the box: temporary files count against its disk
+    BOX: "/tmp",  # temporary files count against the box's disk
 }
 
 

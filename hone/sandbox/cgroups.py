@@ -88,7 +88,7 @@ def _enable(directory: Path) -> list[str]:
     """Hand the controllers to child groups; those that could be."""
     try:
         offered = (directory / "cgroup.controllers").read_text().split()
-        wanted = [name for name in ("memory", "pids") if name in offered]
+        wanted: list[str] = [name for name in ("memory", "pids") if name in offered]
         given = (directory / "cgroup.subtree_control").read_text().split()
         if missing := [name for name in wanted if name not in given]:
             text = " ".join(f"+{name}" for name in missing)
@@ -144,9 +144,9 @@ class Group:
                 (directory / name).write_text(value)
 
     def join(self) -> None:
-        """Move the calling process into the group."""
+        """Move the calling process, which is about to exec, into the group."""
         for directory in self._unique:
-            (directory / "cgroup.procs").write_text("0")
+            os.write(os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), b"0")
 
     def out_of_memory(self) -> bool:
         """Whether the kernel killed something in here for memory."""

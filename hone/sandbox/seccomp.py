@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
@@ -103,6 +104,7 @@ def supported(machine: str | None = None) -> bool:
     return (machine or platform.machine()) in _AUDIT_ARCH
 
 
+@functools.lru_cache(maxsize=4)
 def build_filter(machine: str | None = None, *, keep_group: bool = False) -> bytes:
     """The filter as an array of `struct sock_filter`. keep_group also denies setsid and setpgid."""
     machine = machine or platform.machine()

@@ -6,6 +6,7 @@ Runs in the warden's child, which has one thread, so Python code between fork an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -15,10 +16,12 @@ from hone.sandbox.cgroups import Group
 from hone.sandbox.plan import Order
 
 SETUP_FAILED = 126
+_CLOSE_RANGE, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
+_LIBC = ctypes.CDLL(None)
 
 
 def spawn(
-    argv: Sequence[str],
+    argv: list[str],
     environment: Mapping[str, str],
     *,
     order: Order,
@@ -40,14 +43,16 @@ def spawn(
             group.join()
         for target, descriptor in enumerate(standard):
             os.dup2(descriptor, target)
+        # Every descriptor is made close-on-exec where it is opened; this is the second lock.
+        _LIBC.syscall(_CLOSE_RANGE, 3, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC)
         for descriptor in keep:
             os.set_inheritable(descriptor, True)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; programs do not
             signal.signal(number, signal.SIG_DFL)
         os.umask(0o022)
         with contextlib.suppress(OSError):
-            with open("/proc/self/oom_score_adj", "w") as score:
-                score.write("1000")  # a machine short of memory gives up the box first
+            score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+            os.write(score, b"1000")  # a machine short of memory gives up the box first
         _limit(order)
         _drop(order.plan.drop_to)
         if last is not None:

@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -25,7 +27,7 @@ from hone.sandbox.result import MAX_FILES, Status
 from hone.sandbox.stage import Stage
 
 MAX_MESSAGE = 1 << 17
-_WATCH_S = 0.05  # how often memory is summed where no cgroup does it
+_RETRY_S = 0.005  # a cgroup is busy until its last member is quite gone
 _SET_CHILD_SUBREAPER = 36
 
 
@@ -84,7 +86,7 @@ class Warden:
                 if key.fileobj in self._selector.get_map():  # an earlier event may have ended it
                     key.data()
             now = time.monotonic()
-            for box in list(self._boxes):
+            for box in [*self._boxes]:
                 box.check(now)
                 if box.done:
                     self._finish(box)
@@ -92,34 +94,36 @@ class Warden:
             self._reap()
 
     def _patience(self) -> float | None:
+        due = min((box.wake_at for box in self._boxes), default=math.inf)
         if self._leaving:
-            return 0.005
-        if any(box.needs_watching for box in self._boxes):
-            return _WATCH_S
-        now = time.monotonic()
-        waits = [box.deadline - now for box in self._boxes if box.verdict is None]
-        return max(0.0, min(waits)) if waits else None
+            due = min(due, time.monotonic() + _RETRY_S)
+        return None if due == math.inf else max(0.0, due - time.monotonic())
 
     def _on_order(self) -> None:
-        data, descriptors, *_ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_FILES + 3)
+        data, descriptors, flags, _ = socket.recv_fds(
+            self._control, MAX_MESSAGE, MAX_FILES + 3, socket.MSG_CMSG_CLOEXEC
+        )
         if not data:
             self._closed = True
             self._selector.unregister(self._control)
-            for box in self._boxes:
-                box.kill(Status.KILLED)
+            for running in self._boxes:
+                running.kill(Status.KILLED)
+            return
+        if len(descriptors) < 3 or flags & socket.MSG_CTRUNC:
+            for descriptor in descriptors:  # out of descriptors; the caller sees a hang-up
+                os.close(descriptor)
             return
         connection, stdin, *files = descriptors
         caller = Caller(socket.socket(fileno=connection), self._selector)
         self._number += 1
-        box = None
+        box: Box | None = None
         try:
             order = Order.from_json(data)
             self._sweep(order.plan.cgroup)
             box = Box(order, self._number, self._selector)
             reads = order.plan.interpreter.reads if order.plan.staged else ()
             box.start(stdin, files, self._stage.bind(reads))
-            self._boxes[box] = caller
-            caller.watch(lambda: self._on_hang_up(box, caller))
+            self._admit(box, caller)
         except (OSError, ValueError) as error:
             caller.answer(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             if box is not None:
@@ -128,9 +132,13 @@ class Warden:
             for descriptor in (stdin, *files):
                 os.close(descriptor)
 
-    def _on_hang_up(self, box: Box, caller: Caller) -> None:
-        caller.forget()
-        box.kill(Status.KILLED)
+    def _admit(self, box: Box, caller: Caller) -> None:
+        def on_hang_up() -> None:
+            caller.forget()
+            box.kill(Status.KILLED)
+
+        self._boxes[box] = caller
+        caller.watch(on_hang_up)
 
     def _finish(self, box: Box) -> None:
         caller = self._boxes.pop(box)
@@ -166,6 +174,9 @@ def main(descriptor: int) -> None:
     """Serve orders that come in on this descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end of the control socket is our only signal
+    os.set_inheritable(descriptor, False)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.disable()
     gc.freeze()

@@ -42,8 +42,9 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete what killed writers left in `folder` (not below it); call it when no writer runs."""
-    leftovers = sorted(Path(folder).glob(f".*{LEFTOVER_SUFFIX}"))
+    """Delete the files killed writers left in `folder`, not below; call it when no writer runs."""
+    found = Path(folder).glob(f".*{LEFTOVER_SUFFIX}")
+    leftovers = sorted(path for path in found if path.is_file())
     for file in leftovers:
         file.unlink(missing_ok=True)
     return leftovers

@@ -15,7 +15,9 @@ def config_of(arguments: Sequence[str], *, config_name: str, program: str) -> An
         prog=program, description="Overrides are key=value; `hone config show` lists the keys."
     )
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
-    parser.add_argument("--config-name", "-cn", default=config_name, help="which YAML to start from")
+    parser.add_argument(
+        "--config-name", "-cn", default=config_name, help="which YAML to start from"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     chosen = parser.parse_intermixed_args(list(arguments))
     return load_config(

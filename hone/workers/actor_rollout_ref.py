@@ -130,9 +130,7 @@ class ActorRolloutRefWorker(Worker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         options = {"temperature": data.meta_info["temperature"], "with_entropy": True}
         out = self.engine.infer(data, **options)
-        return DataProto.from_dict(
-            {"old_log_probs": out["log_probs"], "entropys": out["entropy"]}
-        )
+        return DataProto.from_dict({"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -185,5 +183,3 @@ class ActorRolloutRefWorker(Worker):
 
 def _rule(by_tokens: bool, rows: int | None, tokens: int) -> MicroBatchRule:
     return MicroBatchRule(rows=None if by_tokens else rows, tokens=tokens)
-
-

@@ -14,7 +14,8 @@ def ray_cluster() -> Iterator[None]:
     from hone.controller.ray import start_ray, stop_ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    started = start_ray({"num_cpus": 2, "log_to_driver": False, "object_store_memory": 200_000_000})
+    # Four slots on whatever cores there are: two groups of two ranks may live at a time.
+    started = start_ray({"num_cpus": 4, "log_to_driver": False, "object_store_memory": 200_000_000})
     yield
     if started:
         stop_ray()

@@ -62,6 +62,11 @@ def test_leftovers_of_a_killed_writer_are_removed_and_nothing_else(tmp_path: Pat
     (tmp_path / ".metrics.jsonl.77.tmp").write_text("half")
     (tmp_path / "notes.tmp").write_text("the user's")
     (tmp_path / ".hidden").write_text("the user's")
+    (tmp_path / ".global_step_5.tmp").mkdir()  # a half written checkpoint is not ours to judge
     removed = remove_leftovers(tmp_path)
     assert [p.name for p in removed] == [".metrics.jsonl.77.tmp"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", "notes.tmp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".global_step_5.tmp",
+        ".hidden",
+        "notes.tmp",
+    ]

@@ -22,6 +22,6 @@ def gpg(
     """A = α·(R − mean_g)/f_norm with α = trajectories / trajectories whose score is not 0."""
     outcome = outcomes("gpg", token_level_rewards, response_mask, index, trajectory_id)
     scores = outcome.scores
-    alpha = len(scores) / scores.count_nonzero().clamp(min=1)
+    alpha = len(scores) / scores.count_nonzero().double().clamp(min=1)
     spread = outcome.spread(alpha * (scores - outcome.baseline()) / f_norm)
     return spread, spread

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
-from hone.algorithms.advantages.outcome import Labels
+from hone.algorithms.advantages.outcome import Labels, labels_of
 from hone.ops.groups import factorise
 from hone.ops.masked import masked_fill_zero
 
@@ -85,11 +85,7 @@ def _advantages(
     position: Tensor,
     energy: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    if index is None:
-        raise ValueError(
-            "optimal_token_baseline compares the responses of one prompt and got index=None; "
-            "pass the batch's uid column"
-        )
+    index = labels_of("optimal_token_baseline", index, len(response_mask))
     returns = rewards_to_go(token_level_rewards, response_mask, 1.0, chain)
     weight = energy.cumsum(-1)
     if chain is not None:

@@ -77,14 +77,7 @@ def outcomes(
     trajectory_id: Labels | None,
 ) -> Outcomes:
     """The trajectories of a batch, in groups of equal `index` (the prompt's uid)."""
-    if index is None:
-        raise ValueError(
-            f"{name} compares the responses of one prompt and got index=None; "
-            "pass the batch's uid column"
-        )
-    rows_count, device = len(token_level_rewards), token_level_rewards.device
-    if len(index) != rows_count:
-        raise ValueError(f"{name}: index has {len(index)} labels for {rows_count} rows")
+    index, device = labels_of(name, index, len(response_mask)), response_mask.device
     mask = response_mask.bool()
     if trajectory_id is None:
         return Outcomes(token_level_rewards, mask, None, Groups.of(index, device))
@@ -95,6 +88,18 @@ def outcomes(
     )
     owner = torch.from_numpy(rows.reshape(-1)).to(device)
     return Outcomes(token_level_rewards, mask, owner, Groups.of(prompt[first], device))
+
+
+def labels_of(name: str, index: Labels | None, rows: int) -> Labels:
+    """`index`, when there is one label a row."""
+    if index is None:
+        raise ValueError(
+            f"{name} compares the responses of one prompt and got index=None; "
+            "pass the batch's uid column"
+        )
+    if len(index) != rows:
+        raise ValueError(f"{name}: index has {len(index)} labels for {rows} rows")
+    return index
 
 
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
 from hone.algorithms.advantages.outcome import Labels, outcomes
-from hone.algorithms.credit import process_returns
+from hone.algorithms.credit import STRICT_MIN, min_form
 from hone.algorithms.settings import setting
 from hone.ops.masked import masked_fill_zero
 
@@ -34,11 +34,14 @@ def rloo_token(
     `credit_assignment` is reward_model.credit_assignment; the strict minimum reads the column
     `reward/process` and `step_mask`. Otherwise G is the (discounted) sum of rewards to come.
     """
-    process = parts.get("reward/process")
-    if credit_assignment is not None and process is not None and step_mask is not None:
-        returns = process_returns(
-            token_level_rewards, process, step_mask, response_mask, credit_assignment
-        )
+    if credit_assignment == STRICT_MIN:
+        process = parts.get("reward/process")
+        if process is None or step_mask is None:
+            raise ValueError(
+                f"credit_assignment={STRICT_MIN!r} needs the columns 'reward/process' and "
+                "'step_mask', which the process reward model writes"
+            )
+        returns = min_form(token_level_rewards, process, step_mask, response_mask)
     else:
         gamma = setting(config, "gamma", "algorithm") if gamma is None else gamma
         chain = Chain.of(index, trajectory_id, token_level_rewards)

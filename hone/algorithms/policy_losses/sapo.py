@@ -20,7 +20,7 @@ def soft_gate(tokens: Tokens) -> tuple[Tensor, Columns]:
     if positive <= 0 or negative <= 0:
         raise ValueError(f"sapo: tau_pos={positive} and tau_neg={negative} must both be above 0")
     ratio = clipped_log_ratio(tokens).exp()
-    tau = torch.where(tokens.advantages > 0, positive, negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, negative).masked_fill(tokens.advantages > 0, positive)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return -tokens.advantages * gate, standard_metrics(tokens)
 

@@ -161,7 +161,12 @@ def _renumbered(rows: Sequence[Row], split: str) -> list[Row]:
 
 
 def tinyzero_splits(
-    *, name: str, operations: Sequence[str], train_size: int, test_size: int, seed: int
+    *,
+    name: str,
+    operations: Sequence[str],
+    train_size: int = 32_768,
+    test_size: int = 4_096,
+    seed: int = 1,
 ) -> dict[str, list[Row]]:
     """TinyZero's arithmetic and multiply sets: `yolo/<name>-3_digit`, operands up to 999."""
     problems = distinct_problems(

@@ -37,6 +37,12 @@ TEMPLATES = {
 }
 """`base` and `qwen-instruct` are whole texts (data.prompt_format=raw); `chat` is one user turn."""
 
+UPSTREAM = Upstream(
+    folders=("countdown", "Countdown-Tasks-3to4"),
+    splits={"train": ("train",), "test": ("test",)},
+    hub="Jiayi-Pan/Countdown-Tasks-3to4",
+)
+
 # Draws that find nothing new before we say that the range holds too few problems.
 MAX_MISSES = 100_000
 
@@ -59,9 +65,43 @@ def problem_key(numbers: Iterable[int], target: int) -> Key:
     return tuple(sorted(int(number) for number in numbers)), int(target)
 
 
-def _draw_problem(rng: random.Random, sizes: range, number_range: range) -> CountdownProblem | None:
+@dataclass(frozen=True)
+class Ranges:
+    """What generated problems look like; the defaults resemble Countdown-Tasks-3to4."""
+
+    min_numbers: int = 3
+    max_numbers: int = 4
+    min_number: int = 1
+    max_number: int = 99
+    min_target: int = 10
+    max_target: int = 100
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_numbers <= self.max_numbers:
+            raise DataError(
+                f"{self.min_numbers} to {self.max_numbers} numbers a problem: need 2 <= least <= most"
+            )
+        if not 0 <= self.min_number <= self.max_number:
+            raise DataError(
+                f"numbers from {self.min_number} to {self.max_number}: need 0 <= least <= most"
+            )
+
+    @property
+    def sizes(self) -> range:
+        return range(self.min_numbers, self.max_numbers + 1)
+
+    @property
+    def numbers(self) -> range:
+        return range(self.min_number, self.max_number + 1)
+
+    @property
+    def targets(self) -> range:
+        return range(self.min_target, self.max_target + 1)
+
+
+def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None:
     """Join two of the values at hand until one is left; None when a step has no whole result."""
-    numbers = tuple(rng.choice(number_range) for _ in range(rng.choice(sizes)))
+    numbers = tuple(rng.choice(ranges.numbers) for _ in range(rng.choice(ranges.sizes)))
     pool = [(number, str(number)) for number in numbers]
     while len(pool) > 1:
         rng.shuffle(pool)
@@ -78,32 +118,16 @@ def _draw_problem(rng: random.Random, sizes: range, number_range: range) -> Coun
 
 
 def generate_problems(
-    count: int,
-    *,
-    seed: int,
-    min_numbers: int = 3,
-    max_numbers: int = 4,
-    min_number: int = 1,
-    max_number: int = 99,
-    min_target: int = 10,
-    max_target: int = 100,
-    exclude: Collection[Key] = (),
+    count: int, *, seed: int, ranges: Ranges, exclude: Collection[Key] = ()
 ) -> list[CountdownProblem]:
     """`count` distinct solvable problems, none of them in `exclude` (say, the test set's keys)."""
-    if not 2 <= min_numbers <= max_numbers or not 0 <= min_number <= max_number:
-        raise DataError(
-            f"countdown wants 2 <= numbers a problem (got {min_numbers} to {max_numbers}) and"
-            f" 0 <= smallest <= largest number (got {min_number} to {max_number})"
-        )
     rng = random.Random(f"countdown:{seed}")
-    sizes = range(min_numbers, max_numbers + 1)
-    number_range = range(min_number, max_number + 1)
     seen = set(exclude)
     problems: list[CountdownProblem] = []
     misses = 0
     while len(problems) < count:
-        problem = _draw_problem(rng, sizes, number_range)
-        if problem is None or not min_target <= problem.target <= max_target or problem.key in seen:
+        problem = _draw_problem(rng, ranges)
+        if problem is None or problem.target not in ranges.targets or problem.key in seen:
             misses += 1
             if misses > MAX_MISSES:
                 raise DataError(
@@ -162,12 +186,17 @@ def rows_of_problems(
 
 
 def generate_countdown(
-    count: int, *, seed: int, template: str = "base", split: str = "train", **ranges: Any
+    count: int,
+    *,
+    seed: int,
+    template: str = "base",
+    split: str = "train",
+    ranges: Ranges | None = None,
+    exclude: Collection[Key] = (),
 ) -> list[Row]:
-    """Generated problems as rows; `ranges` are those of `generate_problems`."""
-    return rows_of_problems(
-        generate_problems(count, seed=seed, **ranges), template=template, split=split
-    )
+    """Generated problems as rows."""
+    problems = generate_problems(count, seed=seed, ranges=ranges or Ranges(), exclude=exclude)
+    return rows_of_problems(problems, template=template, split=split)
 
 
 def rows_of_records(
@@ -185,13 +214,6 @@ def rows_of_records(
         )
         for index, record in enumerate(records)
     ]
-
-
-UPSTREAM = Upstream(
-    folders=("countdown", "Countdown-Tasks-3to4"),
-    splits={"train": ("train",), "test": ("test",)},
-    hub="Jiayi-Pan/Countdown-Tasks-3to4",
-)
 
 
 def splits(
@@ -230,13 +252,18 @@ def generated_splits(
     test_size: int = 1_024,
     template_type: str = "base",
     seed: int = 42,
-    **ranges: Any,
+    min_numbers: int = Ranges.min_numbers,
+    max_numbers: int = Ranges.max_numbers,
+    min_number: int = Ranges.min_number,
+    max_number: int = Ranges.max_number,
+    min_target: int = Ranges.min_target,
+    max_target: int = Ranges.max_target,
 ) -> dict[str, list[Row]]:
     """Generated problems: test first, then train without any of test's."""
-    test = generate_problems(test_size, seed=seed, **ranges)
-    train = generate_problems(
-        train_size, seed=seed + 1, exclude={problem.key for problem in test}, **ranges
-    )
+    ranges = Ranges(min_numbers, max_numbers, min_number, max_number, min_target, max_target)
+    test = generate_problems(test_size, seed=seed, ranges=ranges)
+    held_out = {problem.key for problem in test}
+    train = generate_problems(train_size, seed=seed + 1, ranges=ranges, exclude=held_out)
     return {
         "train": rows_of_problems(train, template=template_type, split="train"),
         "test": rows_of_problems(test, template=template_type, split="test"),

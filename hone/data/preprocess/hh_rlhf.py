@@ -6,8 +6,6 @@ Leaves out the reward model itself.
 
 from __future__ import annotations
 
-import os.path
-
 from hone.data.preprocess.sources import Source, Upstream
 from hone.data.rows import DataError, Row
 
@@ -25,15 +23,14 @@ def pair(record: Row) -> Row | None:
     if record.get("prompt"):
         return {name: record[name] for name in ("prompt", "chosen", "rejected")}
     chosen, rejected = record["chosen"], record["rejected"]
-    common = os.path.commonprefix([chosen, rejected])
-    end = common.rfind(_REPLY)
-    if end < 0:
+    end = chosen.rfind(_REPLY) + len(_REPLY)
+    prompt = chosen[:end]
+    if _REPLY not in chosen or not rejected.startswith(prompt):
         return None
-    end += len(_REPLY)
     replies = chosen[end:], rejected[end:]
     if any("\n\nHuman:" in reply or _REPLY in reply or not reply.strip() for reply in replies):
         return None
-    return {"prompt": chosen[:end], "chosen": replies[0], "rejected": replies[1]}
+    return {"prompt": prompt, "chosen": replies[0], "rejected": replies[1]}
 
 
 def sft_rows(pairs: list[Row]) -> list[Row]:

@@ -36,30 +36,26 @@ WIKI_QA = Upstream(
 # Of the closed-world questions each eighth is held out.
 HOLD_OUT_EVERY = 8
 
+_ANSWER = (
+    " When you know enough, answer inside <answer> and </answer> without detailed illustration,"
+    " for example <answer> Beijing </answer>. Question: {question}\n"
+)
 SEARCH_PROMPT = (
-    "Answer the given question. You must reason inside <think> and </think> first, every time you"
-    " get new information. If you find that you lack some knowledge, you can call a search engine by"
-    " <search> query </search>, and it will return the top results between <information> and"
-    " </information>. You can search as many times as you want. When no more knowledge is needed,"
-    " give the answer inside <answer> and </answer>, without detailed illustrations. For example,"
-    " <answer> Beijing </answer>. Question: {question}\n"
+    "Answer the given question. Each time you receive new information, first reason about it inside"
+    " <think> and </think>. Should you need a fact that you do not know, call the search engine with"
+    " <search> query </search>; what it finds is returned between <information> and </information>."
+    " Search as many times as you want." + _ANSWER
 )
-REASON_PROMPT = (
-    "Answer the given question. You must first reason inside <think> and </think>, then give the"
-    " answer inside <answer> and </answer>, without detailed illustrations. For example,"
-    " <answer> Beijing </answer>. Question: {question}\n"
-)
+REASON_PROMPT = "Answer the given question. First reason inside <think> and </think>." + _ANSWER
 TOOL_SYSTEM = (
-    "You are a helpful assistant who answers questions with the help of a search tool. Reason before"
-    " each call, and call the tool as often as you need."
+    "You answer questions with the help of a search tool. Reason before each call, and call the tool"
+    " as often as you need."
 )
 TOOL_PROMPT = (
-    "Answer the given question. You must conduct reasoning inside <think> and </think> first, every"
-    " time you get new information. If you find that you lack some knowledge, you can call the search"
-    " tool; its results come back between <tool_response> and </tool_response>. You can search as"
-    " many times as you want. When no more knowledge is needed, give the answer inside <answer> and"
-    " </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
-    " Question: {question}\n"
+    "Answer the given question. You must conduct reasoning inside <think> and </think> each time you"
+    " receive new information. Should you need a fact that you do not know, call the search tool;"
+    " what it finds is returned between <tool_response> and </tool_response>. Search as many times as"
+    " you want." + _ANSWER
 )
 
 
@@ -131,7 +127,9 @@ def maker(style: str) -> Callable[[Row, str, str, int], Row]:
     return STYLES[style]
 
 
-def splits(source: Source, *, data_sources: str, style: str = "search_r1") -> dict[str, list[Row]]:
+def splits(
+    source: Source, *, data_sources: str = "nq,hotpotqa", style: str = "search_r1"
+) -> dict[str, list[Row]]:
     """Train and test rows of the named sets, one after the other."""
     make = maker(style)
     names = [name.strip() for name in data_sources.split(",") if name.strip()]

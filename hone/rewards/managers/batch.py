@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hone.rewards.calling import call_scorer
+from hone.rewards.calling import ScorerSignatureError, call_scorer
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
@@ -40,6 +40,8 @@ class BatchRewardManager(RuleRewardManager):
         }
         try:
             results: Any = call_scorer(self.compute_score, arguments, self.options)
+        except ScorerSignatureError:
+            raise
         except Exception as error:  # a user's scorer may raise anything; the policy decides
             return [failed_by(error, self.compute_score)] * len(rows)
         if not hasattr(results, "__len__") or len(results) != len(rows):

@@ -25,7 +25,7 @@ _CACHE_SIZE = 8192
 
 _lock = threading.Lock()
 _pool: DeadlinePool | None = None
-_cache: dict[tuple[str, str], bool] = {}
+_cache: dict[tuple[str, str], bool | Failed] = {}
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
@@ -34,14 +34,15 @@ def symbolically_equal(answer: str, truth: str) -> bool:
         return False
     key = (answer, truth)
     if key not in _cache:
-        result = _ask(answer, truth)
-        if isinstance(result, Failed):
-            failures.events[f"symbolic_{result.reason}"] += 1
-            return False
         if len(_cache) >= _CACHE_SIZE:
             _cache.clear()
-        _cache[key] = bool(result)
-    return _cache[key]
+        # A group often gives one answer many times; a late one must not cost its limit each time.
+        _cache[key] = _ask(answer, truth)
+    result = _cache[key]
+    if isinstance(result, Failed):
+        failures.events[f"symbolic_{result.reason}"] += 1
+        return False
+    return result
 
 
 @lru_cache(maxsize=1)

@@ -5,6 +5,7 @@ Drawing inverts the cumulative distribution at one uniform number addressed by (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class SamplingRows:
 
     @staticmethod
     def of(rows: list[Sampling], device: torch.device) -> SamplingRows:
-        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         greedy = [r.temperature == 0 for r in rows]
@@ -63,7 +64,7 @@ def draw(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, 
 
 def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
     """Zero what top-k, top-p and min-p cut off; at least the most likely token stays."""
-    ordered, order = p.sort(-1, descending=True, stable=True)
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     before = ordered.cumsum(-1) - ordered
     keep = rank < rows.top_k[:, None]

@@ -45,4 +45,6 @@ class GracefulStop:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        log.warning("stopping after this step; everything will be saved (Ctrl-C again stops at once)")
+        log.warning(
+            "stopping after this step; everything will be saved (Ctrl-C again stops at once)"
+        )

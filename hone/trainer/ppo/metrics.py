@@ -1,4 +1,4 @@
-"""What a step reports, by the family's names. A metric's reduction is said here, never guessed from its name."""
+"""What a step reports, by the family's names; a reduction is said, never guessed from a name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def entropy_metric(batch: DataProto) -> dict[str, float]:
     return {"actor/entropy": masked_mean(columns["entropys"], columns["response_mask"]).item()}
 
 
-def throughput_metrics(batch: DataProto, timing: Mapping[str, float], ranks: int) -> dict[str, float]:
+def throughput_metrics(
+    batch: DataProto, timing: Mapping[str, float], ranks: int
+) -> dict[str, float]:
     """Tokens and seconds a token: per response token for generation, per token for the rest."""
     tokens = int(batch.batch["attention_mask"].sum())
     written = int(batch.batch["response_mask"].sum())

@@ -27,7 +27,9 @@ class TrajectorySource:
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Mapping[str, Any]
     ) -> None:
         """Ask for `samples` responses to each prompt row."""
-        rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(samples, interleave=True)
+        rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
+            samples, interleave=True
+        )
         index = np.tile(np.arange(samples), len(rows) // samples).astype(object)
         write(rows, "sample_index", index)
         uids = rows.non_tensor_batch["uid"]

@@ -85,9 +85,7 @@ class PPOTrainer:
     def init_workers(self) -> None:
         """Start every role and load its model."""
         with progress("load models", len(self.roles)) as bar:
-            groups, self._owned = start_workers(
-                self.config, self.roles, self.pools, self.group_cls
-            )
+            groups, self._owned = start_workers(self.config, self.roles, self.pools, self.group_cls)
             for role, group in groups.items():
                 group.init_model()
                 bar.advance(note=str(role))
@@ -131,7 +129,9 @@ class PPOTrainer:
                     batch, measured = self.step()
                 measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
                 timing = self.timers.drain()
-                measured |= timing | metrics.throughput_metrics(batch, timing, self.actor.world_size)
+                measured |= timing | metrics.throughput_metrics(
+                    batch, timing, self.actor.world_size
+                )
                 tracking.log(measured, self.global_step)
                 self.save_if_due(stop.requested)
                 stop.raise_if_requested(self.global_step)
@@ -293,7 +293,9 @@ class PPOTrainer:
                 self._keep_validation(batch, number)
                 sources += list(batch.non_tensor_batch["data_source"])
                 uids += list(batch.non_tensor_batch["uid"])
-                extras = {n: batch.non_tensor_batch[n] for n in batch.meta_info["reward_extra_names"]}
+                extras = {
+                    n: batch.non_tensor_batch[n] for n in batch.meta_info["reward_extra_names"]
+                }
                 extras["reward"] = np.array(batch.batch["token_level_scores"].sum(-1).tolist())
                 for name, values in extras.items():
                     variables.setdefault(name, []).extend(values)
@@ -317,9 +319,10 @@ class PPOTrainer:
 
     def save(self) -> None:
         """Everything the next process needs to go on as if nothing had happened."""
-        with self.timers.timer("save_checkpoint"), checkpoint.writing(
-            self.run, self.global_step
-        ) as folder:
+        with (
+            self.timers.timer("save_checkpoint"),
+            checkpoint.writing(self.run, self.global_step) as folder,
+        ):
             self.actor.save_checkpoint(str(folder / "actor"))
             if self.critic is not None:
                 self.critic.save_checkpoint(str(folder / "critic"))

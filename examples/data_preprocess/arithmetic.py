@@ -1,0 +1,6 @@
+"""Usage: python arithmetic.py --local_dir DIR"""
+
+from hone.data.prepare import script
+
+if __name__ == "__main__":
+    print(script("arithmetic"))

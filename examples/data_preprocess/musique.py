@@ -1,0 +1,6 @@
+"""Usage: python musique.py --local_dir DIR [--source_dir DIR]"""
+
+from hone.data.prepare import script
+
+if __name__ == "__main__":
+    print(script("musique"))

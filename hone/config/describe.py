@@ -1,0 +1,153 @@
+"""What is known about a key: type, default, docstring, state, range, other names.
+
+Docstrings are read from the source, where they stand under their field; nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hone.config import aliases
+from hone.config.convert import describe_type, to_plain
+from hone.config.keys import block_type, hints, walk_fields
+from hone.config.ranges import RANGES, Range
+from hone.config.states import Rule, State, rule_of
+from hone.config.trees import (
+    RAY_RENAMED,
+    RAY_RENAMED_BLOCKS,
+    SFT_RENAMED,
+    SFT_RENAMED_BLOCKS,
+    TREES,
+    Tree,
+)
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One leaf of a tree."""
+
+    key: str
+    takes: str
+    default: Any
+    doc: str
+    rule: Rule
+    bounds: Range | None
+    old_names: tuple[str, ...]
+
+    @property
+    def state(self) -> State:
+        """works, neutral or refused."""
+        return self.rule.state
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Docstring under each field of a schema class, its parents' included."""
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if owner is object:
+            continue
+        docs |= _module_docs(owner.__module__).get(owner.__name__, {})
+    return docs
+
+
+@functools.cache
+def _module_docs(module: str) -> dict[str, dict[str, str]]:
+    parsed = ast.parse(inspect.getsource(sys.modules[module]))
+    return {n.name: dict(_class_docs(n)) for n in parsed.body if isinstance(n, ast.ClassDef)}
+
+
+def _class_docs(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for statement, after in zip(node.body, node.body[1:], strict=False):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            yield statement.target.id, inspect.cleandoc(str(after.value.value))
+
+
+def old_names(tree: str) -> dict[str, str]:
+    """Every name of the alias table of a tree, with what it comes to."""
+    if tree == "ppo_trainer":
+        blocks = {f"{old}.*": f"{new}.*" for old, new in aliases.RENAMED_BLOCKS.items()}
+        rules = {old: rule.meaning for old, rule in aliases.RULES.items()}
+        return {**aliases.RENAMED, **blocks, **rules, **aliases.GROUPED}
+    keys, blocks = (
+        (SFT_RENAMED, SFT_RENAMED_BLOCKS)
+        if tree == "sft_trainer"
+        else (RAY_RENAMED, RAY_RENAMED_BLOCKS)
+    )
+    return {**keys, **{f"{old}.*": f"{new}.*" for old, new in blocks.items()}}
+
+
+def describe_keys(tree: Tree) -> list[KeyInfo]:
+    """Every leaf of a tree, in the order of the schema."""
+    names = old_names(tree.name)
+    renamed: dict[str, list[str]] = {}
+    for old, new in names.items():
+        renamed.setdefault(new, []).append(old)
+    ranges = RANGES if tree.name == "ppo_trainer" else {}
+    infos = []
+    for key, owner, _, default in walk_fields(tree.root):
+        name = key.rsplit(".", 1)[-1]
+        infos.append(
+            KeyInfo(
+                key=key,
+                takes=describe_type(hints(owner)[name]),
+                default=to_plain(default),
+                doc=field_docs(owner).get(name, ""),
+                rule=rule_of(key, tree.rules),
+                bounds=ranges.get(key),
+                old_names=tuple(renamed.get(key, ())),
+            )
+        )
+    return infos
+
+
+def find_key(key: str) -> tuple[Tree, KeyInfo] | None:
+    """The first tree that has the leaf, `ppo_trainer` before the others."""
+    for tree in TREES.values():
+        for info in describe_keys(tree):
+            if info.key == key:
+                return tree, info
+    return None
+
+
+def find_block(key: str) -> tuple[Tree, type, str] | None:
+    """The first tree that has a block of this name: tree, class, docstring."""
+    for tree in TREES.values():
+        cls, doc = tree.root, ""
+        for name in key.split("."):
+            inner = block_type(hints(cls).get(name))
+            if inner is None:
+                break
+            cls, doc = inner, field_docs(cls).get(name, "")
+        else:
+            return tree, cls, doc
+    return None
+
+
+def follows_key(default: Any) -> str | None:
+    """The key a default follows, or None."""
+    if isinstance(default, str) and default.startswith("${") and default.endswith("}"):
+        inner = default[2:-1]
+        return inner if "$" not in inner and ":" not in inner else None
+    return None
+
+
+def default_in_words(default: Any) -> str:
+    """A default as one reads it: the value, the key it follows, or the limit."""
+    from hone.config.convert import show_value
+
+    followed = follows_key(default)
+    if followed:
+        return f"follows {followed}"
+    if isinstance(default, str) and default.startswith("${least:"):
+        limit, _, key = default[len("${least:") : -1].partition(",")
+        return f"{limit}, or {key[2:-1]} where that is smaller"
+    return show_value(default)

@@ -1,0 +1,211 @@
+"""`hone data check FILE`: what is in a data file, and what would go wrong with it.
+
+Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that
+no scorer knows. Warnings: duplicate prompts, long prompts. Leaves out repairing anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config.data import DataConfig
+from hone.data.prompts import PromptError, as_messages, render_prompt
+from hone.data.rows import BadRows, DataError, FileRows, Row, read_file
+from hone.data.schema import SchemaCheck, kind_of
+
+SHOWN = 5
+BAR_WIDTH = 40
+
+
+@dataclass
+class Findings:
+    """What one pass over the rows has seen."""
+
+    rows: int = 0
+    columns: dict[str, Counter[str]] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
+    ruled: set[str] = field(default_factory=set)
+    """Sources with a row that a rule must score."""
+    lengths: list[int] = field(default_factory=list)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    without_truth: list[int] = field(default_factory=list)
+    """Row numbers that a rule must score and that have nothing to compare with."""
+    bad: BadRows = field(default_factory=lambda: BadRows("skip"))
+
+    @property
+    def duplicates(self) -> list[list[int]]:
+        return [numbers for numbers in self.prompts.values() if len(numbers) > 1]
+
+
+def check_file(
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    known_sources: Collection[str] | Callable[[str], bool] | None = None,
+    config: DataConfig | None = None,
+) -> tuple[int, str]:
+    """(exit status, report). Lengths are in tokens with a tokenizer, else in characters."""
+    settings = config or DataConfig()
+    findings = Findings()
+    try:
+        file = read_file(path, findings.bad)
+    except DataError as error:
+        return 1, f"error: {error}"
+    if file is None:
+        return 1, "\n".join(f"error: {message}" for message in findings.bad.examples)
+    _look_at(file, findings, tokenizer, settings)
+    errors, warnings = _judged(findings, known_sources, tokenizer, settings)
+    report = [
+        f"{file.path}: {findings.rows:,} rows",
+        *_described(findings, "tokens" if tokenizer is not None else "characters"),
+        *(f"warning: {message}" for message in warnings),
+        *(f"error: {message}" for message in errors),
+    ]
+    report.append(f"{len(errors)} errors, {len(warnings)} warnings")
+    return (1 if errors else 0), "\n".join(report)
+
+
+def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataConfig) -> None:
+    check = SchemaCheck(settings.prompt_key, settings.prompt_format)
+    for index, row in enumerate(file.rows.scan()):
+        findings.rows += 1
+        for name, value in row.items():
+            findings.columns.setdefault(name, Counter())[kind_of(value)] += 1
+        problem = check.problem(row)
+        if problem is not None:
+            findings.bad.report(problem.reason, f"{file.where(index)}: {problem}")
+            continue
+        number = int(file.numbers[index])
+        prompt = row[settings.prompt_key]
+        source = str(row.get(settings.reward_fn_key))
+        findings.sources[source] += 1
+        if (row.get("reward_model") or {}).get("style") != "model":
+            findings.ruled.add(source)
+        findings.prompts.setdefault(_identity(row, prompt, settings), []).append(number)
+        if _lacks_truth(row):
+            findings.without_truth.append(number)
+        try:
+            findings.lengths.append(_length(prompt, tokenizer, settings))
+        except PromptError as error:
+            findings.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
+
+
+def _identity(row: Row, prompt: Any, settings: DataConfig) -> str:
+    """A prompt with its images: the same words about another picture are another prompt."""
+    images = [
+        image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
+        for image in row.get(settings.image_key) or ()
+    ]
+    text = json.dumps([prompt, images], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _lacks_truth(row: Row) -> bool:
+    reward = row.get("reward_model") or {}
+    if reward.get("style") == "model":
+        return False
+    has_tests = bool((row.get("extra_info") or {}).get("test_cases"))
+    return reward.get("ground_truth") in (None, "") and not has_tests
+
+
+def _length(prompt: Any, tokenizer: Any, settings: DataConfig) -> int:
+    if tokenizer is not None:
+        options = settings.apply_chat_template_kwargs
+        return len(
+            render_prompt(prompt, tokenizer, settings.prompt_format, template_kwargs=options)
+        )
+    return sum(
+        len(message["content"])
+        if isinstance(message["content"], str)
+        else sum(len(part.get("text") or "") for part in message["content"])
+        for message in as_messages(prompt)
+    )
+
+
+def _judged(
+    findings: Findings,
+    known_sources: Collection[str] | Callable[[str], bool] | None,
+    tokenizer: Any,
+    settings: DataConfig,
+) -> tuple[list[str], list[str]]:
+    errors = [f"{count:,} rows: {reason}" for reason, count in sorted(findings.bad.counts.items())]
+    errors += findings.bad.examples[:SHOWN]
+    warnings = []
+    if 0 < len(findings.without_truth) < sum(findings.sources.values()):
+        errors.append(
+            f"{len(findings.without_truth):,} rows have no reward_model.ground_truth"
+            f" (rows {_some(findings.without_truth)}) and others do"
+        )
+    elif findings.without_truth:
+        warnings.append(
+            "no row has reward_model.ground_truth: only a reward model or a"
+            " custom_reward_function can score these"
+        )
+    unknown = [name for name in sorted(findings.ruled) if not _is_known(name, known_sources)]
+    if unknown:
+        errors.append(
+            f"no scorer knows data_source {', '.join(map(repr, unknown))}; rename it, or give"
+            " custom_reward_function.path"
+        )
+    if findings.duplicates:
+        extra = sum(len(numbers) - 1 for numbers in findings.duplicates)
+        warnings.append(
+            f"{extra:,} rows repeat an earlier prompt (such as rows {_some(findings.duplicates[0])})"
+        )
+    long = sum(length > settings.max_prompt_length for length in findings.lengths)
+    if tokenizer is not None and long:
+        warnings.append(
+            f"{long:,} prompts have more than data.max_prompt_length="
+            f"{settings.max_prompt_length} tokens"
+        )
+    return errors, warnings
+
+
+def _is_known(name: str, known: Collection[str] | Callable[[str], bool] | None) -> bool:
+    if known is None:
+        return True
+    return known(name) if callable(known) else name in known
+
+
+def _some(numbers: Iterable[int]) -> str:
+    listed = list(numbers)
+    shown = ", ".join(map(str, listed[:SHOWN]))
+    return shown if len(listed) <= SHOWN else f"{shown}, …"
+
+
+def _described(findings: Findings, unit: str) -> list[str]:
+    lines = ["columns:"]
+    width = max(map(len, findings.columns), default=0)
+    for name, kinds in findings.columns.items():
+        absent = findings.rows - sum(kinds.values()) + kinds["null"]
+        shown = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
+        missing = f", missing in {absent:,}" if absent else ""
+        lines.append(f"  {name:<{width}}  {shown}{missing}")
+    lines.append("sources:")
+    lines += [f"  {name}: {count:,}" for name, count in findings.sources.most_common()]
+    return [*lines, *histogram(findings.lengths, unit)]
+
+
+def histogram(lengths: list[int], unit: str, buckets: int = 8) -> list[str]:
+    """Prompt lengths in equal buckets, with a bar each."""
+    if not lengths:
+        return []
+    low, high = min(lengths), max(lengths)
+    step = max(-(-(high - low + 1) // buckets), 1)
+    counts = Counter((length - low) // step for length in lengths)
+    most = max(counts.values())
+    middle = sorted(lengths)[len(lengths) // 2]
+    lines = [f"prompt length in {unit}: shortest {low:,}, median {middle:,}, longest {high:,}"]
+    for bucket in range(max(counts) + 1):
+        start = low + bucket * step
+        bar = "#" * round(BAR_WIDTH * counts[bucket] / most)
+        lines.append(
+            f"  {start:>7,} to {start + step - 1:>7,}  {counts[bucket]:>8,}  {bar}".rstrip()
+        )
+    return lines

@@ -1,0 +1,60 @@
+"""New rows while training: a user's generator asked after each batch (data.datagen).
+
+A data set class of one's own may override `on_batch_end` instead (data.custom_cls).
+Leaves out when rows join: loader.py draws them from the next epoch on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.config.data import DataConfig
+from hone.data.dataset import RLHFDataset
+from hone.data.objects import load_object
+from hone.data.rows import DataError, Row
+
+
+class AbstractDataGenerator(ABC):
+    """Makes rows from the data set as it stands; may keep `state_dict`/`load_state_dict`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abstractmethod
+    def generate(self, dataset: Any) -> Sequence[Row]:
+        """New rows in the family's schema; `dataset.last_batch` is the batch that just ended."""
+
+
+class DynamicGenDataset(RLHFDataset):
+    """RLHFDataset whose rows grow by what data.datagen's generator makes after each batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.generator = _generator(self.config)
+        self.last_batch: Any = None
+
+    def on_batch_end(self, batch: Any) -> Sequence[Row] | None:
+        self.last_batch = batch
+        return list(self.generator.generate(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        keeps_state = hasattr(self.generator, "state_dict")
+        state = self.generator.state_dict() if keeps_state else None
+        return {**super().state_dict(), "generator": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["generator"] is not None:
+            self.generator.load_state_dict(state["generator"])
+
+
+def _generator(config: DataConfig) -> Any:
+    path, name = config.datagen.path, config.datagen.name
+    if not path or not name:
+        raise DataError("data.datagen needs path (a file or module) and name (the class in it)")
+    generator = load_object(path, name, "data.datagen")(config.datagen)
+    if not hasattr(generator, "generate"):
+        raise DataError(f"data.datagen.name={name} needs a method generate(dataset) -> rows")
+    return generator

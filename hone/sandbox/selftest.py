@@ -1,0 +1,85 @@
+"""A handful of attacks on the box, for `hone doctor`: does it hold on this machine, now?
+
+Small and quick on purpose; the tests attack harder.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hone.sandbox.api import run_python
+from hone.sandbox.layers import DEFAULT_MINIMUM
+from hone.sandbox.plan import BOX, box_environment
+from hone.sandbox.result import SandboxResult, Status
+
+
+@dataclass(frozen=True)
+class Check:
+    """One attack and whether it was contained."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+_FORKS = """
+import os, time
+made = 0
+try:
+    for made in range(10_000):
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+except OSError:
+    print(made)
+"""
+
+
+def self_test(
+    minimum: Collection[str] = DEFAULT_MINIMUM, interpreter: str | None = None
+) -> list[Check]:
+    """Every check with its outcome. SandboxUnavailable when the minimum is not met."""
+
+    def run(code: str, timeout_s: float = 30.0, **limits: int) -> SandboxResult:
+        return run_python(
+            code, minimum=minimum, interpreter=interpreter, timeout_s=timeout_s, **limits
+        )
+
+    def check(name: str, result: SandboxResult, passed: bool) -> Check:
+        said = (result.stderr or result.stdout).strip().rpartition("\n")[2][:200]
+        return Check(
+            name, passed, f"{result.status.value}: {said}" if said else result.status.value
+        )
+
+    own_names = {*box_environment(BOX), "LC_CTYPE", "PWD"}  # bubblewrap sets PWD
+    checks = []
+    with tempfile.NamedTemporaryFile("w", prefix="hone-secret-") as secret:
+        secret.write("planted")
+        secret.flush()
+        os.chmod(secret.name, 0o644)
+        result = run(f"print(open({secret.name!r}).read())")
+        checks.append(
+            check("files outside are not readable", result, "planted" not in result.stdout)
+        )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print(1)")
+        checks.append(check("no network", result, not result.ok))
+    result = run("import os; print(*sorted(os.environ))")
+    leaked = sorted(set(result.stdout.split()) - own_names)
+    checks.append(check("the environment is not inherited", result, result.ok and not leaked))
+    result = run(f"import os; os.kill({os.getpid()}, 0); print(1)")
+    checks.append(check("processes outside cannot be signalled", result, not result.ok))
+    result = run(_FORKS, processes=16)
+    checks.append(check("forks are limited", result, result.ok and int(result.stdout) <= 16))
+    result = run("x = bytearray(1 << 30); print(len(x))", memory_mb=256)
+    checks.append(check("memory is limited", result, result.status is Status.MEMORY))
+    result = run("while True: pass", timeout_s=0.5)
+    checks.append(check("time is limited", result, result.status is Status.TIMEOUT))
+    result = run("while True: print('x' * 4096)", output_bytes=1 << 16)
+    checks.append(check("output is limited", result, result.status is Status.OUTPUT))
+    return checks

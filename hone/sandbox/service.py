@@ -1,0 +1,134 @@
+"""A client for code-execution services that speak SandboxFusion's `run_code`.
+
+For clusters whose trainer nodes may not run untrusted code at all. What the service isolates is its
+own affair; a failure of the service is an error here, never a verdict on the program.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hone.sandbox.result import Job, SandboxError, SandboxResult, Status
+
+_BUSY = frozenset({429, 502, 503, 504})
+_ATTEMPTS = 4
+_FIRST_PAUSE_S = 0.25
+_GRACE_S = 30.0  # for the service's own queue, beyond the program's limits
+
+
+class SandboxServiceError(SandboxError):
+    """The service could not be reached, or did not answer as agreed."""
+
+
+class SandboxService:
+    """One service, and how much of it we use at a time."""
+
+    def __init__(self, url: str, *, max_concurrent: int, memory_limit_mb: int) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"sandbox service: url={url!r} must begin with http:// or https://")
+        if max_concurrent < 1:
+            raise ValueError(f"sandbox service: max_concurrent={max_concurrent} must be at least 1")
+        self._url = url
+        self._slots = threading.BoundedSemaphore(max_concurrent)
+        self._max_concurrent = max_concurrent
+        self._memory_limit_mb = memory_limit_mb
+
+    def run(self, job: Job) -> SandboxResult:
+        """Run one job there. memory_mb is the smaller of the job's and the service's."""
+        request = {
+            "code": job.code,
+            "stdin": job.stdin,
+            "language": "python",
+            "compile_timeout": job.timeout_s,
+            "run_timeout": job.timeout_s,
+            "memory_limit_MB": min(job.memory_mb, self._memory_limit_mb),
+        }
+        if job.files or job.argv:
+            raise ValueError("sandbox service: files and argv are not part of its interface")
+        with self._slots:
+            return _verdict(self._post(request, job.timeout_s), job.output_bytes)
+
+    def run_python(self, code: str, **limits: Any) -> SandboxResult:
+        """As hone.sandbox.run_python, elsewhere."""
+        return self.run(Job(code, **limits))
+
+    def run_many(self, jobs: Iterable[Job]) -> list[SandboxResult]:
+        """Verdicts in the order of jobs."""
+        with ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="service") as pool:
+            return list(pool.map(self.run, jobs))
+
+    def _post(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        body = json.dumps(request).encode()
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(1, _ATTEMPTS + 1):
+            message = urllib.request.Request(self._url, body, headers, method="POST")
+            try:
+                with urllib.request.urlopen(message, timeout=2 * timeout_s + _GRACE_S) as answer:
+                    return _decode(answer.read(), self._url)
+            except urllib.error.HTTPError as error:
+                with error:
+                    reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+                if error.code not in _BUSY:
+                    raise SandboxServiceError(
+                        f"sandbox service {self._url} refused: {reason}"
+                    ) from error
+            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+                reason = str(error)
+            if attempt < _ATTEMPTS:
+                time.sleep(pause_s)
+                pause_s *= 2
+        raise SandboxServiceError(
+            f"sandbox service {self._url} gave no answer in {_ATTEMPTS} attempts ({reason});"
+            " is it running, and is reward_model.sandbox_fusion.url right?"
+        )
+
+
+def _decode(data: bytes, url: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(data)
+    except ValueError as error:
+        raise SandboxServiceError(
+            f"sandbox service {url} answered no JSON: {data[:200]!r}"
+        ) from error
+    if not isinstance(answer, dict) or "status" not in answer:
+        raise SandboxServiceError(
+            f"sandbox service {url}: no 'status' in the answer {data[:200]!r}"
+        )
+    return answer
+
+
+def _verdict(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
+    if answer["status"] == "SandboxError":
+        raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
+    result = answer.get("run_result") or answer.get("compile_result")
+    if not isinstance(result, dict):
+        raise SandboxServiceError(
+            f"sandbox service: neither run_result nor compile_result: {answer}"
+        )
+    stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
+    code = result.get("return_code")
+    if result.get("status") == "TimeLimitExceeded":
+        status = Status.TIMEOUT
+    elif len(stdout) + len(stderr) > output_bytes:
+        status = Status.OUTPUT
+    elif result.get("status") == "Finished" and code == 0:
+        status = Status.OK
+    elif stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
+        status = Status.MEMORY
+    else:
+        status = Status.ERROR
+    return SandboxResult(
+        status=status,
+        exit_code=None if status is Status.TIMEOUT else code,
+        stdout=stdout[:output_bytes],
+        stderr=stderr[: max(0, output_bytes - len(stdout))],
+        wall_s=float(result.get("execution_time") or 0.0),
+    )

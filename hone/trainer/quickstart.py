@@ -1,0 +1,247 @@
+"""`hone quickstart`: a policy made on the spot learns sums by GRPO, on this machine, in two minutes.
+
+Nothing is downloaded. The base policy is taught the answer format by SFT with mostly wrong answers, so
+that it starts low; RL then finds the right ones by reward alone. Held-out sums appear in neither.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.config import load_config
+from hone.config.engine import FSDPConfig, OptimConfig
+from hone.tracking import atomic_write_text, progress, read_metrics
+from hone.tracking.console import screen
+
+SOURCE = "arithmetic"
+ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
+HELD_OUT = 320
+LARGEST_A, LARGEST_B = 299, 9
+SHARE_RIGHT = 0.25
+"""Share of right answers in the SFT rows. The wrong ones are off by one, or by ten."""
+SFT_STEPS, SFT_ROWS, SFT_LR = 350, 128, 3e-3
+WORDS = ("<answer>", "</answer>")
+CHARACTERS = "0123456789+="
+
+
+@dataclass(frozen=True)
+class Sum:
+    a: int
+    b: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.a}+{self.b}="
+
+    def row(self, index: int, split: str) -> dict[str, Any]:
+        return {
+            "data_source": SOURCE,
+            "prompt": self.question,
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": self.a + self.b},
+            "extra_info": {"split": split, "index": index},
+        }
+
+
+def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
+    """All sums in a seeded order: (to learn from, held out)."""
+    problems = [Sum(a, b) for a in range(LARGEST_A + 1) for b in range(LARGEST_B + 1)]
+    random.Random(seed).shuffle(problems)
+    return problems[HELD_OUT:], problems[:HELD_OUT]
+
+
+def write_data(folder: Path, seed: int) -> dict[str, Path]:
+    """The RL rows, training and held out, as jsonl."""
+    train, held_out = split_problems(seed)
+    files = {}
+    for name, problems in (("train", train), ("test", held_out)):
+        lines = [json.dumps(p.row(i, name)) for i, p in enumerate(problems)]
+        files[name] = folder / f"{name}.jsonl"
+        atomic_write_text(files[name], "\n".join(lines) + "\n")
+    return files
+
+
+class WarmUpRows:
+    """SFT rows: the right format, mostly the wrong sum."""
+
+    def __init__(self, problems: Sequence[Sum], tokenizer: Any, seed: int) -> None:
+        self._rows = list(_warm_up_rows(problems, tokenizer, random.Random(seed)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self._rows[index]
+
+
+def _warm_up_rows(
+    problems: Sequence[Sum], tokenizer: Any, chooser: random.Random
+) -> Iterator[dict[str, list[int]]]:
+    for problem in problems:
+        for _ in range(8):
+            mistake = 0 if chooser.random() < SHARE_RIGHT else chooser.choice((1, 1, 1, 10))
+            prompt = tokenizer.encode(problem.question, add_special_tokens=False)
+            answer = f"<answer>{problem.a + problem.b + mistake}</answer>"
+            response = tokenizer.encode(answer, add_special_tokens=False)
+            response.append(tokenizer.eos_token_id)
+            yield {
+                "input_ids": prompt + response,
+                "loss_mask": [0] * len(prompt) + [1] * len(response),
+            }
+
+
+def build_base_policy(folder: Path, seed: int) -> Path:
+    """A fresh million-parameter decoder that knows the format and little else."""
+    import torch
+
+    from hone.controller.threads import fix_threads, thread_count
+    from hone.engine.build import build_engine
+    from hone.engine.microbatch import MicroBatchRule
+    from hone.models.policy import PolicyModel
+    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+    from hone.trainer.sft.trainer import SFTTrainer
+
+    fix_threads(thread_count())
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer(CHARACTERS, words=WORDS)
+    lm = tiny_lm(
+        len(tokenizer),
+        hidden=128,
+        layers=4,
+        heads=4,
+        kv_heads=4,
+        mlp=512,
+        max_positions=64,
+        seed=seed,
+    )
+    rule = MicroBatchRule(rows=None, tokens=16384)
+    engine = build_engine(
+        PolicyModel(lm),
+        optim=OptimConfig(
+            lr=SFT_LR,
+            lr_warmup_steps=20,
+            lr_scheduler_type="cosine",
+            min_lr_ratio=0.1,
+            total_training_steps=SFT_STEPS,
+        ),
+        grad_clip=1.0,
+        fsdp=FSDPConfig(),
+        train_rule=rule,
+        infer_rule=rule,
+        response_width=8,
+        world_size=1,
+    )
+    train, _ = split_problems(seed)
+    trainer = SFTTrainer(
+        engine,
+        WarmUpRows(train, tokenizer, seed),
+        pad_token_id=tokenizer.pad_token_id,
+        batch_rows=SFT_ROWS,
+        seed=seed,
+    )
+    with progress("warm up a base policy (SFT)", SFT_STEPS) as bar:
+        trainer.fit(SFT_STEPS, lambda _, m: bar.advance(note=f"loss {m['train/loss']:.2f}"))
+    return save_pretrained(lm, tokenizer, folder)
+
+
+def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list[str]:
+    """The RL run as anyone would type it."""
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={files['train']}",
+        f"data.val_files={files['test']}",
+        "data.prompt_format=raw",
+        "data.train_batch_size=32",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.optim.lr=6e-4",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.05",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.rollout.n=8",
+        "critic.optim.lr=1e-3",
+        "trainer.total_training_steps=120",
+        "trainer.test_freq=10",
+        f"trainer.seed={seed}",
+        "trainer.project_name=quickstart",
+        f"trainer.experiment_name=seed-{seed}",
+        f"trainer.default_local_dir={run}",
+        "trainer.resume_mode=disable",
+    ]
+
+
+def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
+    """Build, train, compare."""
+    from hone.trainer.main_ppo import run as train
+
+    folder = Path(out) / f"seed-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    started = time.perf_counter()
+    files = write_data(folder, seed)
+    model = build_base_policy(folder / "base", seed)
+    warmed = time.perf_counter()
+    run = folder / "run"
+    config = load_config([*overrides(files, model, run, seed), *extra])
+    train(config)
+    finished = time.perf_counter()
+    summarise(folder, run, config, warm_up_s=warmed - started, train_s=finished - warmed)
+
+
+def summarise(folder: Path, run: Path, config: Any, *, warm_up_s: float, train_s: float) -> None:
+    """The before/after table, three answers, the curve, and what to do next."""
+    from rich.table import Table
+
+    from hone.tracking.curve import draw_curve
+
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if ACCURACY in line]
+    before, after = lines[0], lines[-1]
+    table = Table(title=f"{HELD_OUT} held-out sums, greedy ({config.algorithm.adv_estimator})")
+    for title in ("", "before", "after"):
+        table.add_column(title)
+    table.add_row("accuracy", f"{before[ACCURACY]:.1%}", f"{after[ACCURACY]:.1%}")
+    table.add_row("step", str(before["step"]), str(after["step"]))
+    table.add_row("seconds", f"{warm_up_s:.0f} (warm-up)", f"{train_s:.0f} (training)")
+    answers = Table(title="three of them")
+    for title in ("sum", "before", "after"):
+        answers.add_column(title)
+    for question, first, last in sample_answers(run, before["step"], after["step"]):
+        answers.add_row(question, first, last)
+    curve = draw_curve(
+        run / "metrics.jsonl", [ACCURACY, "reward/mean"], folder / "curve.png", "quickstart"
+    )
+    show = screen()
+    show.say(table, answers)
+    for line in (
+        f"learning curve: {curve}",
+        f"metrics:        {run / 'metrics.jsonl'}",
+        "go on with:",
+        "  hone quickstart algorithm.adv_estimator=rloo      # another estimator",
+        "  hone quickstart algorithm.adv_estimator=gae       # PPO with a critic",
+        "  hone quickstart --seed 2 trainer.total_training_steps=200",
+        "  hone train data.train_files=YOURS.parquet actor_rollout_ref.model.path=YOUR_MODEL",
+    ):
+        show.line(line)
+
+
+def sample_answers(run: Path, first: int, last: int, count: int = 3) -> list[tuple[str, str, str]]:
+    """The same held-out prompts at two steps."""
+    import pyarrow.parquet as pq
+
+    columns = ["prompt_text", "response_text"]
+    before, after = (
+        pq.read_table(run / "validation" / f"step_{step}.parquet", columns=columns).to_pylist()
+        for step in (first, last)
+    )
+    return [
+        (b["prompt_text"], b["response_text"], a["response_text"])
+        for b, a in list(zip(before, after, strict=True))[:count]
+    ]

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning on the same engine as RL."""

@@ -1,0 +1,61 @@
+"""GRPO and Dr.GRPO by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hone.algorithms.advantages.grpo import dr_grpo, grpo
+
+
+def column(scores):
+    return torch.tensor(scores, dtype=torch.float64)[:, None], torch.ones(len(scores), 1)
+
+
+def test_golden_scores_of_one_group():
+    rewards, mask = column([1, 0, 0, 1, 0])
+    advantages, returns = grpo(rewards, mask, index=["p"] * 5, norm_adv_by_std_in_grpo=True)
+    np.testing.assert_allclose(
+        advantages[:, 0], [1.09544, -0.7303, -0.7303, 1.09544, -0.7303], atol=1e-5
+    )
+    assert torch.equal(advantages, returns)
+
+
+def test_epsilon_is_added_to_the_deviation_not_to_the_variance():
+    rewards, mask = column([1e-6, -1e-6])
+    advantages, _ = grpo(rewards, mask, index=["p", "p"], norm_adv_by_std_in_grpo=True)
+    std = np.sqrt(2) * 1e-6
+    np.testing.assert_allclose(advantages[0, 0], 1e-6 / (std + 1e-6))
+
+
+def test_dr_grpo_only_subtracts_the_mean():
+    rewards, mask = column([1, 0, 0, 1, 0])
+    expected = [[0.6], [-0.4], [-0.4], [0.6], [-0.4]]
+    for advantages, _ in (
+        dr_grpo(rewards, mask, index=["p"] * 5),
+        grpo(rewards, mask, index=["p"] * 5, config={"norm_adv_by_std_in_grpo": False}),
+    ):
+        np.testing.assert_allclose(advantages, expected)
+
+
+def test_both_names_of_grpo_follow_the_switch():
+    from hone.algorithms.advantages import get_adv_estimator_fn
+
+    rewards, mask = column([1, 0])
+    for name in ("grpo", "grpo_vectorized"):
+        fn = get_adv_estimator_fn(name)
+        off, _ = fn(rewards, mask, index=["p", "p"], config={"norm_adv_by_std_in_grpo": False})
+        assert off[0, 0].item() == 0.5
+
+
+def test_the_division_is_on_by_default():
+    rewards, mask = column([1, 0])
+    advantages, _ = grpo(rewards, mask, index=["p", "p"])
+    assert advantages[0, 0].item() == pytest.approx(np.sqrt(0.5), abs=1e-5)
+
+
+def test_tiny_differences_are_not_drowned_by_a_variance_floor():
+    rewards, mask = column([1e-4, 0])
+    advantages, _ = grpo(rewards, mask, index=["p", "p"])
+    assert advantages[0, 0].item() == pytest.approx(0.5e-4 / (1e-4 / np.sqrt(2) + 1e-6), rel=1e-6)

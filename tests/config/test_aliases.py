@@ -1,0 +1,304 @@
+"""One case for each name of the alias table, and the groups of keys that only make sense together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hone.config import ConfigError, compose, load_config
+from hone.config.aliases import (
+    GROUPED,
+    LORA_RANK_WHEN_ENABLED,
+    RENAMED,
+    RENAMED_BLOCKS,
+    RULES,
+    SAMPLES_WHEN_LOGGED,
+)
+from hone.config.compose import compose_settings, get
+from hone.config.sources import Setting
+from hone.config.trees import SFT_RENAMED, SFT_RENAMED_BLOCKS, TREES
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+
+RENAMED_CASES: dict[str, Any] = {
+    "algorithm.group_size": 4,
+    "trainer.run_name": "exp1",
+    "sampling_params.max_tokens": 2048,
+    "sampling_params.timeout": 30,
+    "sampling_params.temperature": 0.7,
+    "sampling_params.top_p": 0.9,
+    "sampling_params.top_k": 20,
+    "sampling_params.min_p": 0.05,
+    "sampling_params.n": 4,
+    "sampling_params.stop": ["</answer>"],
+    "sampling_params.seed": 3,
+    "tool_config.max_tool_calls": 5,
+    "tool_config.timeout": 30,
+    "tool_config_path": "tools.yaml",
+    "actor_rollout_ref.tool_config_path": "tools.yaml",
+    f"{ROLLOUT}.tool_config_path": "tools.yaml",
+    f"{ACTOR}.tool_config_path": "tools.yaml",
+    f"{ACTOR}.lora.r": 8,
+    f"{ACTOR}.lora.rank": 8,
+    f"{ACTOR}.lora.lora_alpha": 32,
+    f"{ACTOR}.lora.alpha": 32,
+    f"{ACTOR}.lora.lora_dropout": 0.1,
+    f"{ACTOR}.lora.target_modules": ["q_proj", "v_proj"],
+    "reward_model.model_path": "my/reward",
+    "reward_model.batch_size": 64,
+    "ray_init.timeline_json_file": "timeline.json",
+    "trainer.profile_steps": None,
+    f"{MODEL}.lora.rank": 8,
+    f"{MODEL}.lora.alpha": 32,
+    f"{MODEL}.lora.dropout": 0.1,
+    f"{MODEL}.lora.target_modules": ["q_proj"],
+    f"{MODEL}.lora.exclude_modules": ["lm_head"],
+    f"{MODEL}.lora.adapter_path": "adapter",
+    "reward.num_workers": 2,
+    f"{ACTOR}.optim.warmup_style": "cosine",
+    "critic.optim.warmup_style": "cosine",
+    f"{ACTOR}.fsdp_config.min_num_params": 0,
+    "critic.model.fsdp_config.min_num_params": 0,
+    "reward_model.model.fsdp_config.min_num_params": 0,
+    f"{ROLLOUT}.multi_turn.max_turns": 3,
+    f"{ROLLOUT}.n_agent": 5,
+    "data.train_data_num": 100,
+    "data.val_data_num": 50,
+    "data.shuffle_train_dataloader": False,
+    "data.max_obs_length": 500,
+    "trainer.val_generations_to_log_to_wandb": 3,
+}
+
+BLOCK_CASES: dict[str, tuple[str, Any, str, Any]] = {
+    "ray_init": ("num_cpus", 4, "ray_kwargs.ray_init.num_cpus", 4),
+    "trainer.controller_nsight_options": (
+        "trace",
+        "cuda",
+        "global_profiler.global_tool_config.nsys.controller_nsight_options",
+        {"trace": "cuda"},
+    ),
+    "trainer.worker_nsight_options": (
+        "trace",
+        "cuda",
+        "global_profiler.global_tool_config.nsys.worker_nsight_options",
+        {"trace": "cuda"},
+    ),
+    "actor_rollout_ref.profiler": ("all_ranks", True, f"{ACTOR}.profiler.all_ranks", True),
+    "reward.custom_reward_function": ("path", "my.py", "custom_reward_function.path", "my.py"),
+    "reward.reward_manager": ("name", "dapo", "reward_manager.name", "dapo"),
+    "reward.reward_model": ("model_path", "m", "reward_model.model.path", "m"),
+    "reward.sandbox_fusion": ("max_concurrent", 8, "reward_model.sandbox_fusion.max_concurrent", 8),
+    "reward.reward_kwargs": ("max_resp_len", 9, "reward_model.reward_kwargs.max_resp_len", 9),
+    "reward_model.overlong_buffer": (
+        "penalty_factor",
+        0.5,
+        "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+        0.5,
+    ),
+    "critic.fsdp": ("param_offload", True, "critic.model.fsdp_config.param_offload", True),
+    "critic.fsdp_config": ("param_offload", True, "critic.model.fsdp_config.param_offload", True),
+    f"{ACTOR}.fsdp": ("param_offload", True, f"{ACTOR}.fsdp_config.param_offload", True),
+    "actor_rollout_ref.ref.fsdp": (
+        "param_offload",
+        True,
+        "actor_rollout_ref.ref.fsdp_config.param_offload",
+        True,
+    ),
+    "critic.kl_ctrl": ("kl_coef", 0.01, "algorithm.kl_ctrl.kl_coef", 0.01),
+}
+
+RULE_CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    f"{ROLLOUT}.agent_loop": [
+        ("tool_agent_loop", {f"{ROLLOUT}.agent.default_agent_loop": "tool_agent"}),
+        ("single_turn_agent_loop", {f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent"}),
+        ("my_custom_agent_loop", {f"{ROLLOUT}.agent.default_agent_loop": "my_custom_agent_loop"}),
+    ],
+    "trainer.log_generation_samples": [
+        (
+            True,
+            {
+                "trainer.log_train_generations": SAMPLES_WHEN_LOGGED,
+                "trainer.log_val_generations": SAMPLES_WHEN_LOGGED,
+            },
+        ),
+        (False, {"trainer.log_train_generations": 0, "trainer.log_val_generations": 0}),
+        (3, {"trainer.log_train_generations": 3, "trainer.log_val_generations": 3}),
+    ],
+    "trainer.debug": [
+        (True, {"trainer.controller": "local", "trainer.logger": ("console",)}),
+        (False, {"trainer.controller": "auto"}),
+    ],
+    "trainer.debug_mode": [(True, {"trainer.controller": "local"})],
+    "trainer.remove_previous_ckpt_in_save": [
+        (True, {"trainer.max_actor_ckpt_to_keep": 1}),
+        (False, {"trainer.max_actor_ckpt_to_keep": None}),
+    ],
+    "max_turns": [(4, {f"{ROLLOUT}.multi_turn.max_assistant_turns": 5})],
+    "do_search": [
+        (True, {f"{ROLLOUT}.agent.default_agent_loop": "search_agent"}),
+        (False, {f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent"}),
+    ],
+}
+
+
+def load(settings: dict[str, Any]) -> Any:
+    return compose_settings(
+        TREES["ppo_trainer"], [Setting(k, v, "command line") for k, v in settings.items()]
+    )
+
+
+def as_config(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def test_every_alias_has_a_case() -> None:
+    assert set(RENAMED_CASES) == set(RENAMED)
+    assert set(BLOCK_CASES) == set(RENAMED_BLOCKS)
+    assert set(RULE_CASES) == set(RULES)
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_a_renamed_key_sets_the_new_key_or_answers_under_its_name(old: str) -> None:
+    value, new = RENAMED_CASES[old], RENAMED[old]
+    try:
+        composed = load({old: value})
+    except ConfigError as error:
+        assert error.problems[0].startswith(f"{new}=")
+        assert "is refused: " in error.problems[0]
+        assert f"written {old}" in error.problems[0]
+        return
+    assert get(composed.config, new) == as_config(value)
+    assert composed.origins[new] == f"command line, written {old}"
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED_BLOCKS))
+def test_a_renamed_block_moves_its_keys(old: str) -> None:
+    name, value, new, expected = BLOCK_CASES[old]
+    assert get(load({f"{old}.{name}": value}).config, new) == expected
+
+
+@pytest.mark.parametrize("old", sorted(RULES))
+def test_a_rule_changes_the_value(old: str) -> None:
+    for value, expected in RULE_CASES[old]:
+        config = load({old: value}).config
+        for key, wanted in expected.items():
+            assert get(config, key) == wanted, (old, value, key)
+
+
+def test_a_rule_refuses_a_value_it_cannot_say() -> None:
+    with pytest.raises(ConfigError, match=r"do_search=7 takes true or false \(command line\)"):
+        load({"do_search": 7})
+    with pytest.raises(ConfigError, match="max_turns=many takes an integer"):
+        load({"max_turns": "many"})
+
+
+def test_grouped_names_are_the_three_that_have_tests_below() -> None:
+    assert set(GROUPED) == {f"{ACTOR}.lora.enable", "algorithm.kl_penalty", "data.max_start_length"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank"),
+    [
+        ({f"{ACTOR}.lora.enable": True}, LORA_RANK_WHEN_ENABLED),
+        ({f"{ACTOR}.lora.enable": True, f"{ACTOR}.lora.r": 4}, 4),
+        ({f"{ACTOR}.lora.r": 4, f"{ACTOR}.lora.enable": True}, 4),
+        ({f"{ACTOR}.lora.enable": True, f"{MODEL}.lora_rank": 32}, 32),
+        ({f"{ACTOR}.lora.enable": False, f"{ACTOR}.lora.r": 4}, 0),
+        ({f"{ACTOR}.lora.enable": False}, 0),
+    ],
+)
+def test_the_lora_switch_and_its_rank_work_in_any_order(settings: dict[str, Any], rank: int) -> None:
+    assert load(settings).config.actor_rollout_ref.model.lora_rank == rank
+
+
+def test_the_lora_switch_takes_only_a_truth_value() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.enable=8 takes true or false"):
+        load({f"{ACTOR}.lora.enable": 8})
+
+
+def test_a_number_as_kl_penalty_is_the_weight_in_the_reward() -> None:
+    algorithm = load({"algorithm.kl_penalty": 0.01}).config.algorithm
+    assert (algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == (0.01, True)
+    assert algorithm.kl_penalty == "kl"
+
+
+def test_a_number_as_kl_penalty_is_the_weight_of_the_loss_where_the_loss_has_the_kl() -> None:
+    config = load({"algorithm.kl_penalty": 0.02, f"{ACTOR}.use_kl_loss": True}).config
+    assert config.actor_rollout_ref.actor.kl_loss_coef == 0.02
+    assert not config.algorithm.use_kl_in_reward
+
+
+def test_a_number_as_kl_penalty_leaves_an_explicit_switch_alone() -> None:
+    settings = {"algorithm.kl_penalty": 0.02, "algorithm.use_kl_in_reward": False}
+    assert not load(settings).config.algorithm.use_kl_in_reward
+
+
+def test_a_name_as_kl_penalty_stays_the_estimator() -> None:
+    assert load_config(["algorithm.kl_penalty=low_var_kl"]).algorithm.kl_penalty == "low_var_kl"
+
+
+def test_start_length_gives_the_search_meaning_to_the_other_two_lengths() -> None:
+    config = load(
+        {
+            "data.max_start_length": 2048,
+            "data.max_prompt_length": 4096,
+            "data.max_response_length": 500,
+        }
+    ).config
+    assert config.data.max_prompt_length == 2048
+    assert config.data.max_response_length == 4096
+    assert config.actor_rollout_ref.rollout.max_tokens_per_turn == 500
+
+
+def test_unknown_manager_settings_reach_a_manager_of_the_users_own() -> None:
+    config = load({"reward_model.reward_kwargs.judge.url": "http://x"}).config
+    assert config.reward_model.reward_kwargs.extra == {"judge": {"url": "http://x"}}
+
+
+def test_a_misspelt_manager_setting_is_still_an_error() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'max_resp_len'"):
+        load({"reward_model.reward_kwargs.max_respo_len": 3})
+
+
+def test_the_later_of_an_old_and_a_new_name_wins() -> None:
+    one = compose([f"{ROLLOUT}.n=2", "algorithm.group_size=4"])
+    two = compose(["algorithm.group_size=4", f"{ROLLOUT}.n=2"])
+    assert one.config.actor_rollout_ref.rollout.n == 4
+    assert two.config.actor_rollout_ref.rollout.n == 2
+
+
+SFT_CASES: dict[str, Any] = {
+    "model.partial_pretrain": "my/model",
+    "model.strategy": "fsdp",
+    "optim.lr_scheduler": "constant",
+    "optim.warmup_style": "constant",
+    "optim.warmup_steps_ratio": 0.2,
+    "model.fsdp_config.cpu_offload": True,
+    "model.fsdp_config.offload_params": True,
+    "data.messages_key": "conversation",
+    "data.tools_key": "functions",
+    "data.enable_thinking_key": "think",
+    "trainer.run_name": "exp",
+    "ray_init.timeline_json_file": "t.json",
+}
+
+
+@pytest.mark.parametrize("old", sorted(SFT_RENAMED))
+def test_a_renamed_sft_key_sets_the_new_key(old: str) -> None:
+    value = SFT_CASES[old]
+    composed = compose_settings(TREES["sft_trainer"], [Setting(old, value, "command line")])
+    assert get(composed.config, SFT_RENAMED[old]) == value
+
+
+def test_renamed_sft_blocks_move_their_keys() -> None:
+    assert set(SFT_RENAMED_BLOCKS) == {"model.fsdp_config", "trainer.checkpoint", "ray_init"}
+    config = load_config(
+        ["model.fsdp_config.model_dtype=fp32", "trainer.checkpoint.save_contents=[model]", "ray_init.num_cpus=2"],
+        config_name="sft_trainer",
+    )
+    assert config.engine.model_dtype == "fp32"
+    assert config.checkpoint.save_contents == ("model",)
+    assert config.ray_kwargs.ray_init.num_cpus == 2

@@ -1,0 +1,243 @@
+"""From overrides and files to the tree: precedence, unknown keys, origins, notes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone.config import ConfigError, compose, load_config, replace
+from hone.config.compose import get
+
+
+def error(overrides: list[str], **keywords: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, **keywords)  # type: ignore[call-overload]
+    return str(caught.value)
+
+
+def test_overrides_take_numbers_lists_nulls_strings_and_plus_signs() -> None:
+    config = load_config(
+        [
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "data.train_files=['~/data/a.parquet','b.parquet']",
+            "+data.seed=null",
+            "++trainer.total_epochs=3",
+            'trainer.logger=["tensorboard"]',
+            "trainer.experiment_name=2024",
+            "actor_rollout_ref.actor.clip_ratio_high=0.28",
+        ]
+    )
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.data.train_files == ("~/data/a.parquet", "b.parquet")
+    assert config.data.seed is None
+    assert config.trainer.total_epochs == 3
+    assert config.trainer.logger == ("tensorboard",)
+    assert config.trainer.experiment_name == "2024"
+
+
+def test_one_value_stands_for_a_list_of_one() -> None:
+    config = load_config(["trainer.logger=console", "data.train_files=/data/train.parquet"])
+    assert config.trainer.logger == ("console",)
+    assert config.data.train_files == ("/data/train.parquet",)
+
+
+def test_a_misspelt_key_teaches_the_right_one() -> None:
+    assert error(["algorithm.adv_estmator=grpo"]) == (
+        "algorithm has no key 'adv_estmator'. Did you mean 'adv_estimator'? (command line)"
+    )
+
+
+def test_a_key_in_the_wrong_block_names_the_right_block() -> None:
+    assert "Did you mean 'data.train_batch_size'?" in error(["trainer.train_batch_size=4"])
+
+
+def test_a_key_like_nothing_else_is_still_an_error() -> None:
+    assert error(["zzzz.qqqq=1"]) == "the config has no key 'zzzz'. (command line)"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.total_epochs=abc", "trainer.total_epochs=abc is a string; expected an integer (command line)"),
+        ("data.shuffle=3", "data.shuffle=3 is an integer; expected true or false (command line)"),
+        ("trainer.device=tpu", "trainer.device=tpu is a string; expected one of auto, cpu, cuda (command line)"),
+        ("data.train_files=null", "data.train_files=null is null; expected a list of strings (command line)"),
+        (
+            "actor_rollout_ref.rollout.stop_token_ids=[a]",
+            "actor_rollout_ref.rollout.stop_token_ids=[a] is a list; expected a list of integers (command line)",
+        ),
+    ],
+)
+def test_a_wrong_type_says_what_came_and_what_was_expected(override: str, sentence: str) -> None:
+    assert error([override]) == sentence
+
+
+def test_a_wrong_type_is_reported_once_not_for_every_key_that_follows_it() -> None:
+    assert error(["data.max_prompt_length=long"]).count("\n") == 0
+
+
+def test_several_defects_are_reported_together() -> None:
+    text = error(["algorithm.adv_estmator=grpo", "trainer.total_epohcs=3"])
+    assert text.startswith("2 problems\n- ")
+    assert "total_epochs" in text
+
+
+def test_a_block_cannot_be_set_as_a_value_but_null_asks_for_nothing() -> None:
+    assert "critic is a block of keys" in error(["critic=3"])
+    assert load_config(["reward_model.sandbox_fusion=null"]) == load_config()
+
+
+def test_a_value_has_no_keys_inside() -> None:
+    assert "trainer.seed is a value, it has no key 'x'" in error(["trainer.seed.x=3"])
+
+
+def test_free_mappings_take_any_key_and_lose_it_again() -> None:
+    config = load_config(
+        [
+            "actor_rollout_ref.model.override_config.attention_dropout=0.1",
+            "+data.apply_chat_template_kwargs.enable_thinking=false",
+            "actor_rollout_ref.model.override_config.rope.theta=1e6",
+            "~actor_rollout_ref.model.override_config.attention_dropout",
+        ]
+    )
+    assert config.actor_rollout_ref.model.override_config == {"rope": {"theta": 1e6}}
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_mapping_where_null_was_the_default_can_be_filled() -> None:
+    config = load_config(["actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-8"])
+    assert config.actor_rollout_ref.actor.optim.override_optimizer_config == {"eps": 1e-8}
+
+
+def test_a_declared_key_cannot_be_removed() -> None:
+    assert "data.seed cannot be removed; give it a value or null" in error(["~data.seed"])
+
+
+def test_a_sweep_is_not_a_list() -> None:
+    assert "write a list as key=[a,b]" in error(["trainer.logger=console,wandb"])
+
+
+def test_an_argument_that_is_no_override_is_explained() -> None:
+    assert "write key=value" in error(["trainer.seed"])
+
+
+def test_origins_say_where_each_value_came_from() -> None:
+    composed = compose(["trainer.seed=3", "algorithm.group_size=2"])
+    assert composed.origin("trainer.seed") == "command line"
+    assert composed.origin("actor_rollout_ref.rollout.n") == "command line, written algorithm.group_size"
+    assert composed.origin("data.seed") == "default"
+
+
+def test_a_neutral_key_is_noted_once() -> None:
+    notes = compose(["actor_rollout_ref.rollout.tensor_model_parallel_size=1"]).notes
+    assert len(notes) == 1
+    assert notes[0].startswith("actor_rollout_ref.rollout.tensor_model_parallel_size=1: ")
+
+
+def test_a_key_without_effect_is_noted() -> None:
+    (note,) = compose(["algorithm.kl_ctrl.kl_coef=0.01"]).notes
+    assert note == (
+        "algorithm.kl_ctrl.kl_coef has no effect while algorithm.use_kl_in_reward=false (command line)"
+    )
+    assert compose(["algorithm.kl_ctrl.kl_coef=0.01", "algorithm.use_kl_in_reward=true"]).notes == ()
+
+
+def test_a_refused_key_says_what_to_use() -> None:
+    assert error(["actor_rollout_ref.rollout.name=vllm"]) == (
+        "actor_rollout_ref.rollout.name=vllm is refused: its adapter is not built; use native, "
+        "which decodes with the actor's own parameters (command line)"
+    )
+
+
+def test_a_key_of_an_engine_that_is_not_built_is_refused_unless_it_says_off() -> None:
+    key = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+    assert f"{key}=2 is refused: megatron is not built; use strategy=fsdp2" in error([f"{key}=2"])
+    assert load_config(["actor_rollout_ref.actor.megatron.param_offload=false"]) == load_config()
+
+
+def test_an_unknown_config_name_is_explained() -> None:
+    assert "Did you mean 'generation'?" in error([], config_name="generatoin")
+    assert "megatron is not built" in error([], config_name="ppo_megatron_trainer")
+
+
+def test_other_names_of_a_tree_load_it() -> None:
+    assert load_config(config_name="sft_trainer_engine") == load_config(config_name="sft_trainer")
+
+
+def test_replace_changes_one_key_and_nothing_else() -> None:
+    config = load_config()
+    changed = replace(config, "actor_rollout_ref.actor.optim.lr", 0.5)
+    assert changed.actor_rollout_ref.actor.optim.lr == 0.5
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert changed.data is config.data
+    with pytest.raises(ConfigError, match="OptimConfig has no key 'lrr'. Did you mean 'lr'"):
+        replace(config, "actor_rollout_ref.actor.optim.lrr", 0.5)
+
+
+def test_get_reads_a_dotted_key() -> None:
+    assert get(load_config(), "trainer.seed") == 1
+
+
+def test_a_users_config_lies_between_schema_and_command_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - ppo_trainer\n  - _self_\n"
+        "trainer:\n  seed: 5\n  total_epochs: 2\n"
+        "algorithm.adv_estimator: grpo\n"
+    )
+    composed = compose(["trainer.seed=9"], config_name="mine", config_path=tmp_path)
+    assert composed.config.trainer.seed == 9
+    assert composed.config.trainer.total_epochs == 2
+    assert composed.config.algorithm.adv_estimator == "grpo"
+    assert composed.origin("trainer.total_epochs") == "mine.yaml"
+    assert composed.origin("trainer.seed") == "command line"
+
+
+def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {sed: 5}\n")
+    text = error([], config_name="mine", config_path=str(tmp_path))
+    assert text == "trainer has no key 'sed'. Did you mean 'seed'? (mine.yaml)"
+
+
+def test_a_defaults_list_may_name_the_users_own_files_and_the_familys_groups(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - actor@actor_rollout_ref.actor: dp_actor\n  - base\n"
+        "  - size@actor_rollout_ref.model: small\n  - _self_\ntrainer:\n  seed: 3\n"
+    )
+    (tmp_path / "base.yaml").write_text("trainer:\n  seed: 2\n  total_epochs: 7\n")
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size" / "small.yaml").write_text("path: tiny\n_target_: some.Class\n")
+    composed = compose(config_name="mine", config_path=tmp_path)
+    assert composed.config.trainer.seed == 3
+    assert composed.config.trainer.total_epochs == 7
+    assert composed.config.actor_rollout_ref.model.path == "tiny"
+    assert composed.origin("trainer.total_epochs") == "base.yaml"
+
+
+def test_a_missing_file_of_a_defaults_list_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, other, _self_]\n")
+    text = error([], config_name="mine", config_path=str(tmp_path))
+    assert text.startswith("the defaults list of mine.yaml does not resolve: ")
+
+
+def test_a_folder_without_the_named_tree_falls_back_to_the_schema(tmp_path: Path) -> None:
+    assert load_config(config_path=tmp_path) == load_config()
+    text = error([], config_name="min", config_path=str(tmp_path))
+    assert text.startswith("there is no config 'min' in ")
+
+
+def test_a_path_that_is_no_folder_is_explained(tmp_path: Path) -> None:
+    assert "is no folder" in error([], config_path=str(tmp_path / "nowhere"))
+
+
+def test_broken_yaml_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError):
+        load_config(config_name="mine", config_path=tmp_path)
+
+
+def test_a_users_config_for_another_tree_follows_its_defaults_list(tmp_path: Path) -> None:
+    (tmp_path / "warm.yaml").write_text("defaults: [sft_trainer, _self_]\ndata: {max_length: 64}\n")
+    composed = compose(config_name="warm", config_path=tmp_path)
+    assert composed.config.data.max_length == 64
+    assert compose(config_name="warm", config_path=tmp_path, schema="sft_trainer") == composed

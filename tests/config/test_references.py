@@ -1,0 +1,56 @@
+"""References between keys: ours and OmegaConf's agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone.config import ConfigError, load_config
+from hone.config.convert import to_plain
+from hone.config.references import _by_omegaconf, resolve
+from hone.config.trees import TREES
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_the_schemas_references_resolve_as_omegaconf_would(name: str) -> None:
+    tree = to_plain(TREES[name].root())
+    assert resolve(tree) == _by_omegaconf(tree)
+
+
+def test_a_key_follows_the_one_it_names_unless_it_is_set() -> None:
+    config = load_config(["data.max_prompt_length=64", "actor_rollout_ref.rollout.n=3"])
+    assert config.actor_rollout_ref.rollout.prompt_length == 64
+    assert config.critic.rollout_n == 3
+    apart = load_config(["data.max_prompt_length=64", "actor_rollout_ref.rollout.prompt_length=128"])
+    assert apart.actor_rollout_ref.rollout.prompt_length == 128
+
+
+def test_a_user_may_refer_to_keys_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_RANKS", "2")
+    config = load_config(
+        [
+            "trainer.n_gpus_per_node=${oc.env:MY_RANKS}",
+            "data.seed=${trainer.seed}",
+            "trainer.default_local_dir=runs/${trainer.experiment_name}",
+            "trainer.experiment_name=${oc.select:nowhere.name,plain}",
+        ]
+    )
+    assert config.trainer.n_gpus_per_node == 2
+    assert config.data.seed == 1
+    assert config.trainer.default_local_dir == "runs/plain"
+
+
+def test_a_reference_to_nothing_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"does not resolve: .*nowhere.*\(in data.seed\)"):
+        load_config(["data.seed=${nowhere.seed}"])
+
+
+def test_a_circle_is_explained() -> None:
+    with pytest.raises(ConfigError, match="leads back to itself"):
+        load_config(["data.seed=${trainer.seed}", "trainer.seed=${data.seed}"])
+
+
+def test_hydras_own_resolvers_work(tmp_path: Path) -> None:
+    config = load_config(["trainer.experiment_name=run_${now:%Y}"])
+    assert config.trainer.experiment_name.startswith("run_2")

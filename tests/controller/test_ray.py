@@ -1,0 +1,209 @@
+"""What only many processes can do wrong, and how it is reported; Ray ranks that work together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from toy_workers import Toy
+
+from hone.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, register
+from hone.controller.failures import Seat, WaitTimeout, WorkerDied
+from hone.protocol import DataProto, DataProtoFuture
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def make_group(ranks: int, cls: type = Toy, *args: Any, **options: Any) -> Any:
+    from hone.controller.ray import RayWorkerGroup
+
+    made_of = ClassWithInitArgs(cls, *(args or (2.0,)))
+    given = {"name_prefix": "toy", "start_deadline_s": 120.0, "call_deadline_s": 60.0, **options}
+    given.setdefault("resource_pool", ResourcePool([ranks]))
+    return RayWorkerGroup(ray_cls_with_init=made_of, **given)
+
+
+@pytest.mark.parametrize("how", ["exit", pytest.param("kill", marks=pytest.mark.slow)])
+def test_a_dead_worker_is_named_with_its_last_words_while_its_peers_still_work(how: str) -> None:
+    group = make_group(2, name_prefix="critic")
+    started = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        group.die(1, how)
+    # Rank 0 sleeps for 60 s: waiting for it first would be the hang this is about.
+    assert time.monotonic() - started < 30
+    message = str(caught.value)
+    assert "rank 1 of 'critic'" in message
+    assert "during 'die'" in message
+    assert "about to give up the ghost" in message
+    assert (caught.value.rank, caught.value.role) == (1, "critic")
+    with pytest.raises(WorkerDied, match="rank 1"):
+        group.echo(1)
+    group.shutdown()
+
+
+@pytest.mark.slow
+def test_a_worker_killed_from_outside_while_working_is_reported() -> None:
+    with make_group(1) as group:
+        pid = group.whereabouts()[0]["pid"]
+        killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(WorkerDied, match="rank 0 of 'toy'.*during 'nap'"):
+            group.nap(60)
+        killer.join()
+
+
+@pytest.mark.slow
+def test_a_wait_beyond_its_deadline_says_who_waited_for_whom() -> None:
+    with make_group(1, call_deadline_s=1.0) as group:
+        with pytest.raises(WaitTimeout, match=r"'toy' waited 1 s for 'nap' on rank 0 \(pid \d+ on"):
+            group.nap(30)
+
+
+@pytest.mark.slow
+def test_a_death_seen_by_another_group_reaches_the_loop() -> None:
+    pool = ResourcePool([1])
+    first = make_group(1, name_prefix="first", resource_pool=pool)
+    second = make_group(1, name_prefix="second", resource_pool=pool)
+    future = first.execute_all_async("die", 0, "exit")
+    lost = DataProtoFuture(_first, future.futures, resolve=future.resolve)
+    with pytest.raises(WorkerDied, match="rank 0 of 'first'"):
+        second.scale(lost)
+    first.shutdown()
+    second.shutdown()
+
+
+def _first(results: list[Any]) -> Any:
+    return results[0]
+
+
+def test_two_ranks_reduce_over_gloo() -> None:
+    with make_group(2) as group:
+        assert group.all_reduced(10.0) == [30.0, 30.0]
+
+
+class Slow(Worker):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def produce(self, data: DataProto) -> DataProto:
+        time.sleep(1.0)
+        return DataProto.from_dict({"x": data.batch["x"] + 1}, {"uid": data.non_tensor_batch["uid"]})
+
+
+def test_futures_stay_lazy_between_groups_of_different_size() -> None:
+    import ray
+
+    pool = ResourcePool([2])
+    producer = _slow_group(pool)
+    consumer = make_group(2, resource_pool=pool)
+    data = DataProto.from_dict({"x": torch.arange(5.0)}, {"uid": list("abcde")})
+    future = producer.produce(data)
+    ready, _ = ray.wait(future.futures, num_returns=2, timeout=0)
+    assert not ready, "the call returned before its workers were done"
+    result = consumer.scale(future)
+    assert result.batch["y"].tolist() == [2, 4, 6, 8, 10]
+    assert list(result.non_tensor_batch["uid"]) == list("abcde")
+    assert sum(result.meta_info["metrics"]["rows"]) == 5
+    producer.shutdown()
+    assert consumer.zero_echo(1) == (0, 1), "groups on one pool are shut down one by one"
+    consumer.shutdown()
+
+
+def _slow_group(pool: ResourcePool) -> Any:
+    from hone.controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+    return RayWorkerGroup(pool, RayClassWithInitArgs(Slow), start_deadline_s=120, call_deadline_s=60)
+
+
+@pytest.mark.slow
+def test_shutdown_gives_the_processes_and_the_reservation_back() -> None:
+    import ray
+
+    pool = ResourcePool([2])
+    group = make_group(2, resource_pool=pool)
+    pids = [place["pid"] for place in group.whereabouts()]
+    group.shutdown()
+    group.shutdown()
+    _until(lambda: not any(_alive(pid) for pid in pids), "the workers' processes end")
+    _until(lambda: ray.available_resources().get("CPU") == 4.0, "the slots are free")
+
+
+@pytest.mark.slow
+def test_a_failed_start_gives_the_reservation_back() -> None:
+    import ray
+
+    with pytest.raises(TypeError):
+        make_group(1, Toy, 1.0, 2.0, 3.0)
+    _until(lambda: ray.available_resources().get("CPU") == 4.0, "the slots are free")
+
+
+def test_a_pool_larger_than_the_cluster_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"\[64\].*does not fit.*nodes have \[4\] CPUs"):
+        make_group(64)
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_shared_too_often_is_refused() -> None:
+    pool = ResourcePool([1], max_colocate_count=1)
+    with make_group(1, resource_pool=pool):
+        with pytest.raises(ValueError, match="shared by 1 worker groups already"):
+            make_group(1, resource_pool=pool)
+
+
+@pytest.mark.slow
+def test_occupied_slots_are_waited_for_with_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    with make_group(3), caplog.at_level(logging.WARNING):
+        with pytest.raises(WaitTimeout, match=r"'pool' waited 2 s for Ray to reserve \[2\]"):
+            make_group(2, start_deadline_s=2.0)
+    assert "waits for resources" in caplog.text
+
+
+def test_a_class_that_went_through_ray_remote_is_accepted() -> None:
+    import ray
+
+    from hone.controller.ray import RayClassWithInitArgs
+
+    assert RayClassWithInitArgs(ray.remote(Toy), 1.0).cls.__name__ == "Toy"
+
+
+@pytest.mark.slow
+def test_what_a_worker_receives_may_be_changed_in_place() -> None:
+    def double(worker: Any, data: DataProto) -> DataProto:
+        data.batch["x"].mul_(2)
+        return data
+
+    data = DataProto.from_dict({"x": torch.ones(1000, 300)})
+    with make_group(1) as group:
+        assert float(group.execute_with_func_generator(double, data).batch["x"].sum()) == 600_000.0
+    assert float(data.batch["x"].sum()) == 300_000.0
+
+
+def test_failures_survive_pickling() -> None:
+    died = WorkerDied("actor", Seat(3, 7, "host", "n", ("/log",)), "step", "why", ["last"])
+    late = WaitTimeout("critic", "x", 2.0, "do y")
+    for error in (died, late):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert pickle.loads(pickle.dumps(died)).rank == 3
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _until(condition: Any, what: str) -> None:
+    ends = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends, f"waited 30 s, and not: {what}"
+        time.sleep(0.1)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hone.config.data import DataConfig
+from hone.data.check import check_file, histogram
+
+
+def test_a_good_file_is_described_and_passes(
+    write_jsonl: Callable[..., str], make_rows: Any
+) -> None:
+    status, report = check_file(write_jsonl(make_rows(30)), known_sources={"arithmetic"})
+    assert status == 0
+    assert "30 rows" in report
+    assert "prompt length in characters: shortest 4, median 5, longest 5" in report
+    assert "arithmetic: 30" in report
+    assert "reward_model  object" in report
+    assert report.endswith("0 errors, 0 warnings")
+
+
+def test_lengths_are_in_tokens_with_a_tokenizer(
+    write_jsonl: Callable[..., str], make_rows: Any, tokenizer: Any
+) -> None:
+    config = DataConfig(max_prompt_length=8)
+    status, report = check_file(write_jsonl(make_rows(3)), tokenizer=tokenizer, config=config)
+    assert status == 0
+    assert "prompt length in tokens" in report
+    assert "3 prompts have more than data.max_prompt_length=8 tokens" in report
+
+
+def test_bad_rows_are_errors_with_file_and_row(write_jsonl: Callable[..., str]) -> None:
+    good = {"prompt": "a", "reward_model": {"ground_truth": "1"}}
+    path = write_jsonl([good, {"question": "x"}, {**good, "prompt": 5}, good])
+    status, report = check_file(path)
+    assert status == 1
+    assert "error: 1 rows: missing prompt" in report
+    assert "rows.jsonl, row 1: column 'prompt'" in report
+    assert "rows.jsonl, row 2" in report
+
+
+def test_ground_truths_missing_in_part_are_an_error(write_jsonl: Callable[..., str]) -> None:
+    rows = [{"prompt": f"{i}", "reward_model": {"ground_truth": "1"}} for i in range(3)]
+    rows.append({"prompt": "x", "reward_model": {}})
+    status, report = check_file(write_jsonl(rows))
+    assert status == 1
+    assert "1 rows have no reward_model.ground_truth (rows 3)" in report
+
+
+def test_no_ground_truth_at_all_is_a_warning(write_jsonl: Callable[..., str]) -> None:
+    status, report = check_file(write_jsonl([{"prompt": "a"}, {"prompt": "b"}]))
+    assert status == 0
+    assert "warning: no row has reward_model.ground_truth" in report
+
+
+def test_rows_for_a_reward_model_or_with_tests_need_no_ground_truth(
+    write_jsonl: Callable[..., str],
+) -> None:
+    rows: list[Any] = [
+        {"prompt": "a", "reward_model": {"style": "model"}},
+        {"prompt": "b", "extra_info": {"test_cases": [{"input": "1"}]}},
+        {"prompt": "c", "reward_model": {"ground_truth": "1"}},
+    ]
+    assert check_file(write_jsonl(rows))[0] == 0
+
+
+def test_unknown_sources_are_errors_and_known_ones_may_be_a_rule(
+    write_jsonl: Callable[..., str], make_rows: Any
+) -> None:
+    path = write_jsonl(make_rows(2, source="my_task"))
+    status, report = check_file(path, known_sources={"openai/gsm8k"})
+    assert status == 1
+    assert "no scorer knows data_source 'my_task'" in report
+    assert check_file(path, known_sources=lambda name: name.startswith("my_"))[0] == 0
+
+
+def test_duplicate_prompts_are_counted(write_jsonl: Callable[..., str], make_rows: Any) -> None:
+    rows = make_rows(4)
+    status, report = check_file(write_jsonl([*rows, rows[2], rows[2]]))
+    assert status == 0
+    assert "2 rows repeat an earlier prompt (such as rows 2, 4, 5)" in report
+
+
+def test_the_same_words_about_another_picture_are_no_duplicate(
+    write_jsonl: Callable[..., str],
+) -> None:
+    rows = [
+        {"prompt": "x?", "images": [{"path": f"{i}.png"}], "reward_model": {"ground_truth": "1"}}
+        for i in range(2)
+    ]
+    assert "0 warnings" in check_file(write_jsonl(rows))[1]
+
+
+def test_missing_empty_and_unreadable_files_fail(tmp_path: Path) -> None:
+    assert check_file(tmp_path / "no.parquet")[0] == 1
+    for name, content in (("x.jsonl", b""), ("x.parquet", b"junk")):
+        (tmp_path / name).write_bytes(content)
+        status, report = check_file(tmp_path / name)
+        assert status == 1
+        assert report.startswith("error: ")
+
+
+def test_a_column_that_some_rows_lack_is_said(write_jsonl: Callable[..., str]) -> None:
+    report = check_file(write_jsonl([{"prompt": "a", "x": 1}, {"prompt": "b", "x": None}]))[1]
+    assert "x       number, missing in 1" in report
+
+
+def test_the_histogram_counts_every_length_once() -> None:
+    lines = histogram([1, 1, 2, 9, 10], "tokens", buckets=5)
+    counts = [int(line.split()[3]) for line in lines[1:]]
+    assert counts == [3, 0, 0, 0, 2]
+    assert histogram([], "tokens") == []

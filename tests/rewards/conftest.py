@@ -1,0 +1,106 @@
+"""Batches of text for reward managers: a character is a token, so positions can be read off."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hone.protocol import DataProto
+
+EOS = 1
+
+
+class CharTokenizer:
+    """id = code point + 2; 0 pads, 1 ends a turn and is special."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join("" if i < 2 and skip_special_tokens else chr(i - 2) for i in ids)
+
+
+@pytest.fixture
+def tokenizer() -> CharTokenizer:
+    return CharTokenizer()
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., DataProto]:
+    """`make_batch(texts, source, truths, masks=…, **columns)`; masks: '1' policy, '0' observed."""
+
+    def make(
+        texts: list[str],
+        source: str | list[str] = "custom",
+        truths: list[Any] | None = None,
+        masks: list[str] | None = None,
+        **columns: list[Any],
+    ) -> DataProto:
+        rows, width, prompt = len(texts), max(map(len, texts)) + 2, 3
+        responses = torch.zeros(rows, width, dtype=torch.long)
+        mask = torch.zeros(rows, width, dtype=torch.long)
+        attention = torch.ones(rows, prompt + width, dtype=torch.long)
+        for i, text in enumerate(texts):
+            ids = [ord(c) + 2 for c in text] + ([EOS] if text else [])
+            responses[i, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+            attention[i, prompt + len(ids) :] = 0
+            marks = masks[i] if masks else "1" * len(ids)
+            mask[i, : len(marks)] = torch.tensor([int(m) for m in marks], dtype=torch.long)
+        sources = [source] * rows if isinstance(source, str) else source
+        truths = truths if truths is not None else [None] * rows
+        columns = {
+            "data_source": sources,
+            "reward_model": [{"style": "rule", "ground_truth": t} for t in truths],
+            **columns,
+        }
+        return DataProto.from_dict(
+            tensors={
+                "prompts": torch.full((rows, prompt), 99),
+                "responses": responses,
+                "response_mask": mask,
+                "attention_mask": attention,
+            },
+            non_tensors={name: object_array(values) for name, values in columns.items()},
+        )
+
+    return make
+
+
+def object_array(values: list[Any]) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        array[index] = value
+    return array
+
+
+@pytest.fixture
+def scorer_file(tmp_path: Path) -> Callable[[str], str]:
+    """Write a user's reward file and give its path."""
+
+    def write(source: str, name: str = "my_reward.py") -> str:
+        path = tmp_path / name
+        path.write_text(source)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def shared_rows() -> Callable[[str], list[dict[str, Any]]]:
+    """Rows of a file under the shared data folder; skips where that folder is not there."""
+
+    def read(name: str) -> list[dict[str, Any]]:
+        root = Path(os.environ.get("HONE_SHARED_DATA", Path(__file__).parents[3] / "shared/data"))
+        path = root / name
+        if not path.is_file():
+            pytest.skip(f"no shared data: {name}")
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt") as lines:
+            return [json.loads(line) for line in lines]
+
+    return read

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hone.protocol import DataProto
+from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.failures import FailurePolicy, RewardError
+from hone.rewards.managers.naive import NaiveRewardManager
+from hone.rewards.scores.table import UnknownSourceError
+
+MakeBatch = Callable[..., DataProto]
+LENIENT = FailurePolicy("score", -1.0, 60.0)
+STRICT = FailurePolicy("raise", -1.0, 60.0)
+
+
+def seen(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
+    return {
+        "score": len(solution_str),
+        "source": data_source,
+        "text": solution_str,
+        "truth": ground_truth,
+        "extra": extra_info,
+    }
+
+
+def test_the_score_stands_on_the_last_token_of_each_response(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    data = make_batch(["#### 1", "so #### 23"], "openai/gsm8k", ["1", "23"])
+    rewards = NaiveRewardManager(tokenizer, 0)(data)
+    assert isinstance(rewards, torch.Tensor)
+    assert rewards.dtype == torch.float32
+    assert rewards.shape == data.batch["responses"].shape
+    assert rewards.nonzero().tolist() == [[0, 6], [1, 10]]
+    assert rewards.sum(1).tolist() == [1.0, 1.0]
+
+
+def test_a_score_never_stands_on_a_token_the_policy_did_not_write(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    data = make_batch(["abcdef"], masks=["1110000"])
+    manager = NaiveRewardManager(tokenizer, 0, seen)
+    result = manager(data, return_dict=True)
+    assert result["reward_tensor"].nonzero().tolist() == [[0, 2]]
+    assert result["reward_extra_info"]["text"] == ["abcdef"]
+
+
+def test_without_a_response_mask_attention_decides(tokenizer: Any, make_batch: MakeBatch) -> None:
+    data = make_batch(["abc"])
+    del data.batch["response_mask"]
+    assert NaiveRewardManager(tokenizer, 0, seen)(data).nonzero().tolist() == [[0, 3]]
+
+
+def test_an_empty_response_gets_no_reward_and_is_counted(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    data = make_batch(["", "ab"])
+    manager = NaiveRewardManager(tokenizer, 0, lambda solution_str: 5.0)
+    assert manager(data).sum(1).tolist() == [0.0, 5.0]
+    assert manager.pop_metrics() == {"reward/failures/no_policy_token": 1.0}
+
+
+def test_the_scorer_sees_the_response_without_prompt_padding_and_special_tokens(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    data = make_batch(
+        ["abc", "z"],
+        ["s1", "s2"],
+        ["t1", {"target": 3}],
+        extra_info=[{"index": 7, "level": "row"}, None],
+        __num_turns__=[2, 4],
+        reward_scores=[{"tool": [0.5]}, {}],
+    )
+    data.non_tensor_batch["reward_model"][0].update(keywords=["k"], level="model")
+    extras = NaiveRewardManager(tokenizer, 0, seen)(data, return_dict=True)["reward_extra_info"]
+    assert extras["text"] == ["abc", "z"]
+    assert extras["source"] == ["s1", "s2"]
+    assert extras["truth"] == ["t1", {"target": 3}]
+    assert extras["extra"][0] == {
+        "index": 7,
+        "level": "row",
+        "keywords": ["k"],
+        "num_turns": 2,
+        "rollout_reward_scores": {"tool": [0.5]},
+    }
+    assert extras["extra"][1] == {"num_turns": 4, "rollout_reward_scores": {}}
+
+
+def test_the_source_column_can_be_another(tokenizer: Any, make_batch: MakeBatch) -> None:
+    data = make_batch(["#### 1"], "unknown", ["1"], kind=["openai/gsm8k"])
+    assert NaiveRewardManager(tokenizer, 0, reward_fn_key="kind")(data).sum() == 1.0
+    with pytest.raises(KeyError, match=r"no column 'task'.*data\.reward_fn_key"):
+        NaiveRewardManager(tokenizer, 0, reward_fn_key="task")(data)
+
+
+def test_plain_rules_gain_accuracy_and_a_rules_own_accuracy_wins(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    texts = ["<answer>2*3</answer>", "<answer>2+3</answer>", "Answer: 4"]
+    truth = {"target": 6, "numbers": [2, 3]}
+    data = make_batch(texts, ["countdown", "countdown", "math_dapo"], [truth, truth, "5"])
+    extras = NaiveRewardManager(tokenizer, 0)(data, return_dict=True)["reward_extra_info"]
+    assert extras["score"] == [1.0, 0.1, -1.0]
+    assert extras["acc"] == [1.0, 0.0, False]
+    assert extras["pred"] == [None, None, "4"]
+
+
+def test_a_users_scorer_gains_no_accuracy(tokenizer: Any, make_batch: MakeBatch) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, lambda solution_str: 1.0)
+    assert manager(make_batch(["a"]), return_dict=True)["reward_extra_info"] == {"score": [1.0]}
+
+
+def test_options_reach_the_rule_and_full_marks_follow_them(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    data = make_batch(["#### 1", "#### 2"], "openai/gsm8k", ["1", "1"])
+    manager = NaiveRewardManager(tokenizer, 0, format_score=0.1, score=0.5)
+    extras = manager(data, return_dict=True)["reward_extra_info"]
+    assert extras == {"score": [0.5, 0.1], "acc": [1.0, 0.0]}
+
+
+def test_an_option_no_scorer_takes_is_an_error(tokenizer: Any, make_batch: MakeBatch) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT, fromat_score=0.1)
+    with pytest.raises(ScorerSignatureError, match="fromat_score"):
+        manager(make_batch(["#### 1"], "openai/gsm8k", ["1"]))
+
+
+def test_an_unknown_source_stops_under_any_policy(tokenizer: Any, make_batch: MakeBatch) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
+    with pytest.raises(UnknownSourceError, match=r"'mystery' \(row 1\)"):
+        manager(make_batch(["#### 1", "a"], ["openai/gsm8k", "mystery"], ["1", "1"]))
+    with pytest.raises(UnknownSourceError, match="'mystery'"):
+        manager.check_rows([{"data_source": "mystery"}])
+    NaiveRewardManager(tokenizer, 0, seen).check_rows([{"data_source": "mystery"}])
+
+
+def troubled(solution_str: str) -> Any:
+    if solution_str == "raise":
+        raise ValueError("bad day")
+    if solution_str == "hang":
+        time.sleep(600)
+    return {"nan": float("nan"), "none": None}.get(solution_str, {"score": 1.0, "acc": 1.0})
+
+
+def test_failures_are_scored_counted_and_named_by_reason(
+    tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["ok", "raise", "hang", "nan", "none", "raise"]
+    policy = FailurePolicy("score", -1.0, 0.2)
+    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=policy)
+    result = manager(make_batch(texts), return_dict=True)
+    extras = result["reward_extra_info"]
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    assert extras["acc"] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    reasons = [None, "exception", "timeout", "nan", "bad_return", "exception"]
+    assert extras["reward_failure"] == reasons
+    assert manager.failures == {"exception": 2, "timeout": 1, "nan": 1, "bad_return": 1}
+    assert manager.pop_metrics() == {
+        "reward/failures/bad_return": 1.0,
+        "reward/failures/exception": 2.0,
+        "reward/failures/nan": 1.0,
+        "reward/failures/timeout": 1.0,
+    }
+    assert manager.pop_metrics() == {}
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([w for w in warnings if "ValueError: bad day" in w]) == 1
+
+
+@pytest.mark.parametrize(("text", "reason"), [("raise", "bad day"), ("nan", "nan")])
+def test_the_strict_policy_stops_with_row_source_and_remedy(
+    tokenizer: Any, make_batch: MakeBatch, text: str, reason: str
+) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=STRICT)
+    words = rf"row 1 \(data_source 'custom'\).*{reason}.*on_failure=score"
+    with pytest.raises(RewardError, match=words):
+        manager(make_batch(["ok", text]))
+    assert sum(manager.failures.values()) == 1
+
+
+def test_a_missing_ground_truth_is_a_failure_not_a_zero(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    data = make_batch(["#### 1", "#### 1"], "openai/gsm8k", ["1", None])
+    manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
+    assert manager(data).sum(1).tolist() == [1.0, -1.0]
+    assert manager.failures == {"no_ground_truth": 1}
+
+
+async def slow_judge(solution_str: str, ground_truth: Any, bonus: float = 0.0) -> float:
+    await asyncio.sleep(600 if solution_str == "hang" else 0.01)
+    if solution_str == "raise":
+        raise ValueError("bad day")
+    return 1.0 + bonus
+
+
+def test_async_scorers_run_together_each_under_its_deadline(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    policy = FailurePolicy("score", -1.0, 1.0)
+    manager = NaiveRewardManager(tokenizer, 0, partial(slow_judge, bonus=1.0), policy=policy)
+    rewards = manager(make_batch(["a", "hang", "raise", "hang", "b"]))
+    assert rewards.sum(1).tolist() == [2.0, -1.0, -1.0, -1.0, 2.0]
+    assert manager.failures == {"timeout": 2, "exception": 1}
+
+
+def test_model_scores_stand_only_where_no_rule_is_possible(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    data = make_batch(["#### 1"], "openai/gsm8k", ["1"])
+    data.batch["rm_scores"] = torch.full(data.batch["responses"].shape, 0.5)
+    manager = NaiveRewardManager(tokenizer, 0)
+    assert manager(data).sum() == 1.0
+    del data.non_tensor_batch["reward_model"]
+    assert torch.equal(manager(data), data.batch["rm_scores"])
+
+
+def test_samples_are_logged_for_each_source_up_to_the_number(
+    tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    caplog.set_level(logging.INFO, logger="hone.rewards")
+    data = make_batch(["one", "two", "three"], ["s1", "s1", "s2"])
+    NaiveRewardManager(tokenizer, 1, seen)(data)
+    shown = [record.getMessage() for record in caplog.records]
+    assert len(shown) == 2
+    assert "[s1] score 3.0" in shown[0]
+    assert "one" in shown[0]
+    assert "three" in shown[1]
+    assert capsys.readouterr().out == ""
+
+
+def test_mishaps_inside_the_symbolic_check_become_metrics(
+    tokenizer: Any, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.rewards.failures import Failed
+    from hone.rewards.scores import symbolic
+
+    monkeypatch.setattr(symbolic, "available", lambda: True)
+    monkeypatch.setattr(symbolic, "_cache", {})
+    monkeypatch.setattr(symbolic, "_ask", lambda answer, truth: Failed("timeout", ""))
+    data = make_batch([r"\boxed{x^9}"], "lighteval/MATH", [r"\sqrt{y}"])
+    manager = NaiveRewardManager(tokenizer, 0, policy=STRICT)
+    assert manager(data).sum() == 0.0
+    assert manager.pop_metrics() == {"reward/failures/symbolic_timeout": 1.0}

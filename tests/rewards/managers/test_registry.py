@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hone.rewards.managers import AbstractRewardManager, get_reward_manager_cls, register, registry
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("naive", "NaiveRewardManager"),
+        ("batch", "BatchRewardManager"),
+        ("prime", "PrimeRewardManager"),
+        ("dapo", "DAPORewardManager"),
+        ("blank", "BlankRewardManager"),
+    ],
+)
+def test_the_familys_managers_are_there(name: str, cls: str) -> None:
+    found = get_reward_manager_cls(name)
+    assert found.__name__ == cls
+    assert issubclass(found, AbstractRewardManager)
+
+
+def test_a_users_class_is_found_by_its_name() -> None:
+    @register("mine")
+    class Mine(AbstractRewardManager):
+        def __call__(self, data: Any, return_dict: bool = False) -> Any:
+            return None
+
+    assert get_reward_manager_cls("mine") is Mine
+    assert register("mine")(Mine) is Mine
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    for name in ("naive", "mine"):
+        register("mine")(type("Mine", (), {}))
+        with pytest.raises(ValueError, match=f"{name!r} is already"):
+            register(name)(type("Other", (), {}))
+
+
+def test_an_unknown_name_says_what_was_meant() -> None:
+    with pytest.raises(ValueError, match=r"'naiv'.*Did you mean 'naive'.*importlib"):
+        get_reward_manager_cls("naiv")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hone.rewards.scores import math_dapo
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [
+        ("Answer: 34", "34", True),
+        ("answer : $34$", "34", True),
+        (r"Answer: \boxed{34}", "34", True),
+        (r"Answer: $\boxed{34}$", 34, True),
+        ("**Answer:** 34", "34", True),
+        ("Answer: 1\nAnswer: 34", "34", True),
+        ("Answer: 34\nAnswer: 1", "34", False),
+        ("Answer: x = 34", "34", True),
+        ("Answer: 34 degrees", "34", True),
+        ("Answer: 1,234", "1234", True),
+        ("Answer: 070", "70", True),
+        ("Answer: 35", "34", False),
+        ("34", "34", False),
+        (r"\boxed{34}", "34", False),
+        ("Answer: 34" + " " * 400, "34", False),
+        ("Answer:", "", False),
+    ],
+)
+def test_the_last_announced_answer_decides(text: str, truth: Any, right: bool) -> None:
+    result = math_dapo.compute_score(text, truth)
+    assert result["score"] == (1.0 if right else -1.0)
+    assert result["acc"] is right
+
+
+def test_what_was_answered_is_reported() -> None:
+    assert math_dapo.compute_score("Answer: $1{,}000$ ways", "7")["pred"] == "1000"
+    assert math_dapo.compute_score("nothing", "7")["pred"] == "[INVALID]"
+
+
+def test_the_strict_box_reads_the_end_of_the_response() -> None:
+    assert math_dapo.compute_score(r"\boxed{7}", "7", strict_box_verify=True)["acc"] is True
+    late = r"\boxed{7}" + " " * 100
+    assert math_dapo.compute_score(late, "7", strict_box_verify=True)["acc"] is False
+
+
+def test_every_answer_of_the_real_sets_is_its_own_answer(
+    shared_rows: Callable[[str], list[dict[str, Any]]],
+) -> None:
+    names = ["dapo_math/train.jsonl.gz", "math_eval/aime24.jsonl", "math_eval/aime25.jsonl"]
+    for row in [row for name in names for row in shared_rows(name)]:
+        assert math_dapo.compute_score(f"Answer: {row['answer']}", row["answer"])["acc"] is True
+        assert math_dapo.compute_score(f"Answer: 9{row['answer']}", row["answer"])["acc"] is False

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hone.rewards import failures
+from hone.rewards.scores import math_reward, symbolic
+
+
+@pytest.fixture
+def no_symbolic(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(answer: str, truth: str) -> bool:
+        raise AssertionError(f"asked about {answer!r} and {truth!r}")
+
+    monkeypatch.setattr(math_reward, "symbolically_equal", refuse)
+
+
+@pytest.mark.usefixtures("no_symbolic")
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        (r"The solution is \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
+        (r"The answer is \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{0.50}", "1/2", 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        (r"\boxed{}", "4", 0.0),
+        ("4", "4", 0.0),
+        (r"\boxed{12}", 12, 1.0),
+    ],
+)
+def test_text_and_numbers_are_settled_without_the_symbolic_check(
+    text: str, truth: Any, score: float
+) -> None:
+    assert math_reward.compute_score(text, truth) == score
+
+
+@pytest.mark.usefixtures("no_symbolic")
+def test_every_reference_solution_of_the_real_set_scores_one(
+    shared_rows: Callable[[str], list[dict[str, Any]]],
+) -> None:
+    rows = shared_rows("math/test.jsonl.gz")
+    assert len(rows) == 5000
+    wrong = [row for row in rows if math_reward.compute_score(row["solution"], row["answer"]) != 1]
+    assert wrong == []
+
+
+needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        (r"2\sqrt{3}", r"\sqrt{12}", True),
+        (r"x^2+2x+1", "(x+1)^2", True),
+        (r"x^2+2x+2", "(x+1)^2", False),
+        (r"\{2, 1\}", r"\{1,2\}", True),
+        ("[0,1)", "[0,1]", False),
+        (r"1\frac12", r"\frac32", True),
+    ],
+)
+def test_equality_as_mathematics(answer: str, truth: str, equal: bool) -> None:
+    assert math_reward.is_equiv(answer, truth) is equal
+
+
+@needs_math_verify
+def test_a_hostile_expression_is_stopped_counted_and_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(symbolic, "TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr(symbolic, "_cache", {})
+    failures.events.clear()
+    assert math_reward.is_equiv("9^{9^{9^{9}}}", r"\sqrt{2}") is False
+    assert failures.events == {"symbolic_timeout": 1}
+    monkeypatch.setattr(symbolic, "_ask", None)
+    assert math_reward.is_equiv("9^{9^{9^{9}}}", r"\sqrt{2}") is False
+    assert failures.events == {"symbolic_timeout": 2}
+    monkeypatch.undo()
+    assert math_reward.is_equiv(r"\sqrt{8}", r"2\sqrt{2}") is True
+
+
+def test_without_math_verify_it_says_so_once_and_compares_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    symbolic.available.cache_clear()
+    try:
+        assert math_reward.compute_score(r"\boxed{\sqrt{12}}", r"2\sqrt{3}") == 0.0
+        assert math_reward.compute_score(r"\boxed{0.5}", r"\frac12") == 1.0
+        assert math_reward.compute_score(r"\boxed{\sqrt{12}}", r"2\sqrt{3}") == 0.0
+    finally:
+        monkeypatch.undo()
+        symbolic.available.cache_clear()
+    assert len([r for r in caplog.records if "hone-rl[math]" in r.message]) == 1
+
+
+def test_very_long_answers_are_not_worked_on(no_symbolic: None) -> None:
+    assert symbolic.symbolically_equal("x" * 5000, "x+1") is False

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hone.rewards.ground_truth import GroundTruthError
+from hone.rewards.scores import default_compute_score, prime_code
+
+hone_sandbox = pytest.importorskip("hone.sandbox")
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_box() -> None:
+    try:
+        hone_sandbox.run_python("print(1)", timeout_s=30.0)
+    except hone_sandbox.SandboxUnavailable as error:
+        pytest.skip(f"no sandbox here: {error}")
+
+
+def block(code: str) -> str:
+    return f"Here:\n```python\n{code}\n```\n"
+
+
+ODD = block("n = int(input())\nprint(n % 2 == 1)")
+CASES = [("2", "False"), ("3", "True"), ("5", "True"), ("17", "True")]
+
+
+def suite(cases: list[tuple[str, str]]) -> dict[str, Any]:
+    return {"inputs": [case[0] for case in cases], "outputs": [case[1] for case in cases]}
+
+
+def test_all_tests_passed_is_one() -> None:
+    assert prime_code.judge(ODD, suite(CASES)) == {"score": 1.0, "acc": 1.0}
+
+
+def test_some_passed_is_their_share_and_without_continuous_nothing() -> None:
+    cases = [*CASES[:3], ("4", "True")]
+    assert prime_code.judge(ODD, suite(cases)) == {"score": 0.75, "acc": 0.0}
+    assert prime_code.compute_score(ODD, suite(cases)) == 0.0
+
+
+def test_tests_may_stand_in_the_extra_information() -> None:
+    cases = [{"input": given, "output": expected} for given, expected in CASES]
+    score = default_compute_score("codecontests", ODD, None, {"test_cases": cases})
+    assert score == {"score": 1.0, "acc": 1.0}
+
+
+def test_functions_and_methods_are_called() -> None:
+    truth = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
+    assert prime_code.compute_score(block("def add(a, b): return a + b"), truth) == 1.0
+    method = "class Solution:\n    def add(self, a, b): return a + b"
+    assert prime_code.compute_score(block(method), truth) == 1.0
+    assert prime_code.compute_score(block("def add(a, b): return a * b"), truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["syntax error(", "raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)", "x = []"],
+)
+def test_a_program_that_fails_passes_nothing(code: str) -> None:
+    assert prime_code.judge(block(code), suite(CASES[:2]))["score"] == 0.0
+
+
+def test_a_program_that_hangs_is_stopped() -> None:
+    result = prime_code.judge(block("while True: pass"), suite(CASES[:1]), timeout_s=1.0)
+    assert result == {"score": 0.0, "acc": 0.0}
+
+
+def test_a_row_without_tests_is_an_error() -> None:
+    with pytest.raises(GroundTruthError, match="no tests"):
+        prime_code.judge(ODD, None, {})
+
+
+def test_the_real_set_is_readable(shared_rows: Callable[[str], list[dict[str, Any]]]) -> None:
+    from hone.rewards.programs import read_tests
+
+    for row in shared_rows("taco/test_512.jsonl.gz"):
+        assert len(read_tests(row["tests"], None)) >= 1

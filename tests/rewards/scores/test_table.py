@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.scores import table
+from hone.rewards.scores.table import (
+    UnknownSourceError,
+    check_sources,
+    default_compute_score,
+    register_score,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_table() -> Iterator[None]:
+    before = table.registered_scores()
+    yield
+    table.restore_scores(before)
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("lighteval/MATH", "math_reward"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math_reward"),
+        ("HuggingFaceH4/MATH-500", "math_reward"),
+        ("math_dapo", "math_dapo"),
+        ("math", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
+        ("aime2024", "math_dapo"),
+        ("numina_olympiads", "prime_math"),
+        ("codecontests", "prime_code"),
+        ("taco", "prime_code"),
+        ("hiyouga/geometry3k", "geo3k"),
+        ("searchR1_2wikimultihopqa", "qa_em"),
+        ("bamboogle", "qa_em"),
+        ("countdown", "countdown"),
+        ("my/countdown-4", "countdown"),
+        ("yolo/multiply-3_digit", "arithmetic"),
+        ("yolo/arithmetic-3_digit", "arithmetic"),
+        ("mbpp", "asserts"),
+        ("openai/openai_humaneval", "asserts"),
+    ],
+)
+def test_sources_lead_to_the_familys_rules(source: str, module: str) -> None:
+    _, scorer = table.scorer_of(source)
+    assert scorer.__module__ == f"hone.rewards.scores.{module}"
+
+
+def test_every_line_of_the_table_points_to_a_scorer_that_takes_its_arguments() -> None:
+    for sources in table.known_sources().values():
+        for source in sources:
+            _, scorer = table.scorer_of(source)
+            assert callable(scorer)
+            assert {"solution_str", "ground_truth"} <= set(scorer.__code__.co_varnames)
+
+
+def test_an_unknown_source_says_what_is_known_and_what_was_meant() -> None:
+    with pytest.raises(UnknownSourceError, match=r"'openai/gsm8'.*mean 'openai/gsm8k'") as caught:
+        default_compute_score("openai/gsm8", "#### 1", "1")
+    assert isinstance(caught.value, NotImplementedError)
+    assert "countdown" in str(caught.value)
+    assert "register_score" in str(caught.value)
+
+
+def test_checking_names_the_first_row_without_a_score() -> None:
+    rows = [
+        {"data_source": "countdown"},
+        {"data_source": "hh", "reward_model": {"style": "model"}},
+        {"data_source": "mystery", "reward_model": {"style": "rule"}},
+    ]
+    check_sources(rows[:2])
+    with pytest.raises(UnknownSourceError, match=r"'mystery' \(row 2\)"):
+        check_sources(rows)
+    with pytest.raises(UnknownSourceError, match=r"row 0 has no data source in column 'kind'"):
+        check_sources(rows, key="kind")
+    with pytest.raises(UnknownSourceError, match=r"'mystery' \(row 1\)"):
+        check_sources(["gsm8k", "mystery"])
+
+
+def length_score(solution_str: str) -> float:
+    return float(len(solution_str))
+
+
+def test_a_registered_function_takes_only_what_it_names() -> None:
+    register_score("mine", length_score)
+    assert default_compute_score("mine", "abc", None) == 3.0
+
+
+def test_a_registered_path_is_loaded_from_its_file(scorer_file: Callable[[str], str]) -> None:
+    path = scorer_file("def f(data_source, **kw):\n    return {'score': 2, 'from': data_source}\n")
+    register_score("team/", f"{path}:f", match="prefix")
+    assert default_compute_score("team/x", "a", 1) == {"score": 2, "from": "team/x"}
+
+
+def test_a_registered_name_stands_before_the_built_in_one() -> None:
+    register_score("openai/gsm8k", length_score)
+    assert default_compute_score("openai/gsm8k", "abc", "1") == 3.0
+
+
+@pytest.mark.parametrize(("target", "match"), [("no_colon", "exact"), ("a:b", "regex")])
+def test_a_wrong_registration_is_refused(target: str, match: str) -> None:
+    with pytest.raises(ValueError):
+        register_score("mine", target, match=match)
+
+
+def test_results_are_coerced_as_in_the_family() -> None:
+    results: dict[str, Any] = {"int": 1, "bool": True, "tuple": (0.5, "why")}
+    for name, value in results.items():
+        register_score(name, lambda solution_str, value=value: value)
+    assert [default_compute_score(name, "", None) for name in results] == [1.0, 1.0, 0.5]
+
+
+def test_options_reach_the_rule_and_unknown_ones_are_errors() -> None:
+    assert default_compute_score("openai/gsm8k", "#### 2", "3", format_score=0.1) == 0.1
+    assert default_compute_score("openai/gsm8k", "2", "2", method="flexible") == 1.0
+    with pytest.raises(ScorerSignatureError, match=r"gsm8k.*'formt_score'.*format_score"):
+        default_compute_score("openai/gsm8k", "#### 2", "3", formt_score=0.1)
+
+
+def test_sandbox_options_are_offered_but_not_forced() -> None:
+    given = {"sandbox_fusion_url": "http://x", "memory_limit_mb": 64, "retrieval_score": 0.1}
+    assert default_compute_score("openai/gsm8k", "#### 2", "2", **given) == 1.0
+
+
+def test_scoring_loads_no_torch_and_no_unused_scorer() -> None:
+    code = (
+        "import sys; from hone.rewards import default_compute_score as d;"
+        "assert d('openai/gsm8k', '#### 1', '1') == 1.0;"
+        "assert not {'torch', 'sympy', 'hone.rewards.scores.countdown'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_familys_module_names_are_there() -> None:
+    from hone.rewards.scores import (  # noqa: F401
+        geo3k,
+        gsm8k,
+        math,
+        math_reward,
+        multiply,
+        prime_code,
+        prime_math,
+        search_r1_like_qa_em,
+    )
+
+    assert multiply.compute_score("<answer>6</answer>", 6) == 1.0
+    assert search_r1_like_qa_em.compute_score("<answer>x</answer>", {"target": ["x"]}) == 1.0

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
+
+
+def in_main(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+both = pytest.mark.parametrize("where", [in_main, in_thread])
+
+
+@both
+def test_a_call_in_time_gives_its_value(where: Callable[[Callable[[], Any]], Any]) -> None:
+    assert where(lambda: call_with_deadline(lambda: 7, 30)) == 7
+
+
+@both
+def test_a_late_call_is_given_up(where: Callable[[Callable[[], Any]], Any]) -> None:
+    with pytest.raises(DeadlineExceeded):
+        where(lambda: call_with_deadline(lambda: time.sleep(30), 0.1))
+
+
+@both
+def test_an_error_of_the_call_is_its_own(where: Callable[[Callable[[], Any]], Any]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        where(lambda: call_with_deadline(lambda: 1 / 0, 30))
+
+
+def test_a_call_that_swallows_exceptions_is_still_interrupted() -> None:
+    def stubborn() -> None:
+        while True:
+            try:
+                time.sleep(30)
+            except Exception:
+                continue
+
+    with pytest.raises(DeadlineExceeded):
+        call_with_deadline(stubborn, 0.1)
+
+
+def test_handler_and_timer_are_put_back() -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        call_with_deadline(lambda: None, 30)
+        assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hone.config import load_config
+from hone.protocol import DataProto
+from hone.rewards import compute_reward, load_reward_manager
+from hone.rewards.extern import ExternError
+from hone.rewards.failures import FailurePolicy
+from hone.rewards.managers.dapo import DAPORewardManager
+from hone.rewards.managers.naive import NaiveRewardManager
+from hone.rewards.managers.prime import PrimeRewardManager
+
+MakeBatch = Callable[..., DataProto]
+
+
+@pytest.fixture
+def load(tokenizer: Any) -> Callable[..., Any]:
+    def load(*overrides: str, **keywords: Any) -> Any:
+        return load_reward_manager(load_config(overrides), tokenizer, 0, **keywords)
+
+    return load
+
+
+def test_the_default_scores_by_source_with_the_configured_policy(
+    load: Callable[..., Any], make_batch: MakeBatch
+) -> None:
+    manager = load()
+    assert type(manager) is NaiveRewardManager
+    assert manager.policy == FailurePolicy("score", 0.0, 300.0)
+    rewards, extras = compute_reward(make_batch(["#### 1"], "openai/gsm8k", ["1"]), manager)
+    assert rewards.sum() == 1.0
+    assert extras == {"score": [1.0], "acc": [1.0]}
+
+
+@pytest.mark.parametrize("key", ["reward_manager.name", "reward_model.reward_manager"])
+def test_the_manager_is_named_in_either_place(load: Callable[..., Any], key: str) -> None:
+    assert type(load(f"{key}=prime", num_processes=3)) is PrimeRewardManager
+
+
+def test_manager_settings_come_from_reward_kwargs(load: Callable[..., Any]) -> None:
+    kwargs = "reward_model.reward_kwargs"
+    manager = load(
+        "reward_model.reward_manager=dapo",
+        "data.max_response_length=64",
+        f"{kwargs}.overlong_buffer_cfg.enable=true",
+        f"{kwargs}.overlong_buffer_cfg.len=16",
+        f"{kwargs}.on_failure=raise",
+        f"{kwargs}.timeout_s=7",
+    )
+    assert isinstance(manager, DAPORewardManager)
+    assert (manager.max_resp_len, manager.buffer.len) == (64, 16)
+    assert manager.policy == FailurePolicy("raise", 0.0, 7.0)
+    assert load("reward_model.reward_manager=prime", f"{kwargs}.num_processes=5").num_processes == 5
+
+
+def test_the_services_slots_set_the_number_of_scoring_processes(load: Callable[..., Any]) -> None:
+    sandbox = "reward_model.sandbox_fusion"
+    manager = load(
+        "reward_model.reward_manager=prime",
+        f"{sandbox}.url=http://localhost:1/run",
+        f"{sandbox}.max_concurrent=9",
+        f"{sandbox}.memory_limit_mb=77",
+    )
+    assert manager.num_processes == 9
+    assert manager.options["sandbox_fusion_url"] == "http://localhost:1/run"
+    assert manager.options["memory_limit_mb"] == 77
+
+
+def test_credit_for_form_reaches_the_rules_only_when_set(
+    load: Callable[..., Any], make_batch: MakeBatch
+) -> None:
+    wrong = make_batch(["#### 1"], "openai/gsm8k", ["2"])
+    countdown = make_batch(["<answer>1</answer>"], "countdown", [{"target": 2, "numbers": [1]}])
+    assert load()(wrong).sum() == 0.0
+    assert load()(countdown).sum() == pytest.approx(0.1)
+    assert load("reward_model.format_score=0.2")(wrong).sum() == pytest.approx(0.2)
+    assert load("reward_model.format_score=0.2")(countdown).sum() == pytest.approx(0.2)
+
+
+def test_a_users_function_is_loaded_with_its_arguments_bound(
+    load: Callable[..., Any], make_batch: MakeBatch, scorer_file: Callable[[str], str]
+) -> None:
+    path = scorer_file(
+        "def grade(data_source, solution_str, ground_truth, extra_info=None, weight=1, **rest):\n"
+        "    assert not rest, rest\n"
+        "    return {'score': weight * len(solution_str), 'keywords': extra_info['keywords']}\n"
+    )
+    manager = load(
+        f"custom_reward_function.path={path}",
+        "custom_reward_function.name=grade",
+        "+custom_reward_function.reward_kwargs.weight=2",
+        "reward_model.format_score=0.5",
+    )
+    data = make_batch(["abc"], "anything")
+    data.non_tensor_batch["reward_model"][0]["keywords"] = ["k"]
+    rewards, extras = compute_reward(data, manager)
+    assert rewards.sum() == 6.0
+    assert extras == {"score": [6.0], "keywords": [["k"]]}
+
+
+def test_a_built_in_scorer_may_be_chosen_for_all_rows(
+    load: Callable[..., Any], make_batch: MakeBatch
+) -> None:
+    manager = load("custom_reward_function.path=pkg://hone.rewards.scores.gsm8k")
+    assert manager(make_batch(["#### 1"], "my own numbers", ["1"])).sum() == 1.0
+
+
+def test_a_users_function_that_is_not_there_is_an_error(load: Callable[..., Any]) -> None:
+    with pytest.raises(ExternError, match="no such file"):
+        load("custom_reward_function.path=/nowhere/reward.py")
+
+
+MANAGER = """
+from hone.rewards import AbstractRewardManager
+
+class Mine(AbstractRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source",
+                 max_resp_len=None):
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.limit = max_resp_len
+
+    def __call__(self, data, return_dict=False):
+        return data.batch["responses"].float()
+"""
+
+
+def test_a_users_manager_is_loaded_from_its_file_and_given_what_it_takes(
+    load: Callable[..., Any], scorer_file: Callable[[str], str]
+) -> None:
+    manager = load(
+        "reward_manager.source=importlib",
+        f"reward_manager.module.path={scorer_file(MANAGER)}",
+        "reward_manager.module.name=Mine",
+        "data.max_response_length=33",
+        "data.reward_fn_key=kind",
+    )
+    assert type(manager).__name__ == "Mine"
+    assert manager.limit == 33
+    assert manager.reward_fn_key == "kind"
+    assert manager.pop_metrics() == {}
+
+
+def test_names_given_in_code_override_and_reach_the_scorer(
+    load: Callable[..., Any], make_batch: MakeBatch
+) -> None:
+    manager = load("reward_model.format_score=0.2", format_score=0.3)
+    assert manager(make_batch(["#### 1"], "openai/gsm8k", ["2"])).sum() == pytest.approx(0.3)
+
+
+def test_any_manager_that_answers_a_dict_can_be_asked_for_rewards() -> None:
+    manager = SimpleNamespace(result={"reward_tensor": 1})
+    assert compute_reward(None, lambda data, return_dict: manager.result) == (1, {})  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hone.rewards import failures
+from hone.rewards.failures import Failed, FailurePolicy, Scored
+from hone.rewards.outcome import Row, read_result, score_row
+
+ROW = Row("mine", "text", "truth", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("result", "score", "extras"),
+    [
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        (np.float32(0.5), 0.5, {}),
+        (torch.tensor(0.25), 0.25, {}),
+        ((0.5, "why"), 0.5, {}),
+        (
+            {"score": 2, "acc": np.bool_(True), "ids": np.arange(2)},
+            2.0,
+            {"acc": True, "ids": [0, 1]},
+        ),
+    ],
+)
+def test_the_usual_results_are_scores(result: Any, score: float, extras: dict[str, Any]) -> None:
+    assert read_result(result) == Scored(score, extras)
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (float("nan"), "nan"),
+        ({"score": float("nan")}, "nan"),
+        (float("inf"), "inf"),
+        (None, "bad_return"),
+        ("1.0", "bad_return"),
+        ({"acc": 1}, "bad_return"),
+        ((), "bad_return"),
+        (torch.zeros(2), "bad_return"),
+        (object(), "bad_return"),
+    ],
+)
+def test_everything_else_is_a_failure_with_its_reason(result: Any, reason: str) -> None:
+    outcome = read_result(result)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == reason
+
+
+def test_a_raising_scorer_is_told_with_its_line() -> None:
+    def boom(solution_str: str) -> float:
+        raise LookupError("gone")
+
+    outcome = score_row(boom, ROW, {})
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "exception"
+    assert "boom raised LookupError: gone at" in outcome.detail
+    assert "test_outcome.py:" in outcome.detail
+
+
+async def later(solution_str: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    return {"score": extra_info["a"], "text": solution_str}
+
+
+def test_an_async_scorer_is_awaited_also_inside_a_running_loop() -> None:
+    import asyncio
+
+    async def inside() -> Scored | Failed:
+        return score_row(later, ROW, {})
+
+    expected = Scored(1.0, {"text": "text"})
+    assert score_row(later, ROW, {}) == expected
+    assert asyncio.run(inside()) == expected
+
+
+def test_mishaps_inside_a_scorer_travel_with_its_score() -> None:
+    def unlucky(solution_str: str) -> float:
+        failures.events["symbolic_timeout"] += 1
+        return 0.0
+
+    assert score_row(unlucky, ROW, {}) == Scored(0.0, {}, {"symbolic_timeout": 1})
+    assert score_row(lambda solution_str: 0.0, ROW, {}) == Scored(0.0)
+
+
+@pytest.mark.parametrize(("on_failure", "timeout_s"), [("ignore", 1.0), ("raise", 0.0)])
+def test_a_policy_that_makes_no_sense_is_refused(on_failure: str, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs\."):
+        FailurePolicy(on_failure, 0.0, timeout_s)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.rewards.failures import Failed
+from hone.rewards.pool import DeadlinePool, PoolError
+
+WORK = """
+import os, signal, subprocess, sys, time
+
+def make(base=0):
+    def work(action, value=None):
+        if action == "add":
+            return base + value
+        if action == "pid":
+            return os.getpid()
+        if action == "hang":
+            time.sleep(3600)
+        if action == "spin":
+            import re
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        if action == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            open(value, "w").write(str(child.pid))
+            time.sleep(3600)
+        if action == "raise":
+            raise KeyError(value)
+        if action == "exit":
+            os._exit(7)
+        if action == "unsendable":
+            return lambda: None
+    return work
+
+def make_badly():
+    raise RuntimeError("no licence")
+
+def die_starting():
+    os._exit(9)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _importable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("pool_work")
+    (folder / "pool_work.py").write_text(WORK)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., DeadlinePool]]:
+    pools: list[DeadlinePool] = []
+
+    def make(name: str = "make", size: int = 1, **keywords: Any) -> DeadlinePool:
+        pools.append(DeadlinePool(f"pool_work:{name}", keywords, size))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def add(value: int) -> dict[str, Any]:
+    return {"action": "add", "value": value}
+
+
+def gone(pid: int) -> bool:
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_results_come_in_the_order_of_the_jobs(make_pool: Callable[..., DeadlinePool]) -> None:
+    pool = make_pool(size=2, base=100)
+    assert pool.run([add(i) for i in range(50)], 60) == [100 + i for i in range(50)]
+    assert pool.run([], 60) == []
+
+
+def test_processes_live_from_call_to_call(make_pool: Callable[..., DeadlinePool]) -> None:
+    pool = make_pool()
+    assert pool.run([{"action": "pid"}], 60) == pool.run([{"action": "pid"}], 60)
+
+
+@pytest.mark.parametrize("way", ["hang", "spin"])
+def test_a_late_call_is_killed_its_slot_refilled_and_the_others_keep_their_results(
+    make_pool: Callable[..., DeadlinePool], way: str
+) -> None:
+    pool = make_pool()
+    [before] = pool.run([{"action": "pid"}], 60)
+    results = pool.run([add(1), {"action": way}, add(2)], 1.5)
+    assert results[0] == 1
+    assert isinstance(results[1], Failed)
+    assert results[1].reason == "timeout"
+    assert results[2] == 2
+    assert gone(before)
+    [after] = pool.run([{"action": "pid"}], 60)
+    assert after != before
+
+
+def test_children_of_a_killed_call_die_with_it(
+    make_pool: Callable[..., DeadlinePool], tmp_path: Path
+) -> None:
+    file = tmp_path / "pid"
+    [result] = make_pool().run([{"action": "child", "value": str(file)}], 3.0)
+    assert result.reason == "timeout"
+    assert gone(int(file.read_text()))
+
+
+def test_what_goes_wrong_in_a_call_is_told_and_does_not_end_the_pool(
+    make_pool: Callable[..., DeadlinePool],
+) -> None:
+    pool = make_pool()
+    jobs = [{"action": "raise", "value": "x"}, {"action": "exit"}, {"action": "unsendable"}, add(5)]
+    raised, ended, unsendable, fine = pool.run(jobs, 60)
+    assert (raised.reason, raised.detail) == ("exception", "KeyError: 'x'")
+    assert ended.reason == "crash"
+    assert "code 7" in ended.detail
+    assert unsendable.reason == "bad_return"
+    assert fine == 5
+
+
+def test_a_worker_that_died_while_idle_is_replaced(make_pool: Callable[..., DeadlinePool]) -> None:
+    pool = make_pool()
+    [pid] = pool.run([{"action": "pid"}], 60)
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    assert pool.run([add(1), add(2)], 60)[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("make_badly", "RuntimeError: no licence"), ("die_starting", "code 9")]
+)
+def test_a_worker_that_cannot_start_is_an_error_not_a_score(
+    make_pool: Callable[..., DeadlinePool], name: str, words: str
+) -> None:
+    with pytest.raises(PoolError, match=words):
+        make_pool(name).run([add(1)], 60)
+
+
+def test_a_closed_pool_says_so_and_leaves_no_process(
+    make_pool: Callable[..., DeadlinePool],
+) -> None:
+    pool = make_pool()
+    [pid] = pool.run([{"action": "pid"}], 60)
+    pool.close()
+    pool.close()
+    assert gone(pid)
+    with pytest.raises(PoolError, match="closed"):
+        pool.run([add(1)], 60)
+
+
+def test_an_interrupted_run_leaves_no_stale_answer(
+    make_pool: Callable[..., DeadlinePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool()
+    pool.run([add(0)], 60)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run([add(1)], 60)
+    assert pool.run([add(2)], 60) == [2]
+
+
+def test_threads_may_share_a_pool(make_pool: Callable[..., DeadlinePool]) -> None:
+    pool = make_pool(size=2)
+    results: dict[int, list[Any]] = {}
+
+    def work(start: int) -> None:
+        results[start] = pool.run([add(start + i) for i in range(5)], 60)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in (0, 100, 200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert results == {start: [start + i for i in range(5)] for start in (0, 100, 200)}
+
+
+def test_a_pool_needs_a_process() -> None:
+    with pytest.raises(ValueError, match="got 0"):
+        DeadlinePool("pool_work:make", {}, 0)
+
+
+@pytest.mark.slow
+def test_a_hanging_worker_does_not_outlive_a_killed_owner(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    script = (
+        "import os, sys, threading; from hone.rewards.pool import DeadlinePool\n"
+        f"sys.path.insert(0, {sys.path[0]!r})\n"
+        "pool = DeadlinePool('pool_work:make', {}, 1)\n"
+        "[pid] = pool.run([{'action': 'pid'}], 60)\n"
+        f"open({str(file)!r}, 'w').write(str(pid))\n"
+        "threading.Timer(0.5, lambda: os.kill(os.getpid(), 9)).start()\n"
+        "pool.run([{'action': 'spin'}], 1.0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script])
+    assert ended.returncode == -signal.SIGKILL
+    pid = int(file.read_text())
+    assert not Path(f"/proc/{pid}").exists() or gone(pid) or gone(pid)

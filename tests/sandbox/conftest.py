@@ -1,0 +1,97 @@
+"""Runs the same attacks as the user the tests run as and as uid 65534."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.sandbox import SandboxResult, Status, client, layers
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+RunPython = Callable[..., SandboxResult]
+
+
+@pytest.fixture(scope="session")
+def bwrap() -> None:
+    """Tests that need bubblewrap skip, with a sentence, where it does not work."""
+    state = layers()["bubblewrap"]
+    if not state.active:
+        pytest.skip(f"bubblewrap does not work here: {state.detail}")
+
+
+class NobodyRunner:
+    """A process that runs as uid 65534 and calls run_python for us."""
+
+    def __init__(self, python: str) -> None:
+        self.process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("serve_runs.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd="/",
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HONE_SECRET": "planted-secret"},
+        )
+
+    def ask(self, question: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        if "raised" in answer:
+            raise RuntimeError(answer["raised"])
+        return answer["result"]
+
+    def run(self, code: str, **limits: Any) -> SandboxResult:
+        raw = self.ask({"code": code, **limits})
+        return SandboxResult(**{**raw, "status": Status(raw["status"])})
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def nobody(bwrap: None) -> Iterator[NobodyRunner]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become uid 65534")
+    for python in (sys.executable, "/usr/bin/python3"):
+        trial = [python, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import hone.sandbox"]
+        try:
+            reachable = subprocess.run(
+                [*trial, str(ROOT)], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", env={}
+            )
+        except OSError:
+            continue
+        if reachable.returncode == 0:
+            break
+    else:
+        pytest.skip("uid 65534 can reach no Python that imports hone")
+    runner = NobodyRunner(python)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(params=["own user", "uid 65534"])
+def run(request: pytest.FixtureRequest, bwrap: None, monkeypatch: pytest.MonkeyPatch) -> RunPython:
+    """run_python, once in this process and once in one that is nobody's."""
+    if request.param == "uid 65534":
+        runner: NobodyRunner = request.getfixturevalue("nobody")
+        return runner.run
+    from hone.sandbox import run_python
+
+    monkeypatch.setenv("HONE_SECRET", "planted-secret")
+    client.close()  # a fresh warden starts with the planted variable in reach
+    return run_python

@@ -1,0 +1,164 @@
+"""Walls are counted, and a missing one stops the run before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hone.sandbox import Job, SandboxUnavailable, Status, bubblewrap, landlock, layers, run_python
+from hone.sandbox.client import run_job
+from hone.sandbox.layers import DEFAULT_MINIMUM, GUARANTEES, LAYERS, forget, plan_for
+from hone.sandbox.plan import Plan
+
+from .attacks import NETWORK, TRY_TO_WRITE, processes_that_mention
+
+
+@pytest.fixture
+def without_bwrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.which", lambda *_, **__: None)
+        bubblewrap.find()  # remembers that there is none
+    yield
+    forget()
+
+
+def test_every_layer_is_reported_with_a_sentence() -> None:
+    states = layers()
+    assert set(states) == set(LAYERS)
+    assert all(state.detail for state in states.values())
+
+
+def test_missing_bubblewrap_fails_closed_and_names_the_install_command(without_bwrap: None) -> None:
+    assert not layers()["bubblewrap"].active
+    with pytest.raises(SandboxUnavailable, match=r"'processes'.*apt-get install -y bubblewrap"):
+        run_python("print('must not run')")
+
+
+def test_broken_bubblewrap_fails_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: no permission to make namespaces' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    forget()
+    try:
+        with pytest.raises(SandboxUnavailable, match="no permission to make namespaces"):
+            run_python("print('must not run')")
+    finally:
+        forget()
+
+
+def test_unknown_minimum_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match="minimum names 'filesytem'.*known: filesystem"):
+        run_python("pass", minimum={"filesytem"})
+
+
+def test_every_guarantee_is_given_by_known_layers() -> None:
+    assert set(GUARANTEES) >= DEFAULT_MINIMUM
+    assert all(set(givers) <= set(LAYERS) for givers in GUARANTEES.values())
+
+
+def test_an_asked_for_layer_that_is_missing_is_named(without_bwrap: None) -> None:
+    with pytest.raises(SandboxUnavailable, match="asks for 'bubblewrap'"):
+        run_python("pass", minimum={"bubblewrap"})
+
+
+def test_namespaces_alone_stop_the_network(bwrap: None) -> None:
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), seccomp=False)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        ports = (str(tcp.getsockname()[1]), str(udp.getsockname()[1]))
+        result = run_job(Job(NETWORK, argv=ports), plan)
+        assert result.stdout == "refused refused refused refused\n", result
+        udp.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            udp.recv(1)
+
+
+def test_without_a_cgroup_the_sum_of_memory_still_holds(bwrap: None) -> None:
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), cgroup=None)
+    code = "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
+    code += "        x = bytearray(b'x') * (80 << 20); time.sleep(99)\ntime.sleep(99)"
+    result = run_job(Job(code, memory_mb=256, timeout_s=60.0), plan)
+    assert result.status is Status.MEMORY
+
+
+def test_without_proc_the_box_still_works(bwrap: None) -> None:
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), proc=False)
+    result = run_job(Job("import os; print(os.path.exists('/proc/self'))"), plan)
+    assert result.stdout == "False\n"
+
+
+# ---- the box without bubblewrap ----
+
+
+@pytest.fixture
+def bare(without_bwrap: None) -> Plan:
+    if landlock.abi() == 0:
+        pytest.skip("this kernel has no Landlock: there is no box without bubblewrap")
+    return plan_for({"filesystem", "network"})
+
+
+def test_landlock_and_seccomp_make_a_box_on_their_own(bare: Plan, tmp_path: Path) -> None:
+    assert bare.bwrap is None
+    result = run_job(Job("print(input())", stdin="hello\n"), bare)
+    assert (result.status, result.stdout) == (Status.OK, "hello\n"), result
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o777)
+    victim = tmp_path / "victim"
+    victim.write_text("planted-secret")
+    victim.chmod(0o666)
+    targets = (str(victim), str(tmp_path / "new"), "/tmp/hone-planted")
+    assert run_job(Job(TRY_TO_WRITE, argv=targets), bare).stdout == ""
+    result = run_job(Job(f"print(open({str(victim)!r}).read())"), bare)
+    assert "PermissionError" in result.stderr
+    assert (victim.read_text(), (tmp_path / "new").exists()) == ("planted-secret", False)
+
+
+def test_bare_box_reaches_no_network_and_no_other_process(bare: Plan) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        ports = (str(tcp.getsockname()[1]), str(udp.getsockname()[1]))
+        assert run_job(Job(NETWORK, argv=ports), bare).stdout == "refused refused refused refused\n"
+    code = f"import os\nprint(open('/proc/{os.getpid()}/environ').read())"
+    assert "PermissionError" in run_job(Job(code), bare).stderr
+    assert not run_job(Job(f"import os; os.kill({os.getpid()}, 0)"), bare).ok
+
+
+def test_bare_box_kills_what_a_program_leaves_behind(bare: Plan) -> None:
+    token = uuid.uuid4().hex
+    code = """
+import os, sys, time
+if os.fork() == 0:
+    try:
+        os.setsid()
+    except PermissionError:
+        print('stays in its group', flush=True)
+    os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(1000)', sys.argv[1]])
+time.sleep(0.3)
+"""
+    result = run_job(Job(code, argv=(token,), processes=4096), bare)
+    assert (result.status, result.stdout) == (Status.OK, "stays in its group\n"), result
+    assert processes_that_mention(token) == []
+
+
+def test_bare_box_removes_its_directory_even_when_it_is_locked(bare: Plan) -> None:
+    before = set(Path("/tmp").glob("hone-box-*"))
+    code = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)"
+    assert run_job(Job(code), bare).ok
+    assert set(Path("/tmp").glob("hone-box-*")) == before
+    assert run_job(Job("while True: pass", timeout_s=0.3), bare).status is Status.TIMEOUT

@@ -1,0 +1,184 @@
+"""Nothing stays behind: no process, no file, no cgroup, whoever dies first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.sandbox import Job, SandboxError, Status, cgroups, client, run_many, run_python
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "fork bomb": {"code": "import os\nwhile True: os.fork()", "timeout_s": 0.2, "processes": 8},
+    "memory bomb": {"code": "x = [bytearray(1 << 20) for _ in range(999)]", "memory_mb": 64},
+    "endless loop": {"code": "while True: pass", "timeout_s": 0.2},
+    "output": {"code": "while True: print('x' * 9999)", "output_bytes": 1 << 16},
+    "write": {"code": "open('/usr/x', 'w')"},
+    "fill the disk": {"code": "open('x', 'wb').write(b'x' * (9 << 20))", "disk_mb": 4},
+    "secret": {"code": "print(open('/etc/passwd').read())"},
+    "socket": {"code": "import socket; socket.create_connection(('127.0.0.1', 22), 1)"},
+    "signal": {"code": "import os; os.kill(-1, 9); os.kill(os.getppid(), 9)"},
+    "daemon": {
+        "code": "import os, time\nif os.fork() == 0:\n os.setsid()\n os.fork() or time.sleep(999)"
+    },
+    "crash": {"code": "import os; os.abort()"},
+    "leave a mess": {
+        "code": "import os, tempfile\nfor i in range(50): os.mkdir(f'd{i}', 0); tempfile.mkstemp()"
+    },
+}
+BURNS = ("fork bomb", "endless loop")  # these use a whole core for their wall time
+
+
+def hostile_jobs(count: int, burning_every: int) -> list[dict[str, Any]]:
+    quick = [job for name, job in HOSTILE.items() if name not in BURNS]
+    burning = [HOSTILE[name] for name in BURNS]
+    return [
+        burning[(i // burning_every) % len(burning)]
+        if i % burning_every == 0
+        else quick[i % len(quick)]
+        for i in range(count)
+    ]
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def remains() -> dict[str, set[str]]:
+    """Files and groups of ours on this machine."""
+    parents, _ = cgroups.find_parents()
+    groups = {
+        str(g) for base in (parents.unique if parents else []) for g in Path(base).glob("hone-*")
+    }
+    return {
+        "files": {str(path) for path in Path("/tmp").glob("hone-box-*")},
+        "usr": {name for name in ("/usr/x", "/box") if os.path.exists(name)},
+        "groups": groups,
+    }
+
+
+def warden_pid() -> int:
+    run_python("pass")
+    process = client._warden._process
+    assert process is not None
+    return process.pid
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def attack(count: int, burning_every: int) -> None:
+    pid, before = warden_pid(), remains()
+    open_before = descriptors(pid)
+    jobs = [Job(**job) for job in hostile_jobs(count, burning_every)]
+    seen = Counter(result.status for result in run_many(jobs, max_concurrent=4))
+    assert set(seen) >= {Status.TIMEOUT, Status.MEMORY, Status.OUTPUT, Status.ERROR}, seen
+    assert warden_pid() == pid
+    assert wait_until(lambda: descendants(pid) == [])
+    assert wait_until(lambda: remains() == before)
+    assert wait_until(lambda: descriptors(pid) == open_before)
+    assert run_python("print('still well')").stdout == "still well\n"
+
+
+def test_500_hostile_runs_leave_nothing_behind(bwrap: None) -> None:
+    attack(500, burning_every=12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_10000_hostile_runs_leave_nothing_behind(bwrap: None) -> None:
+    attack(10_000, burning_every=25)
+
+
+def test_hostile_runs_as_uid_65534_leave_nothing_behind(nobody: Any) -> None:
+    before = remains()
+    nobody.ask({"code": "pass"})
+    pid = nobody.ask({"ask": "facts"})["warden"]
+    question = {"ask": "many", "max_concurrent": 4, "jobs": hostile_jobs(200, burning_every=12)}
+    assert set(nobody.ask(question)) >= {"timeout", "memory", "output", "error"}
+    assert wait_until(lambda: descendants(pid) == [])
+    assert wait_until(lambda: remains() == before)
+
+
+def test_a_killed_warden_takes_its_boxes_down_and_is_replaced(bwrap: None) -> None:
+    pid = warden_pid()
+    raised: list[Exception] = []
+
+    def wait_for_ever() -> None:
+        try:
+            run_python("import time; time.sleep(1000)", timeout_s=500.0)
+        except SandboxError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait_for_ever)
+    thread.start()
+    assert wait_until(lambda: len(descendants(pid)) >= 3)
+    boxed = descendants(pid)
+    os.kill(pid, signal.SIGKILL)
+    thread.join(30)
+    assert "warden ended" in str(raised[0])
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{child}/exe") for child in boxed))
+    assert run_python("print(1)").stdout == "1\n"
+    assert warden_pid() != pid
+    assert wait_until(lambda: not remains()["groups"])  # the next warden sweeps
+
+
+def test_a_killed_trainer_leaves_no_box_no_warden_no_group(bwrap: None) -> None:
+    code = (
+        "from hone.sandbox import client, run_python\nrun_python('pass')\n"
+        "print(client._warden._process.pid, flush=True)\n"
+        "run_python('import time; time.sleep(1000)', timeout_s=500.0)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    assert wait_until(lambda: len(descendants(pid)) >= 3)
+    everyone = [pid, *descendants(pid)]
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{p}/exe") for p in everyone))
+    assert wait_until(lambda: not any(f"-{pid}-" in name for name in remains()["groups"]))
+
+
+def test_a_caller_that_gives_up_ends_its_run(bwrap: None) -> None:
+    pid = warden_pid()
+    forked = os.fork()
+    if forked == 0:  # shares our warden, then is killed in the middle of a run
+        run_python("import time; time.sleep(1000)", timeout_s=500.0)
+        os._exit(0)
+    assert wait_until(lambda: len(descendants(pid)) >= 3)
+    os.kill(forked, signal.SIGKILL)
+    os.waitpid(forked, 0)
+    assert wait_until(lambda: descendants(pid) == [])
+
+
+def test_closing_ends_the_warden(bwrap: None) -> None:
+    pid = warden_pid()
+    client.close()
+    assert not os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.tracking import RunFolder
+from hone.tracking.report_data import labels_of, load_run
+
+MakeRun = Callable[..., RunFolder]
+
+
+def test_a_whole_run_is_read(make_run: MakeRun) -> None:
+    run = load_run(make_run().path, "label")
+    assert run.metric_names() == [
+        "reward/mean",
+        "timing_s/gen",
+        "timing_s/step",
+        "timing_s/testing",
+        "val-core/x/acc/mean@1",
+    ]
+    assert run.config == {"actor.lr": "1e-06", "actor.clip": "0.2", "trainer.logger": '["console"]'}
+    assert run.origins == {"actor.lr": "command line"}
+    assert run.notes == []
+
+
+def test_a_prompt_is_followed_through_the_validations(make_run: MakeRun) -> None:
+    story = load_run(make_run().path, "r").validation
+    assert list(story) == ["prompt a", "prompt b"]
+    assert [(s.step, s.response) for s in story["prompt a"]] == [
+        (0, "response a at 0"),
+        (10, "response a at 10"),
+        (20, "response a at 20"),
+    ]
+
+
+def test_many_validations_are_chosen_evenly_with_the_first_and_the_last(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any
+) -> None:
+    folder = make_run()
+    for step in range(30, 600, 10):
+        write_parquet(folder.validation_file(step), [rows_of(step, "a", 1.0)])
+    steps = [s.step for s in load_run(folder.path, "r").validation["prompt a"]]
+    assert len(steps) == 12
+    assert (steps[0], steps[-1]) == (0, 590)
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    assert max(gaps) - min(gaps) <= 10
+
+
+def test_best_and_worst_are_one_a_prompt_and_the_latest_of_equals(make_run: MakeRun) -> None:
+    run = load_run(make_run().path, "r")
+    assert [(s.uid, s.step, s.score) for s in run.best] == [
+        ("u7", 2, 0.875),
+        ("u6", 2, 0.75),
+        ("u5", 2, 0.625),
+        ("u4", 2, 0.5),
+        ("u3", 2, 0.375),
+    ]
+    assert [(s.uid, s.step) for s in run.worst] == [
+        ("u0", 2),
+        ("u1", 2),
+        ("u2", 2),
+        ("u3", 2),
+        ("u4", 2),
+    ]
+    assert run.best[0].response == "response u7 at 2"
+    assert run.best[0].parts == {"rule": 0.875, "format": 0.125}
+
+
+def test_an_earlier_step_can_hold_the_best(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any
+) -> None:
+    folder = make_run()
+    write_parquet(folder.rollout_file(1), [rows_of(1, "u7", 9.0), rows_of(1, "z", -9.0)])
+    run = load_run(folder.path, "r")
+    assert (run.best[0].uid, run.best[0].step) == ("u7", 1)
+    assert (run.worst[0].uid, run.worst[0].step) == ("z", 1)
+
+
+def test_scores_that_are_missing_or_not_finite_are_no_extremes(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any
+) -> None:
+    folder = make_run()
+    rows = [rows_of(3, "n", float("nan")), rows_of(3, "i", float("inf")), rows_of(3, "m", None)]
+    write_parquet(folder.rollout_file(3), rows)
+    run = load_run(folder.path, "r")
+    assert {s.step for s in run.best + run.worst} == {2}
+
+
+def test_a_file_that_cannot_be_read_is_noted_and_left_out(make_run: MakeRun) -> None:
+    folder = make_run()
+    folder.rollout_file(2).write_bytes(b"PAR1 torn")
+    folder.validation_file(10).write_bytes(b"")
+    run = load_run(folder.path, "r")
+    assert {s.step for s in run.best} == {1}
+    assert [s.step for s in run.validation["prompt a"]] == [0, 20]
+    assert sum("cannot be read" in note for note in run.notes) == 2
+
+
+def test_columns_that_are_missing_leave_gaps_not_errors(
+    make_run: MakeRun, write_parquet: Any
+) -> None:
+    folder = make_run()
+    for step in (1, 2):
+        write_parquet(folder.rollout_file(step), [{"score": 1.0}, {"score": 0.5}])
+    run = load_run(folder.path, "r")
+    assert [s.score for s in run.best] == [1.0, 1.0, 0.5, 0.5]
+    assert run.best[0].prompt == ""
+
+
+def test_samples_are_found_where_the_config_put_them(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "plain")
+    folder.metrics.append({"a": 1}, 1)
+    folder.write_config({"trainer": {"rollout_data_dir": str(tmp_path / "elsewhere")}})
+    write_parquet(tmp_path / "elsewhere" / "step_4.parquet", [rows_of(4, "u", 1.0)])
+    assert [s.step for s in load_run(folder.path, "r").best] == [4]
+
+
+def test_a_bare_run_has_notes_and_no_errors(tmp_path: Path) -> None:
+    RunFolder(tmp_path).metrics.append({"a": 1}, 1)
+    run = load_run(tmp_path, "r")
+    assert run.origins is None
+    assert run.notes == ["no config.yaml", "no rollouts were kept (rollouts/step_N.parquet)"]
+
+
+def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="name a run folder"):
+        load_run(tmp_path, "r")
+
+
+def test_labels_tell_runs_apart() -> None:
+    assert labels_of(["/x/a", "/x/b/"]) == ["a", "b"]
+    assert labels_of(["/x/a", "/y/a"]) == ["x/a", "y/a"]
+    assert labels_of(["/x/a", "/x/a"]) == ["x/a (1)", "x/a (2)"]

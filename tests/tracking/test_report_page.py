@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import re
+from html import unescape
+
+import pytest
+
+from hone.tracking.report_data import RunData
+from hone.tracking.report_page import (
+    config_section,
+    curves_section,
+    shown,
+    summary_section,
+    timing_section,
+)
+
+
+def text_of(html: str) -> str:
+    return re.sub(r"\s+", " ", unescape(re.sub("<[^>]*>", " ", html))).strip()
+
+
+@pytest.mark.parametrize("hostile", ["<b>", "</pre>", "&lt;", '"x"', "'x'"])
+def test_text_is_shown_as_it_is(hostile: str) -> None:
+    assert unescape(shown(hostile)) == hostile
+    assert not set("<>\"'") & set(shown(hostile))
+
+
+def test_characters_that_hide_or_reverse_text_are_made_visible() -> None:
+    assert shown("a\u202eb\x00c\x1b[31m\u200bd") == "a\\u202eb\\u0000c\\u001b[31m\\u200bd"
+    assert shown("one\r\n\ttwo") == "one\n\ttwo"
+
+
+def test_long_text_is_cut_and_says_by_how_much() -> None:
+    assert shown("x" * 4100) == "x" * 4000 + " … 100 more characters"
+
+
+def test_the_summary_gives_first_last_and_best() -> None:
+    rows = [
+        {"step": s, "reward/mean": v, "val/loss": v} for s, v in ((1, 0.5), (2, 0.75), (3, 0.25))
+    ]
+    rows.append({"step": 4, "reward/mean": float("nan")})
+    text = text_of(summary_section([RunData("r", rows)]))
+    assert "steps 1 to 4" in text
+    assert "reward/mean 0.5 → 0.25 (best 0.75 at 2)" in text
+    assert "val/loss 0.5 → 0.25 (best 0.25 at 3)" in text
+
+
+def test_a_run_without_a_metric_has_a_dash_in_the_summary() -> None:
+    runs = [RunData("a", [{"step": 1, "accuracy": 1.0}]), RunData("b", [], notes=["nothing yet"])]
+    text = text_of(summary_section(runs))
+    assert "accuracy 1 → 1 (best 1 at 1) –" in text
+    assert "b: nothing yet" in text
+
+
+def test_every_metric_has_one_chart_and_its_data_in_the_same_order() -> None:
+    rows = [
+        {"step": 1, "val-core/x/acc/mean@1": 1.0, "actor/lr": 2.0, "actor/entropy": 3.0, "z": 4.0}
+    ]
+    html, data = curves_section([RunData("r", rows)])
+    names = re.findall('data-name="([^"]+)"', html)
+    assert names == ["val-core/x/acc/mean@1", "actor/entropy", "actor/lr", "z"]
+    assert [chart["curves"][0]["values"] for chart in data] == [[1.0], [3.0], [2.0], [4.0]]
+    assert re.findall(r"<details( open)?><summary>([\w-]+)", html) == [
+        (" open", "overview"),
+        ("", "actor"),
+        ("", "z"),
+    ]
+
+
+def test_time_is_summed_by_part_with_the_rest_as_other() -> None:
+    rows = [
+        {
+            "step": s,
+            "timing_s/gen": 6.0,
+            "timing_s/update_actor": 2.0,
+            "timing_s/step": 10.0,
+            "timing_s/agent_loop/tool_calls/max": 99.0,
+            "timing_s/gen_max": 6.0,
+        }
+        for s in (1, 2)
+    ]
+    text = text_of(timing_section([RunData("r", rows)]))
+    assert "gen 12.00 60.0% 2 6 update_actor 4.00 20.0% 2 2 other 4.00 20.0%" in text
+    assert "99" not in text
+    assert "overlap" not in text
+
+
+def test_parts_that_sum_to_more_than_the_step_are_noted() -> None:
+    rows = [{"step": 1, "timing_s/gen": 6.0, "timing_s/adv": 6.0, "timing_s/step": 10.0}]
+    assert "parts overlap" in timing_section([RunData("r", rows)])
+
+
+def test_a_run_without_timers_says_so() -> None:
+    assert "no timing_s/" in timing_section([RunData("r", [{"step": 1, "a": 1.0}])])
+
+
+def test_config_rows_carry_origins_and_mark_differences() -> None:
+    a = RunData("a", [], config={"lr": "1", "clip": "0.2"}, origins={"lr": "command line"})
+    b = RunData("b", [], config={"lr": "2", "clip": "0.2", "new": "<x>"})
+    html = config_section([a, b])
+    rows = {
+        m[1]: (m[0], text_of(m[2]))
+        for m in re.findall(r'<tr class="([^"]+)" data-name="([^"]+)">(.*?)</tr>', html)
+    }
+    assert rows["lr"] == ("setting differs", "lr 1 command line 2")
+    assert rows["clip"] == ("setting", "clip 0.2 default 0.2")
+    assert rows["new"] == ("setting differs", "new – <x>")
