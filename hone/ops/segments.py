@@ -17,9 +17,7 @@ from torch import Tensor
 class _Pad(NamedTuple):
     """How packed segments become a padded rectangle and back."""
 
-    index: (
-        Tensor  # [S, L] packed position of each cell; padding points at the segment's first token
-    )
+    cells: Tensor  # [S, L] packed position of each cell; padding points at a real one
     inverse: Tensor  # [N_s] cell of each packed position
     start: int  # first packed position
     regular: bool  # all segments have one length: views do, no gather needed

@@ -18,7 +18,7 @@ from hone.sandbox.plan import Order, Plan
 
 def make_home(order: Order, files: list[int], owner: int | None) -> str:
     """The run's directory on the host, filled with its files."""
-    home = tempfile.mkdtemp(prefix="hone-box-")
+    home = tempfile.mkdtemp(prefix=f"hone-box-{os.getpid()}-")
     for name, descriptor in zip(order.files, files, strict=True):
         path = os.path.join(home, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)

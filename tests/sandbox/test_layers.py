@@ -57,7 +57,7 @@ def test_broken_bubblewrap_fails_closed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_unknown_minimum_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match="minimum names 'filesytem'.*known: filesystem"):
+    with pytest.raises(ValueError, match=r"minimum names 'filesytem'.*known: filesystem"):
         run_python("pass", minimum={"filesytem"})
 
 

@@ -1,0 +1,71 @@
+"""The box sees the interpreter it needs and no other part of where that lies."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone.sandbox import SandboxUnavailable, interpreter, run_python
+from hone.sandbox.interpreter import SYSTEM_PYTHON, choose, describe
+
+
+def test_running_interpreter_is_described_outside_its_environment() -> None:
+    found = describe()
+    assert os.path.samefile(found.executable, os.path.realpath(sys.executable))
+    assert not any(path == sys.prefix for path in found.reads) or sys.prefix == sys.base_prefix
+    assert not any(path in ("/", os.path.expanduser("~")) for path in found.reads)
+
+
+def test_box_runs_the_same_version_without_its_packages(bwrap: None) -> None:
+    code = "import sys; print(sys.version_info[:2])\ntry:\n    import pip\nexcept ImportError: print('none')"
+    assert run_python(code).stdout == f"{sys.version_info[:2]}\nnone\n"
+
+
+@pytest.mark.skipif(not os.path.exists(SYSTEM_PYTHON), reason=f"no {SYSTEM_PYTHON} here")
+def test_system_interpreter_can_be_named(bwrap: None) -> None:
+    result = run_python("import sys; print(sys.prefix)", interpreter=SYSTEM_PYTHON)
+    assert result.stdout == "/usr\n"
+
+
+def test_an_environment_named_brings_its_packages(bwrap: None, tmp_path: Path) -> None:
+    import venv
+
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    venv.create(tmp_path / "env", symlinks=True)
+    library = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
+    (library / "treasure.py").write_text("VALUE = 7\n")
+    python = str(tmp_path / "env" / "bin" / "python")
+    result = run_python("import treasure; print(treasure.VALUE)", interpreter=python)
+    assert result.stdout == "7\n", result
+
+
+def test_an_interpreter_that_does_not_run_is_named() -> None:
+    with pytest.raises(SandboxUnavailable, match="/nowhere/python"):
+        describe("/nowhere/python")
+
+
+def test_closed_directories_are_noticed(tmp_path: Path) -> None:
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    (tmp_path / "closed").mkdir(mode=0o700)
+    (tmp_path / "closed" / "python").write_text("")
+    found = interpreter.Interpreter(str(tmp_path / "closed" / "python"), (), ())
+    (tmp_path / "closed" / "python").chmod(0o755)
+    assert not found.reachable_by(12345, 12345)
+    (tmp_path / "closed").chmod(0o755)
+    assert found.reachable_by(12345, 12345)
+
+
+def test_unreachable_interpreter_falls_back_only_when_none_was_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interpreter.Interpreter, "reachable_by", lambda *_: False)
+    if os.path.exists(SYSTEM_PYTHON):
+        assert choose(None, uid=1, gid=1, staged=False) == describe(SYSTEM_PYTHON)
+    with pytest.raises(SandboxUnavailable, match="uid 1 cannot read"):
+        choose(sys.executable, uid=1, gid=1, staged=False)
+    assert choose(None, uid=1, gid=1, staged=True) == describe()

@@ -1,0 +1,47 @@
+"""A job that cannot be meant is refused where it is written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hone.sandbox import Job
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("timeout_s", 0.0),
+        ("timeout_s", math.inf),
+        ("timeout_s", math.nan),
+        ("cpu_s", -1.0),
+        ("memory_mb", 0),
+        ("output_bytes", 0),
+        ("processes", 0),
+        ("disk_mb", -1),
+        ("open_files", 3),
+        ("argv", ["a\0b"]),
+    ],
+)
+def test_impossible_limits_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match="sandbox"):
+        Job("pass", **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../up", "a/../../b", "", "main.py", "./main.py", "a\0"]
+)
+def test_files_outside_the_box_are_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="sandbox"):
+        Job("pass", files={path: ""})
+
+
+def test_too_many_files_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 200"):
+        Job("pass", files={str(i): "" for i in range(201)})
+
+
+def test_cpu_limit_is_the_wall_limit_rounded_up_unless_given() -> None:
+    assert Job("pass", timeout_s=2.1).cpu_limit_s == 3
+    assert Job("pass", timeout_s=2.1, cpu_s=7).cpu_limit_s == 7

@@ -1,0 +1,100 @@
+"""The filter is interpreted here, instruction by instruction, and the call numbers are checked."""
+
+from __future__ import annotations
+
+import errno
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from hone.sandbox import seccomp
+
+ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+HEADERS = {
+    "x86_64": (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), r"__NR_(\w+)\s+(\d+)"),
+    "aarch64": (Path("/usr/include/asm-generic/unistd.h"), r"__NR(?:3264)?_(\w+)\s+(\d+)"),
+}
+
+
+def verdict(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """A second, slow implementation of the few instructions the filter uses."""
+    padded = [*arguments, *[0] * (6 - len(arguments))]
+    data = struct.pack("=iIQ6Q", number, arch, 0, *padded)
+    code = list(struct.iter_unpack("HBBI", program))
+    register, at = 0, 0
+    while True:
+        op, if_true, if_false, value = code[at]
+        at += 1
+        if op == 0x06:
+            return int(value)
+        if op == 0x20:
+            register = struct.unpack_from("=I", data, value)[0]
+        else:
+            taken = {
+                0x15: register == value,
+                0x35: register >= value,
+                0x45: bool(register & value),
+            }[op]
+            at += if_true if taken else if_false
+
+
+def refused(code: int) -> int:
+    return 0x00050000 | code
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_denied_calls_are_refused_and_others_pass(machine: str) -> None:
+    program, column = seccomp.build_filter(machine), 0 if machine == "x86_64" else 1
+    denied = {row[column] for row in seccomp.DENIED.values()} - {None}
+    special = {56, 220, 435, 16, 29}
+    for number in range(500):
+        expected = refused(errno.EPERM) if number in denied else ALLOW
+        if number not in special - denied:
+            assert verdict(program, ARCH[machine], number) == expected, number
+
+
+@pytest.mark.parametrize(("machine", "clone", "ioctl"), [("x86_64", 56, 16), ("aarch64", 220, 29)])
+def test_clone_may_fork_but_not_make_namespaces(machine: str, clone: int, ioctl: int) -> None:
+    program, arch = seccomp.build_filter(machine), ARCH[machine]
+    assert verdict(program, arch, clone, 0x01200011) == ALLOW
+    assert verdict(program, arch, clone, 0x003D0F00) == ALLOW  # a thread
+    for bit in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+        assert verdict(program, arch, clone, bit | 17) == refused(errno.EPERM)
+    assert verdict(program, arch, 435) == refused(errno.ENOSYS)
+    assert verdict(program, arch, ioctl, 0, 0x5412) == refused(errno.EPERM)
+    assert verdict(program, arch, ioctl, 0, 0x541C) == refused(errno.EPERM)
+    assert verdict(program, arch, ioctl, 0, 0x5401) == ALLOW
+
+
+def test_foreign_architecture_is_killed_and_x32_is_absent() -> None:
+    program = seccomp.build_filter("x86_64")
+    assert verdict(program, 0x40000003, 1) == KILL  # 32-bit calls by int 0x80
+    assert verdict(program, ARCH["x86_64"], 0x40000000 | 41) == refused(errno.ENOSYS)
+    assert verdict(seccomp.build_filter("aarch64"), ARCH["x86_64"], 1) == KILL
+
+
+def test_keep_group_also_refuses_to_leave_the_group() -> None:
+    plain, kept = seccomp.build_filter("x86_64"), seccomp.build_filter("x86_64", keep_group=True)
+    for number in (109, 112):
+        assert verdict(plain, ARCH["x86_64"], number) == ALLOW
+        assert verdict(kept, ARCH["x86_64"], number) == refused(errno.EPERM)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_call_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
+    path, pattern = HEADERS[machine]
+    if not path.exists():
+        pytest.skip(f"{path} is not installed (linux-libc-dev)")
+    known = {name: int(number) for name, number in re.findall(pattern, path.read_text())}
+    column = 0 if machine == "x86_64" else 1
+    ours = {name: row[column] for name, row in seccomp.DENIED.items() if row[column] is not None}
+    assert {name: known.get(name) for name in ours} == ours
+
+
+def test_unknown_machine_is_named() -> None:
+    assert not seccomp.supported("riscv64")
+    with pytest.raises(ValueError, match="riscv64"):
+        seccomp.build_filter("riscv64")

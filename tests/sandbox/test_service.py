@@ -1,0 +1,175 @@
+"""The service's client, against our own server and against one that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from hone.sandbox import Job, Status, service
+from hone.sandbox.server import SandboxServer
+from hone.sandbox.service import SandboxService, SandboxServiceError
+
+
+@pytest.fixture(scope="module")
+def url(bwrap: None) -> Iterator[str]:
+    with SandboxServer("127.0.0.1", 0, max_concurrent=4, max_memory_mb=256) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.url
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def answering(reply: Callable[[dict[str, Any]], tuple[int, bytes]]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            status, data = reply(json.loads(body))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/run_code"
+        server.shutdown()
+        thread.join()
+
+
+def client(url: str, max_concurrent: int = 4, memory_limit_mb: int = 256) -> SandboxService:
+    return SandboxService(url, max_concurrent=max_concurrent, memory_limit_mb=memory_limit_mb)
+
+
+def test_verdicts_come_back_over_http(url: str) -> None:
+    remote = client(url)
+    result = remote.run_python("print(input() + '!')", stdin="hello")
+    assert (result.status, result.stdout, result.exit_code) == (Status.OK, "hello!\n", 0)
+    assert result.wall_s > 0
+    result = remote.run_python("raise KeyError('gone')")
+    assert (result.status, result.exit_code) == (Status.ERROR, 1)
+    assert "KeyError: 'gone'" in result.stderr
+    assert remote.run_python("while True: pass", timeout_s=0.5).status is Status.TIMEOUT
+    assert remote.run_python("x = bytearray(1 << 30)").status is Status.MEMORY
+
+
+def test_the_server_keeps_its_own_memory_limit(url: str) -> None:
+    greedy = client(url, memory_limit_mb=100_000)
+    assert greedy.run_python("x = bytearray(1 << 29)", memory_mb=100_000).status is Status.MEMORY
+
+
+def test_many_jobs_keep_their_order(url: str) -> None:
+    results = client(url).run_many([Job(f"print({i})") for i in range(8)])
+    assert [result.stdout for result in results] == [f"{i}\n" for i in range(8)]
+
+
+def test_the_request_has_the_agreed_fields() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def reply(request: dict[str, Any]) -> tuple[int, bytes]:
+        seen.append(request)
+        result = {"status": "Finished", "return_code": 0, "stdout": "ok", "stderr": ""}
+        return 200, json.dumps({"status": "Success", "run_result": result}).encode()
+
+    with answering(reply) as url:
+        assert client(url, memory_limit_mb=64).run_python("x", stdin="y", timeout_s=3.0).ok
+    assert seen == [
+        {
+            "code": "x",
+            "stdin": "y",
+            "language": "python",
+            "compile_timeout": 3.0,
+            "run_timeout": 3.0,
+            "memory_limit_MB": 64,
+        }
+    ]
+
+
+def test_no_more_than_max_concurrent_requests_are_under_way() -> None:
+    lock, now, most = threading.Lock(), 0, 0
+
+    def reply(_: dict[str, Any]) -> tuple[int, bytes]:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.05)
+        with lock:
+            now -= 1
+        return 200, b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}'
+
+    with answering(reply) as url:
+        remote = client(url, max_concurrent=3)
+        threads = [threading.Thread(target=remote.run_python, args=("x",)) for _ in range(9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == 3
+
+
+def test_a_busy_service_is_asked_again_and_a_refusal_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.01)
+    calls: list[int] = []
+
+    def busy_once(_: dict[str, Any]) -> tuple[int, bytes]:
+        calls.append(1)
+        good = b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}'
+        return (503, b"busy") if len(calls) == 1 else (200, good)
+
+    with answering(busy_once) as url:
+        assert client(url).run_python("x").ok
+    assert len(calls) == 2
+
+    calls.clear()
+
+    def refuse(_: dict[str, Any]) -> tuple[int, bytes]:
+        calls.append(1)
+        return 422, b"no such language"
+
+    with answering(refuse) as url, pytest.raises(SandboxServiceError, match="no such language"):
+        client(url).run_python("x")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"<html>", "no JSON"),
+        (b"[]", "no 'status'"),
+        (b'{"status": "SandboxError", "message": "disk full"}', "disk full"),
+        (b'{"status": "Failed", "run_result": null}', "neither run_result"),
+    ],
+)
+def test_an_answer_that_is_no_verdict_is_an_error(answer: bytes, message: str) -> None:
+    with answering(lambda _: (200, answer)) as url:
+        with pytest.raises(SandboxServiceError, match=message):
+            client(url).run_python("x")
+
+
+def test_no_service_at_all_is_an_error_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.01)
+    with pytest.raises(SandboxServiceError, match=r"127\.0\.0\.1:9/.*sandbox_fusion\.url"):
+        client("http://127.0.0.1:9/run_code").run_python("x")
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="http://"):
+        client("ftp://x")
+    with pytest.raises(ValueError, match="max_concurrent=0"):
+        client("http://x", max_concurrent=0)
+    with pytest.raises(ValueError, match="files and argv"):
+        client("http://x").run_python("x", argv=["a"])
