@@ -26,20 +26,25 @@ def compute_score(solution_str):
 """
 
 
-def best_rate(function: Callable[[], Any], count: int, rounds: int = 5) -> float:
-    """Calls a second, best of `rounds`."""
+def best_rate(
+    function: Callable[[], Any],
+    count: int,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.process_time,
+) -> float:
+    """Calls a second, best of `rounds`; by CPU time unless told, so that others do not count."""
     best = 0.0
     for _ in range(rounds):
-        started = time.perf_counter()
+        started = clock()
         function()
-        best = max(best, count / (time.perf_counter() - started))
+        best = max(best, count / (clock() - started))
     return best
 
 
 def gsm8k_rows() -> list[tuple[str, str]]:
     """Responses of usual length (about 800 characters), half of them right."""
     pick = random.Random(0)
-    words = "so each of the apples costs 12 dollars and there are 7 * 3 = 21 of them .".split()
+    words = ["so", "each", "apple", "costs", "12", "dollars", "and", "7", "*", "3", "=", "21", "."]
     rows = []
     for _ in range(RESPONSES):
         text = " ".join(pick.choices(words, k=200))
@@ -96,21 +101,26 @@ def prime_speedup(processes: int = 8, rows: int = 400) -> float:
         )
         jobs = [{"row": Row("x", "text", None, {})} for _ in range(rows)]
         pool.run(jobs[: 10 * processes], 60.0)
-        fast = best_rate(lambda: pool.run(jobs, 60.0), rows, rounds=3)
-        slow = best_rate(lambda: [scorer("text") for _ in jobs[:50]], 50, rounds=3)
+        wall = time.perf_counter
+        fast = best_rate(lambda: pool.run(jobs, 60.0), rows, rounds=3, clock=wall)
+        slow = best_rate(lambda: [scorer("text") for _ in jobs[:50]], 50, rounds=3, clock=wall)
         pool.close()
     return fast / slow
 
 
 def main() -> dict[str, Any]:
-    """Rates, and the ratio of the one that is promised to its limit."""
+    """Print the rates, and the promised one beside its limit; return the numbers."""
     result: dict[str, Any] = {name: round(value) for name, value in score_rates().items()}
     ratio = result["gsm8k_strict_per_s"] / GSM8K_LIMIT_PER_S
     result["gsm8k_strict_over_limit"] = round(ratio, 2)
     result["prime_8_processes_speedup"] = round(prime_speedup(), 2)
+    for name, value in result.items():
+        print(f"{name:28} {value:>10,}")
+    print(
+        f"gsm8k strict: {ratio:.1f}× the {GSM8K_LIMIT_PER_S:,} scores a second wanted on one core"
+    )
     return result
 
 
 if __name__ == "__main__":
-    for name, value in main().items():
-        print(f"{name}: {value}")
+    main()

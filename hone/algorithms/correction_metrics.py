@@ -22,22 +22,21 @@ def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     rows = mask.any(-1)
     train_log_ppl, rollout_log_ppl = (-masked_mean(x, mask, -1) for x in (old, rollout))
     difference = train_log_ppl - rollout_log_ppl  # [B]
-    bounded = log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
-    of_row = masked_sum(log_ratio, mask, -1).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    of_row = masked_sum(log_ratio, mask, -1)
     return {
         "kl": masked_mean(-log_ratio, mask),
-        "k3_kl": masked_mean(bounded.exp() - log_ratio - 1, mask),
-        "training_ppl": masked_mean(train_log_ppl.exp(), rows),
+        "k3_kl": masked_mean(_exp(log_ratio) - log_ratio - 1, mask),
+        "training_ppl": masked_mean(_exp(train_log_ppl), rows),
         "training_log_ppl": masked_mean(train_log_ppl, rows),
-        "rollout_ppl": masked_mean(rollout_log_ppl.exp(), rows),
+        "rollout_ppl": masked_mean(_exp(rollout_log_ppl), rows),
         "rollout_log_ppl": masked_mean(rollout_log_ppl, rows),
         "log_ppl_diff": masked_mean(difference, rows),
         "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
         "log_ppl_diff_max": _largest(difference, rows),
         "log_ppl_diff_min": -_largest(-difference, rows),
-        "ppl_ratio": masked_mean(difference.exp(), rows),
-        "chi2_token": masked_mean((2 * bounded).exp(), mask) - 1,
-        "chi2_seq": masked_mean((2 * of_row).exp(), rows) - 1,
+        "ppl_ratio": masked_mean(_exp(difference), rows),
+        "chi2_token": masked_mean(_exp(log_ratio) ** 2, mask) - 1,
+        "chi2_seq": masked_mean(_exp(of_row) ** 2, rows) - 1,
     }
 
 
@@ -103,8 +102,13 @@ def _summary(name: str, values: Tensor, mask: Tensor) -> Metrics:
     }
 
 
+def _exp(x: Tensor) -> Tensor:
+    """Finite whatever x is."""
+    return x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
 def _share(flags: Tensor, mask: Tensor) -> Tensor:
-    return masked_mean(flags.float(), mask)
+    return masked_mean(flags.double(), mask)
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:

@@ -117,8 +117,6 @@ RENAMED: dict[str, str] = {
     f"{MULTI_TURN}.max_turns": f"{MULTI_TURN}.max_assistant_turns",
     # Search-R1 and PURE
     f"{ROLLOUT}.n_agent": f"{ROLLOUT}.n",
-    "data.train_data_num": "data.train_max_samples",
-    "data.val_data_num": "data.val_max_samples",
     "data.shuffle_train_dataloader": "data.shuffle",
     "data.max_obs_length": f"{MULTI_TURN}.max_observation_tokens",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
@@ -159,6 +157,14 @@ RULES: dict[str, Rule] = {
     "trainer.remove_previous_ckpt_in_save": Rule(
         lambda value: {"trainer.max_actor_ckpt_to_keep": 1} if _truth(value) else {},
         "true is trainer.max_actor_ckpt_to_keep=1",
+    ),
+    "data.train_data_num": Rule(
+        lambda value: {"data.train_max_samples": -1 if value is None else value},
+        "data.train_max_samples; null is -1, all",
+    ),
+    "data.val_data_num": Rule(
+        lambda value: {"data.val_max_samples": -1 if value is None else value},
+        "data.val_max_samples; null is -1, all",
     ),
     "max_turns": Rule(
         lambda value: {f"{MULTI_TURN}.max_assistant_turns": _whole(value) + 1},

@@ -13,7 +13,7 @@ from hone.config.ranges import RANGES, out_of_range
 from hone.config.schema import PPOTrainerConfig
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-LEAVE_ONE_OUT = ("rloo", "rloo_vectorized", "grpo_passk")
+LEAVE_ONE_OUT = ("rloo", "rloo_vectorized", "rloo_token", "grpo_passk")
 TRACKERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 CHECKPOINT_PARTS = ("model", "optimizer", "extra", "hf_model")
 CREDIT_ASSIGNMENTS = ("gamma-decay", "strict min-form")
@@ -259,8 +259,9 @@ def _data(config: PPOTrainerConfig) -> Iterator[str]:
             yield "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]"
     if bool(data.sampler.class_path) != bool(data.sampler.class_name):
         yield "data.sampler needs both class_path and class_name, or neither"
-    if data.custom_cls.path and not data.custom_cls.name:
-        yield "data.custom_cls.path needs data.custom_cls.name, the class in that file"
+    for key, own in {"custom_cls": data.custom_cls, "datagen": data.datagen}.items():
+        if own.path and not own.name:
+            yield f"data.{key}.path needs data.{key}.name, the class in that file"
 
 
 def _run(config: PPOTrainerConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ OmegaConf's own structured configs know no union of a list and a string and name
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -107,13 +108,26 @@ def fit(value: Any, annotation: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _fit_union(value, args)
     if origin is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
+        items = _items(value)
         if any(item is None for item in items):
             raise _NoFit
         return tuple(fit(item, args[0]) for item in items)
     if origin is dict and isinstance(value, Mapping):
         return dict(value)
     raise _NoFit
+
+
+def _items(value: Any) -> list[Any] | tuple[Any, ...]:
+    """A list as it is, one value as a list of one, a list inside a string (`'["a"]'`) as that list."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        try:
+            listed = json.loads(value.replace("'", '"'))
+        except json.JSONDecodeError:
+            return [value]
+        return listed if isinstance(listed, list) else [value]
+    return [value]
 
 
 def _fit_literal(value: Any, choices: tuple[Any, ...]) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config import aliases
-from hone.config.convert import describe_type, to_plain
+from hone.config.convert import describe_type, show_value, to_plain
 from hone.config.keys import block_type, hints, walk_fields
 from hone.config.ranges import RANGES, Range
 from hone.config.states import Rule, State, rule_of
@@ -142,8 +142,6 @@ def follows_key(default: Any) -> str | None:
 
 def default_in_words(default: Any) -> str:
     """A default as one reads it: the value, the key it follows, or the limit."""
-    from hone.config.convert import show_value
-
     followed = follows_key(default)
     if followed:
         return f"follows {followed}"

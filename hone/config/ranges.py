@@ -42,7 +42,6 @@ POSITIVE = Range(least=1)
 NOT_NEGATIVE = Range(least=0)
 SHARE = Range(least=0, most=1)
 TOP_P = Range(above=0, most=1)
-TOP_K = Range(least=1, minus_one=True)
 SAMPLES = Range(least=1, minus_one=True)
 
 _POLICY = "actor_rollout_ref"

@@ -243,6 +243,10 @@ class RewardModelConfig:
     """Search scores: credit for a final answer in its tags."""
     retrieval_score: float = 0.0
     """Search scores: credit for retrieving a passage with the answer."""
+    scores: dict[str, str] = field(default_factory=dict)
+    """More score functions: data source to `pkg.mod:function` or `file.py:function`."""
+    score_kwargs: dict[str, Any] = field(default_factory=dict)
+    """More keyword arguments for the score functions."""
     format_score: float = 0.0
     """Rule scores: credit for a well-formed wrong answer; 0.1 is common."""
 

@@ -53,12 +53,14 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
     settings: list[Setting] = []
     for text in overrides:
         try:
-            parsed = parser.parse_override(text)
+            parsed = _parse(parser, text)
         except HydraException as error:
             raise ConfigError(
                 f"cannot read the argument {text!r}; write key=value, with quotes around values "
                 f"that hold spaces, commas or brackets ({str(error).splitlines()[0]})"
             ) from None
+        if not parsed.key_or_group:
+            raise ConfigError(f"cannot read the argument {text!r}; write key=value")
         if parsed.is_sweep_override():
             raise ConfigError(
                 f"{text!r} names several values for one key; write a list as key=[a,b] ({COMMAND_LINE})"
@@ -69,6 +71,19 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
         else:
             settings.extend(flatten(value, parsed.key_or_group, COMMAND_LINE))
     return settings
+
+
+def _parse(parser: Any, text: str) -> Any:
+    """One override; a plain value that Hydra's grammar stumbles over (`~/models/x`) is a string."""
+    from hydra.errors import HydraException
+
+    try:
+        return parser.parse_override(text)
+    except HydraException:
+        key, _, value = text.partition("=")
+        if not key or not value or set(value) & set("[]{}'\"\\"):
+            raise
+        return parser.parse_override(f"{key}='{value}'")
 
 
 def flatten(value: Any, key: str, origin: str) -> Iterator[Setting]:
@@ -135,6 +150,7 @@ def _defaults_list(name: str, folder: Path, schemas: Sequence[str]) -> list[tupl
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
+    from yaml import YAMLError
 
     store = ConfigStore.instance()
     for schema in schemas:
@@ -149,6 +165,8 @@ def _defaults_list(name: str, folder: Path, schemas: Sequence[str]) -> list[tupl
             warnings.simplefilter("ignore")  # a search path of another package's need not exist
             loader = GlobalHydra.instance().config_loader()
             listed = loader.compute_defaults_list(name, [], run_mode=RunMode.RUN)
+    except YAMLError as error:
+        raise ConfigError(f"{name}.yaml is not valid YAML: {error}") from None
     except HydraException as error:
         raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {error}") from None
     return [
@@ -156,25 +174,3 @@ def _defaults_list(name: str, folder: Path, schemas: Sequence[str]) -> list[tupl
         for default in listed.defaults
         if default.config_path and not default.config_path.startswith("hydra/")
     ]
-
-
-def parse_arguments(argv: Sequence[str]) -> tuple[list[str], str | None, str | None]:
-    """Split a command line into overrides, --config-name and --config-path."""
-    names = {"--config-name": "name", "-cn": "name", "--config-path": "path", "-cp": "path"}
-    names |= {"--config-dir": "path", "-cd": "path"}
-    found: dict[str, str | None] = {"name": None, "path": None}
-    overrides: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if flag in names:
-            given = value if equals else next(arguments, None)
-            if not given:
-                raise ConfigError(f"{flag} needs a value")
-            found[names[flag]] = given
-        elif argument.startswith("-"):
-            hint = did_you_mean(nearest(flag, names))
-            raise ConfigError(f"unknown option {flag}.{hint} Settings are written key=value")
-        else:
-            overrides.append(argument)
-    return overrides, found["name"], found["path"]

@@ -253,13 +253,8 @@ OTHER_RULES: tuple[Rule, ...] = (
     neutral("data.return_full_prompt", "rows always carry their messages"),
     neutral("data.return_multi_modal_inputs", "rows always carry their images"),
     neutral("data.image_patch_size", "images stay in the row; no vision model reads them"),
-    neutral("data.image_key", "images stay in the row; no vision model reads them"),
-    neutral("data.video_key", "videos stay in the row; no vision model reads them"),
     neutral("data.audio_key", "audio stays in the row; no model reads it"),
     refused("data.mm_processor_kwargs", "there is no multi-modal processor"),
-    refused(
-        "data.datagen.*", "write on_batch_end in a dataset class of your own (data.custom_cls)"
-    ),
     only("transfer_queue.enable", (False,), "batches go from worker to worker directly"),
     only("ray_kwargs.ray_init.local_mode", (False,), "use trainer.controller=local"),
     refused(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any
@@ -20,6 +21,10 @@ from hone.controller.threads import fix_threads
 from hone.controller.worker import Placement, placed
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_rows, without_padding
 
+logger = logging.getLogger(__name__)
+
+LOOP_STOP_DEADLINE_S = 5.0
+
 
 class WorkerHost:
     """The workers of one rank: one, or one for each colocated role."""
@@ -27,6 +32,7 @@ class WorkerHost:
     def __init__(self, made_of: ClassWithInitArgs, placement: Placement, threads: int) -> None:
         fix_threads(threads)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
         members = made_of.members if isinstance(made_of, ColocatedClass) else {"": made_of}
         self._workers: dict[str, Any] = {}
         for role, member in members.items():
@@ -64,18 +70,28 @@ class WorkerHost:
                 if callable(close):
                     close()
         finally:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop = None
+            self._stop_loop()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         # One loop for the worker's life: what a coroutine leaves on it is there for the next call.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(
+            self._loop_thread = threading.Thread(
                 target=self._loop.run_forever, name="worker-event-loop", daemon=True
-            ).start()
+            )
+            self._loop_thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        if self._loop is None or self._loop_thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(timeout=LOOP_STOP_DEADLINE_S)
+        if self._loop_thread.is_alive():
+            logger.warning("a worker's event loop is still busy and was left behind")
+        else:
+            self._loop.close()
+        self._loop = self._loop_thread = None
 
 
 def drop_padded_rows(result: DataProto, inputs: list[Any]) -> DataProto:

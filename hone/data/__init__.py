@@ -23,6 +23,7 @@ _WHERE = {
     "collate_fn": "hone.data.loader",
     "create_rl_dataset": "hone.data.create",
     "create_rl_sampler": "hone.data.create",
+    "create_sft_dataset": "hone.data.create",
     "create_train_loader": "hone.data.create",
     "create_val_loader": "hone.data.create",
     "render_prompt": "hone.data.prompts",

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hone.config.data import DataConfig
+from hone.config.sft import SFTDataConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.dynamic import DynamicGenDataset
 from hone.data.loader import PromptLoader
 from hone.data.objects import load_object
-from hone.data.rows import DataError
+from hone.data.rows import BadRows, DataError, expand_files, read_file
 from hone.data.samplers import Mixture
+from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 
 
 def dataset_class(config: DataConfig, is_train: bool) -> type:
@@ -54,6 +56,33 @@ def create_rl_dataset(
         processor=processor,
         max_samples=max_samples,
     )
+
+
+def create_sft_dataset(
+    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    data_config: SFTDataConfig,
+    tokenizer: Any,
+    max_samples: int = -1,
+) -> Any:
+    """Conversations where data.multiturn.enable says so (unset: where the file has the column)."""
+    chosen = data_config.custom_cls
+    if chosen.path:
+        if not chosen.name:
+            raise DataError(f"data.custom_cls.path={chosen.path} needs data.custom_cls.name")
+        cls = load_object(chosen.path, chosen.name, "data.custom_cls")
+    else:
+        is_multi_turn = data_config.multiturn.enable
+        if is_multi_turn is None:
+            is_multi_turn = _has_column(data_paths, data_config.multiturn.messages_key)
+        cls = MultiTurnSFTDataset if is_multi_turn else SFTDataset
+    return cls(data_paths, tokenizer, data_config, max_samples=max_samples)
+
+
+def _has_column(
+    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], name: str
+) -> bool:
+    file = read_file(expand_files(data_paths)[0], BadRows("skip"))
+    return file is not None and name in file.rows[0]
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Any, run_seed: int | None = None) -> Any:

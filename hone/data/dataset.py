@@ -6,10 +6,13 @@ Leaves out image tensors: images stay in the row for the loop that needs them.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from hone.data.prompts import (
     raw_text,
     render_prompt,
     truncate,
+    without_nulls,
 )
 from hone.data.rows import BadRows, DataError, Row, read_rows
 from hone.data.schema import SchemaCheck
@@ -66,7 +70,13 @@ class RLHFDataset:
         return len(self.positions) + len(self.added)
 
     def __getitem__(self, index: int) -> Row:
-        return self._prepared(dict(self.raw_row(index)), index)
+        try:
+            row = self._prepared(dict(self.raw_row(index)))
+        except PromptError as error:
+            raise DataError(f"{self.where(index)}: {error}") from error
+        number = row["extra_info"].get("index")
+        row["index"] = index if number is None else number
+        return row
 
     def raw_row(self, index: int) -> Row:
         """The row as its file (or on_batch_end) gave it."""
@@ -92,9 +102,11 @@ class RLHFDataset:
             groups[self.store.file_of(position)].append(index)
         return groups
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return self.store.fingerprint
+        """Names the files' content and which of their rows were kept."""
+        kept = array("q", self.positions).tobytes()
+        return hashlib.blake2b(self.store.fingerprint.encode() + kept, digest_size=16).hexdigest()
 
     def on_batch_end(self, batch: Any) -> Sequence[Row] | None:
         """Called after each step with the finished batch; rows it returns join the data set.
@@ -114,16 +126,19 @@ class RLHFDataset:
                 self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint, "rows": len(self.positions), "added": self.added}
+        return {
+            "fingerprint": self.fingerprint,
+            "rows": len(self.positions),
+            "added": list(self.added),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["fingerprint"] != self.fingerprint or state["rows"] != len(self.positions):
+        if state["fingerprint"] != self.fingerprint:
             raise DataError(
-                "the data differ from those of the checkpoint: it was made with"
-                f" {state['rows']} rows of other content ({state['fingerprint'][:8]}), there are"
-                f" {len(self.positions)} now ({self.fingerprint[:8]}); restore the files and the"
-                " data.* settings, or start a new run from the checkpoint's model"
-                " (trainer.resume_mode=disable)"
+                f"the data differ from those of the checkpoint: it was made with {state['rows']}"
+                f" rows ({state['fingerprint'][:8]}), there are {len(self.positions)} now"
+                f" ({self.fingerprint[:8]}); restore the files and the data.* settings, or start a"
+                " new run from the checkpoint's model (trainer.resume_mode=disable)"
             )
         self.added = [dict(row) for row in state["added"]]
 
@@ -154,14 +169,21 @@ class RLHFDataset:
 
     def _filtered(self, positions: list[int]) -> list[int]:
         wanted = set(positions)
-        kept = [
-            position
-            for position, row in enumerate(self.store.scan((self.config.prompt_key, "agent_name")))
-            if position in wanted
-            and len(self._rendered(row, self.store.where, position))
-            <= self.config.max_prompt_length
-        ]
-        self.overlong_rows = len(positions) - len(kept)
+        kept = []
+        rows = self.store.scan((self.config.prompt_key, "agent_name"))
+        for position, row in enumerate(rows):
+            if position not in wanted:
+                continue
+            try:
+                length = len(self._rendered(row))
+            except PromptError as error:
+                message = f"{self.store.where(position)}: {error}"
+                self.bad_rows.report("cannot be rendered", message)
+                continue
+            if length <= self.config.max_prompt_length:
+                kept.append(position)
+            else:
+                self.overlong_rows += 1
         if not kept:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
@@ -190,25 +212,19 @@ class RLHFDataset:
             return None
         return self.tools
 
-    def _rendered(self, row: Row, where: Callable[[int], str], position: int) -> list[int]:
-        try:
-            return render_prompt(
-                row[self.config.prompt_key],
-                self.tokenizer,
-                self.config.prompt_format,
-                tools=self._tools_of(row),
-                template_kwargs=self.config.apply_chat_template_kwargs,
-            )
-        except PromptError as error:
-            raise DataError(f"{where(position)}: {error}") from error
+    def _rendered(self, row: Row) -> list[int]:
+        return render_prompt(
+            row[self.config.prompt_key],
+            self.tokenizer,
+            self.config.prompt_format,
+            tools=self._tools_of(row),
+            template_kwargs=self.config.apply_chat_template_kwargs,
+        )
 
-    def _prepared(self, row: Row, index: int) -> Row:
-        ids = self._rendered(row, self.where, index)
-        try:
-            row["prompt_ids"] = truncate(ids, self.config.max_prompt_length, self.config.truncation)
-        except PromptError as error:
-            raise DataError(f"{self.where(index)}: {error}") from error
-        row["raw_prompt"] = self._raw_prompt(row, index)
+    def _prepared(self, row: Row) -> Row:
+        ids = self._rendered(row)
+        row["prompt_ids"] = truncate(ids, self.config.max_prompt_length, self.config.truncation)
+        row["raw_prompt"] = self._raw_prompt(row)
         if self.config.prompt_key != "raw_prompt":
             del row[self.config.prompt_key]
         extra_info = row.get("extra_info") or {}
@@ -217,22 +233,17 @@ class RLHFDataset:
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")
         for name in ("tools_kwargs", "interaction_kwargs"):
-            row[name] = row.get(name) or extra_info.get(name) or {}
-        number = extra_info.get("index")
-        row["index"] = index if number is None else number
+            row[name] = without_nulls(row.get(name) or extra_info.get(name) or {})
         return row
 
-    def _raw_prompt(self, row: Row, index: int) -> str | list[Message]:
+    def _raw_prompt(self, row: Row) -> str | list[Message]:
         prompt = row[self.config.prompt_key]
         if self.config.prompt_format == "raw":
             return raw_text(prompt)
         messages = as_messages(prompt)
         if self.processor is None:
             return messages
-        try:
-            return with_typed_parts(messages, row, self.config.image_key, self.config.video_key)
-        except PromptError as error:
-            raise DataError(f"{self.where(index)}: {error}") from error
+        return with_typed_parts(messages, row, self.config.image_key, self.config.video_key)
 
 
 def with_typed_parts(

@@ -32,12 +32,12 @@ def as_messages(raw_prompt: Any) -> list[Message]:
     if not all(isinstance(part, Mapping) for part in raw_prompt):
         raise PromptError(f"every message of a prompt is an object, got {_short(raw_prompt)}")
     if all("type" in part and part.get("role") is None for part in raw_prompt):
-        return [{"role": "user", "content": [_without_nulls(part) for part in raw_prompt]}]
+        return [{"role": "user", "content": [without_nulls(part) for part in raw_prompt]}]
     return [_as_message(part) for part in raw_prompt]
 
 
 def _as_message(part: Mapping[str, Any]) -> Message:
-    message = _without_nulls(part)
+    message = without_nulls(part)
     if not isinstance(message.get("role"), str):
         raise PromptError(f"a message needs a 'role' (system, user, assistant…): {_short(part)}")
     content = message.get("content")
@@ -48,12 +48,12 @@ def _as_message(part: Mapping[str, Any]) -> Message:
     return message
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Parquet fills every key that any row has; a template must not see those fillings."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [without_nulls(item) for item in value]
     return value
 
 
@@ -91,16 +91,32 @@ def render_prompt(
             " data.prompt_format=raw with prompts that hold the whole text, or a tokenizer with a"
             " chat template"
         )
+    return _apply_template(as_messages(raw_prompt), tokenizer, tools, template_kwargs)
+
+
+def _apply_template(
+    messages: list[Message],
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> list[int]:
+    from jinja2 import TemplateError  # a template language that only a chat template needs
+
     options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
-    ids = tokenizer.apply_chat_template(
-        as_messages(raw_prompt),
-        tools=list(tools) if tools else None,
-        tokenize=True,
-        return_dict=False,
-        **options,
-    )
+    try:
+        ids = tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) if tools else None,
+            tokenize=True,
+            return_dict=False,
+            **options,
+        )
+    except (TemplateError, TypeError) as error:
+        raise PromptError(
+            f"the tokenizer's chat template cannot render {_short(messages)}: {error}"
+        ) from error
     return [int(token) for token in ids]
 
 

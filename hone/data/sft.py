@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.config.sft import SFTDataConfig
 from hone.data.prompts import Message, PromptError, as_messages, render_prompt, truncate
 from hone.data.rows import BadRows, DataError, Row, read_rows
 
@@ -135,7 +136,7 @@ class SFTDataset:
         self,
         parquet_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
         tokenizer: Any,
-        config: Any,
+        config: SFTDataConfig,
         max_samples: int = -1,
         *,
         rows: Sequence[Row] | None = None,
@@ -148,10 +149,10 @@ class SFTDataset:
             if parquet_files is None:
                 raise DataError("no data files were named; set data.train_files")
             self._rows = read_rows(parquet_files, self.bad_rows)
-        self.positions = self._usable_positions()
-        if 0 < max_samples < len(self.positions):
-            chooser = random.Random(f"sft:{max_samples}")
-            self.positions = sorted(chooser.sample(self.positions, max_samples))
+        self.template_kwargs = dict(config.apply_chat_template_kwargs)
+        if config.chat_template is not None:
+            self.template_kwargs["chat_template"] = config.chat_template
+        self.positions = self._sampled(self._usable_positions(), max_samples)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -164,6 +165,11 @@ class SFTDataset:
         except PromptError as error:
             raise DataError(f"{self.where(position)}: {error}") from error
 
+    def key(self, index: int) -> tuple[str, int]:
+        """(data set name, row number), for the loader's uid."""
+        position = self.positions[index]
+        return self._rows.key(position) if hasattr(self._rows, "key") else ("rows", position)
+
     def where(self, position: int) -> str:
         return self._rows.where(position) if hasattr(self._rows, "where") else f"row {position}"
 
@@ -174,7 +180,7 @@ class SFTDataset:
             looked_up(row, self.config.response_key, self.config.response_dict_keys),
             self.tokenizer,
             self.config.prompt_format,
-            self.config.apply_chat_template_kwargs,
+            self.template_kwargs,
         )
 
     def problem(self, row: Row) -> str | None:
@@ -202,6 +208,14 @@ class SFTDataset:
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
         return usable
 
+    def _sampled(self, positions: list[int], max_samples: int) -> list[int]:
+        if not 0 < max_samples < len(positions):
+            return positions
+        if not self.config.shuffle:
+            return positions[:max_samples]
+        drawn = random.Random(f"max_samples:{self.config.seed}").sample(positions, max_samples)
+        return sorted(drawn)
+
     def _cut(self, ids: list[int], mask: list[int]) -> dict[str, list[int]]:
         if len(ids) > self.config.max_length and self.config.truncation == "error":
             raise PromptError(
@@ -209,7 +223,10 @@ class SFTDataset:
                 " it, or set data.truncation=left|right"
             )
         length, how = self.config.max_length, self.config.truncation
-        return {"input_ids": truncate(ids, length, how), "loss_mask": truncate(mask, length, how)}
+        ids, mask = truncate(ids, length, how), truncate(mask, length, how)
+        if 1 not in mask[1:]:  # the first token has nothing before it to be predicted from
+            raise PromptError(f"nothing to learn is left within data.max_length={length} tokens")
+        return {"input_ids": ids, "loss_mask": mask}
 
 
 class MultiTurnSFTDataset(SFTDataset):
@@ -220,7 +237,7 @@ class MultiTurnSFTDataset(SFTDataset):
         tools = row.get(keys.tools_key)
         if isinstance(tools, str):
             tools = json.loads(tools)
-        kwargs = dict(self.config.apply_chat_template_kwargs or {})
+        kwargs = dict(self.template_kwargs)
         if row.get(keys.enable_thinking_key) is not None:
             kwargs["enable_thinking"] = bool(row[keys.enable_thinking_key])
         return encode_conversation(

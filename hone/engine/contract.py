@@ -6,7 +6,7 @@ mini-batch, and owns everything about devices and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ class Terms:
     """Metrics that sum over micro-batches and ranks (parts of the loss)."""
     means: Mapping[str, Tensor | float] = field(default_factory=dict)
     """Metrics that are means over this micro-batch's loss tokens."""
+    maxima: Mapping[str, Tensor | float] = field(default_factory=dict)
+    """Metrics whose largest value counts."""
 
 
 class Objective(Protocol):
@@ -57,6 +59,8 @@ class TrainEngine(Protocol):
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by their Hugging Face names."""
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path, contents: Collection[str]) -> None:
+        """Write the named parts: model, optimizer, extra (how far the schedule is)."""
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
+        """Read the named parts; None reads all that was written."""

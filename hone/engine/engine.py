@@ -6,10 +6,10 @@ checkpoint.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,12 @@ from hone.engine.checkpoint import load_checkpoint, save_checkpoint
 from hone.engine.contract import Objective, Terms
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.optimizer import Optimizer
+from hone.models.lora import is_lora, merged_weights
 from hone.ops.packing import PackedRows, pack_rows
-from hone.protocol import PADDED_ROW, DataProto
+from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
+
+if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
+    from hone.engine.sharding import Shards
 
 
 class Engine:
@@ -36,46 +40,47 @@ class Engine:
         infer_rule: MicroBatchRule,
         response_width: int,
         share_prompts: bool,
-        group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.module = module
+        # Offloaded shards rest elsewhere than they compute.
+        self.device = shards.device if shards is not None else next(module.parameters()).device
         self.optimizer = optimizer
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
         self._share_prompts = share_prompts
-        self._group = group
-        self.data_parallel_size = dist.get_world_size(group) if group is not None else 1
-        self.data_parallel_rank = dist.get_rank(group) if group is not None else 0
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        self._shards = shards
+        self._group = shards.group if shards is not None else None
+        self.data_parallel_size = shards.ranks if shards is not None else 1
+        self.data_parallel_rank = shards.rank if shards is not None else 0
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
+        self.optimizer.zero_grad()  # an update that failed midway leaves nothing behind
         counts = self._global_counts(batch)
         if objective.needs_batch_statistics:
-            outputs = self.infer(batch, **objective.options)
-            batch = _with_columns(batch, objective.prepare(outputs, batch))
+            batch = self._prepared(batch, objective)
         self.module.train()
         totals: dict[str, float] = {}
+        maxima: dict[str, float] = {}
         micros = self._micro_batches(batch, self._train_rule)
         with counted(counts):
             for _, micro in micros:
-                self._forward_backward(micro, objective, counts, totals)
-        totals = self._sum_over_ranks(totals)
-        totals.update(self.optimizer.step())
-        return totals
+                terms, weight = self._forward_backward(micro, objective, counts)
+                _accumulate(totals, maxima, terms, weight)
+        totals = self._sum_over_ranks(totals) | self._max_over_ranks(maxima)
+        return totals | self.optimizer.step()
 
     def _forward_backward(
-        self, micro: DataProto, objective: Objective, counts: BatchCounts, totals: dict[str, float]
-    ) -> None:
+        self, micro: DataProto, objective: Objective, counts: BatchCounts
+    ) -> tuple[Terms, float]:
+        """The micro-batch's terms, and its share of the mini-batch's tokens."""
         outputs = self._forward(micro, objective.options)
         terms = objective(outputs, micro)
         # Gradients are averaged over ranks, shares are meant to be summed.
         (terms.loss * self.data_parallel_size).backward()
-        _accumulate(totals, terms, float(loss_mask(micro).sum()) / max(counts.tokens, 1.0))
+        return terms, float(loss_mask(micro).sum()) / max(counts.tokens, 1.0)
 
     @torch.no_grad()
     def infer(self, batch: DataProto, **options: Any) -> dict[str, Tensor]:
@@ -85,10 +90,18 @@ class Engine:
             for name, values in self._forward(micro, options).items():
                 if name not in whole:
                     whole[name] = torch.zeros(len(batch), values.shape[1])
-                whole[name][rows] = values.float().cpu()
+                if rows:
+                    whole[name][rows] = values.float().cpu()
+        if self._shards is not None:
+            self._shards.reshard()
         return whole
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        lm = getattr(self.module, "lm", None)
+        if is_lora(lm):
+            with self.gathered_parameters():
+                yield from merged_weights(lm)
+            return
         for name, parameter in self.module.named_parameters():
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             yield name.removeprefix("lm."), whole.detach()
@@ -96,12 +109,10 @@ class Engine:
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
         """Inside, every rank holds the whole parameters: for decoding with the module itself."""
-        if self._group is None:
+        if self._shards is None:
             yield
             return
-        from hone.engine.sharding import gathered
-
-        with gathered(self.module):
+        with self._shards.gathered():
             yield
 
     def widest(self, prompt: int, response: int) -> tuple[int, int]:
@@ -112,11 +123,26 @@ class Engine:
         dist.all_reduce(widths, dist.ReduceOp.MAX, group=self._group)
         return int(widths[0]), int(widths[1])
 
-    def save(self, folder: Path) -> None:
-        save_checkpoint(folder, self.module, self.optimizer)
+    def save(self, folder: Path, contents: Collection[str]) -> None:
+        save_checkpoint(folder, self.module, self.optimizer, contents)
 
-    def load(self, folder: Path) -> None:
-        load_checkpoint(folder, self.module, self.optimizer)
+    def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
+        load_checkpoint(folder, self.module, self.optimizer, contents)
+
+    def _prepared(self, batch: DataProto, objective: Objective) -> DataProto:
+        """The batch with the columns that need statistics of the mini-batch of all ranks."""
+        real = real_rows(batch)
+        outputs = self.infer(batch, **objective.options)
+        outputs = {name: values[real] for name, values in outputs.items()}
+        whole = without_padding(batch.select(non_tensor_batch_keys=[]))
+        rows = slice(0, len(whole))
+        if self._shards is not None:
+            whole, outputs, rows = self._shards.concat_rows(whole, outputs)
+        columns = {}
+        for name, values in objective.prepare(outputs, whole).items():
+            columns[name] = values.new_zeros(len(batch), *values.shape[1:])
+            columns[name][real] = values[rows]
+        return _with_columns(batch, columns)
 
     def _forward(self, micro: DataProto, options: Mapping[str, Any]) -> dict[str, Tensor]:
         return self.module(self._pack(micro), **options)
@@ -142,7 +168,9 @@ class Engine:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
             parts = rule.split(lengths, at_least=int(most))
         columns = batch.select(non_tensor_batch_keys=[])
-        micros = [(rows, columns.select_idxs(rows)) for rows in parts]
+        micros = [
+            (rows, columns.select_idxs(rows) if rows else _stand_in(columns)) for rows in parts
+        ]
         if self.device.type == "cpu":
             return micros
         return [(rows, micro.to(self.device)) for rows, micro in micros]
@@ -154,11 +182,17 @@ class Engine:
         return BatchCounts(totals["tokens"], totals["sequences"], float(self._response_width))
 
     def _sum_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
-        if self._group is None:
+        return self._over_ranks(values, dist.ReduceOp.SUM)
+
+    def _max_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
+        return self._over_ranks(values, dist.ReduceOp.MAX)
+
+    def _over_ranks(self, values: dict[str, float], how: Any) -> dict[str, float]:
+        if self._group is None or not values:
             return values
         names = sorted(values)
         total = torch.tensor([values[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, how, group=self._group)
         return dict(zip(names, total.tolist(), strict=True))
 
 
@@ -167,8 +201,15 @@ def loss_mask(batch: DataProto) -> Tensor:
     name = "loss_mask" if batch.has_column("loss_mask") else "response_mask"
     mask = batch.batch[name]
     if batch.has_column(PADDED_ROW):  # rows that only even out the ranks teach nothing
-        mask = mask * (1 - batch.batch[PADDED_ROW].to(mask.dtype))[:, None]
+        mask = mask * real_rows(batch).to(mask.device)[:, None]
     return mask
+
+
+def _stand_in(columns: DataProto) -> DataProto:
+    """One row that predicts nothing: for a rank that has run out, so that it joins the collectives."""
+    tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in columns.batch.items()}
+    tensors["attention_mask"][:, columns.batch["prompts"].shape[1] - 1] = 1
+    return DataProto.from_dict(tensors, meta_info=dict(columns.meta_info))
 
 
 def _with_columns(batch: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
@@ -178,7 +219,11 @@ def _with_columns(batch: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
     return grown
 
 
-def _accumulate(totals: dict[str, float], terms: Terms, weight: float) -> None:
+def _accumulate(
+    totals: dict[str, float], maxima: dict[str, float], terms: Terms, weight: float
+) -> None:
+    for name, value in terms.maxima.items():
+        maxima[name] = max(maxima.get(name, float("-inf")), float(value))
     for name, share in terms.shares.items():
         totals[name] = totals.get(name, 0.0) + float(share)
     for name, mean in terms.means.items():

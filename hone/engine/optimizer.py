@@ -6,7 +6,7 @@ A gradient that is not finite skips the update and is counted; it never reaches 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,23 +22,28 @@ class Optimizer:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimConfig,
         *,
         grad_clip: float,
         total: int,
     ) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
+        trained = [(name, p) for name, p in parameters if p.requires_grad]
+        self._parameters = [p for _, p in trained]
         self._config = config
         self._grad_clip = grad_clip
         self._total = total
         self.updates = 0
         self.skipped = 0
         self.schedule_step = 0
-        self._masters = [
-            p if p.dtype == torch.float32 else p.detach().float() for p in self._parameters
-        ]
-        self.inner: torch.optim.Optimizer = _build(self._masters, config)
+        # A module, so that torch's checkpoint code finds each master's name ('.' is not allowed in it).
+        self.masters = nn.ParameterDict(
+            {
+                name.replace(".", "/"): p if p.dtype == torch.float32 else nn.Parameter(p.float())
+                for name, p in trained
+            }
+        )
+        self.inner: torch.optim.Optimizer = _build(list(self.masters.values()), config)
 
     @property
     def lr(self) -> float:
@@ -49,11 +54,12 @@ class Optimizer:
         self.schedule_step += 1
 
     def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        for parameter, master in self._pairs():
+            parameter.grad = master.grad = None
 
     def step(self) -> dict[str, float]:
         """Clip, check, update; returns `grad_norm`, `lr` and whether the update was skipped."""
+        self._give_gradients_to_masters()
         norm = self._grad_norm()
         finite = bool(torch.isfinite(norm))
         lr = self.lr
@@ -61,7 +67,6 @@ class Optimizer:
             self._clip(norm)
             for group in self.inner.param_groups:
                 group["lr"] = lr
-            self._give_gradients_to_masters()
             self.inner.step()
             self._take_weights_from_masters()
             self.updates += 1
@@ -81,8 +86,28 @@ class Optimizer:
         self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
         self.schedule_step = int(state["schedule_step"])
 
+    def own_masters(self) -> dict[str, Tensor]:
+        """The masters that are not parameters of the model themselves."""
+        return {
+            name: master.detach()
+            for (name, master), parameter in zip(
+                self.masters.items(), self._parameters, strict=True
+            )
+            if master is not parameter
+        }
+
+    @torch.no_grad()
+    def take_masters_from_weights(self) -> None:
+        """For weights that came without masters."""
+        for parameter, master in self._pairs():
+            if parameter is not master:
+                master.copy_(parameter)
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return zip(self._parameters, self.masters.values(), strict=True)
+
     def _grad_norm(self) -> Tensor:
-        grads = [p.grad for p in self._parameters if p.grad is not None]
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             return torch.zeros(())
         norm = nn.utils.get_total_norm(grads)
@@ -91,21 +116,21 @@ class Optimizer:
     def _clip(self, norm: Tensor) -> None:
         if self._grad_clip > 0 and norm > self._grad_clip:
             scale = (self._grad_clip / norm).item()
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+            for master in self.masters.values():
+                if master.grad is not None:
+                    master.grad.mul_(scale)
 
     def _give_gradients_to_masters(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
+        for parameter, master in self._pairs():
             if parameter is not master:
                 master.grad = parameter.grad.float() if parameter.grad is not None else None
+                parameter.grad = None
 
     @torch.no_grad()
     def _take_weights_from_masters(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
+        for parameter, master in self._pairs():
             if parameter is not master:
                 parameter.copy_(master)
-                master.grad = None
 
 
 def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
@@ -118,12 +143,10 @@ def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
         ) from error
     known = inspect.signature(cls).parameters
     arguments: dict[str, Any] = {"lr": config.lr}
-    for name, value in (
-        ("weight_decay", config.weight_decay),
-        ("betas", tuple(config.betas)),
-        ("fused", True),
-    ):
-        if name in known:
-            arguments[name] = value
-    arguments.update(config.override_optimizer_config or {})
+    overrides = dict(config.override_optimizer_config or {})
+    offered = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
+    if not {"foreach", "capturable", "differentiable"} & set(overrides):  # these exclude fusing
+        offered["fused"] = True
+    arguments.update({name: value for name, value in offered.items() if name in known})
+    arguments.update(overrides)
     return cls(parameters, **arguments)

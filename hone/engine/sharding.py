@@ -1,42 +1,96 @@
 """Several ranks, one model: FSDP2 over the data-parallel ranks, HSDP where they form copies.
 
-The process group is gloo on CPUs and NCCL on GPUs. Every wait has the group's timeout.
+The process group is gloo on CPUs; on GPUs NCCL moves the model and gloo the small facts the ranks
+exchange. Every wait has the group's timeout.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hone.config.engine import FSDPConfig
+from hone.protocol import DataProto
 
 TIMEOUT_S = 600
 
 
-def join_group(device: torch.device) -> dist.ProcessGroup:
+@dataclass(frozen=True)
+class Shards:
+    """A module cut over the ranks of a group."""
+
+    module: nn.Module
+    device: torch.device
+    group: dist.ProcessGroup
+    reshard_after_forward: bool
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, every rank holds the whole parameters and nothing reshards them."""
+        # Whoever runs forward first is taken for the root; decoding enters below it.
+        self.module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        for part in self._parts():
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in self._parts():
+                part.set_reshard_after_forward(self.reshard_after_forward, recurse=False)
+                part.reshard()
+
+    def reshard(self) -> None:
+        """Free what a forward pass without a backward left gathered."""
+        for part in self._parts():
+            part.reshard()
+
+    def concat_rows(
+        self, batch: DataProto, outputs: Mapping[str, Tensor]
+    ) -> tuple[DataProto, dict[str, Tensor], slice]:
+        """The rows of all ranks in rank order, and which of them are this rank's."""
+        everyone: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everyone, (dict(batch.batch.items()), dict(outputs)), self.group)
+        counts = [len(columns["responses"]) for columns, _ in everyone]
+        start = sum(counts[: self.rank])
+        whole = {name: torch.cat([c[name] for c, _ in everyone]) for name in everyone[0][0]}
+        joined = {name: torch.cat([o[name] for _, o in everyone]) for name in everyone[0][1]}
+        rows = slice(start, start + counts[self.rank])
+        return DataProto.from_dict(whole, meta_info=dict(batch.meta_info)), joined, rows
+
+    def _parts(self) -> list[FSDPModule]:
+        return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+
+
+def join_group(device: torch.device) -> None:
     """This process's place among the ranks; joins on the first call."""
     if not dist.is_initialized():
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timedelta(seconds=TIMEOUT_S),
         )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
-def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> None:
+def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> Shards:
     """Shard every decoder layer, then the rest, in place."""
     options: dict[str, Any] = {
         "mesh": _mesh(config.fsdp_size, device),
@@ -50,13 +104,16 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> None:
     for layer in decoder_layers(module):
         fully_shard(layer, **options)
     fully_shard(module, **options)
+    group = dist.group.WORLD
+    assert group is not None
+    return Shards(module, device, group, config.reshard_after_forward)
 
 
 def _mesh(shard_size: int, device: torch.device) -> DeviceMesh:
     world = dist.get_world_size()
     if shard_size in (-1, world):
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    if world % shard_size:
+    if shard_size < 1 or world % shard_size:
         raise ValueError(
             f"fsdp_size={shard_size} does not divide {world} ranks; use a divisor or -1 for all"
         )
@@ -65,21 +122,10 @@ def _mesh(shard_size: int, device: torch.device) -> DeviceMesh:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the longest list of modules inside."""
+    """The repeated blocks: the list of modules that holds the most parameters (experts are inside)."""
+
+    def size(blocks: nn.ModuleList) -> int:
+        return sum(p.numel() for p in blocks.parameters())
+
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
-
-
-@contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside, every rank holds the whole parameters and nothing reshards them."""
-    sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    for part in sharded:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    try:
-        yield
-    finally:
-        for part in sharded:
-            part.set_reshard_after_forward(True, recurse=False)
-            part.reshard()
+    return list(sorted(lists, key=size)[-1]) if lists else []

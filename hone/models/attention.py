@@ -39,6 +39,7 @@ def layout_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     layout: Layout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -52,6 +53,10 @@ def layout_attention(
         raise NotImplementedError(
             f"{type(module).__name__} caps its attention scores (softcap={softcap}); such models are "
             "not supported: use one without attention soft-capping"
+        )
+    if s_aux is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has attention sinks (s_aux); such models are not supported"
         )
     out = layout.attend(
         query[0].transpose(0, 1),

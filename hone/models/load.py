@@ -86,20 +86,37 @@ def load_causal_lm(
                 f"override_config has {key!r}, which {type(config).__name__} of {path} does not know"
             )
         setattr(config, key, value)
-    model = AutoModelForCausalLM.from_pretrained(
+    _refuse_other_mixers(config, path)
+    _switch_off_dropout(config)
+    return AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         attn_implementation=attention.NAME,
         trust_remote_code=trust_remote_code,
     )
-    _refuse_dropout(config)
-    return model
 
 
-def _refuse_dropout(config: Any) -> None:
-    """Dropout would make rollout and training different policies: it is switched off."""
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+def _refuse_other_mixers(config: Any, path: str) -> None:
+    """In packed rows only attention knows where a row ends; a recurrent layer would read its neighbour."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"{path} has layers of kind {', '.join(other)}; rows are packed end to end, which only "
+            "full and sliding attention keep apart. Use a model with these alone"
+        )
+
+
+def _switch_off_dropout(config: Any) -> None:
+    """Before the model is built. Dropout would make rollout and training different policies."""
+    for name in (
+        "attention_dropout",
+        "hidden_dropout",
+        "dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+    ):
         if getattr(config, name, 0):
             setattr(config, name, 0.0)
 

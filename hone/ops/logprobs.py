@@ -80,12 +80,13 @@ class _LinearLogProbs(torch.autograd.Function):
                 p = torch.exp(z - norm[:, None])
                 entropy[part] = norm - torch.linalg.vecdot(p, z)
         ctx.save_for_backward(hidden, weight, bias, target, log_norm, entropy)
-        ctx.factor, ctx.softcap, ctx.with_entropy = factor, softcap, with_entropy
+        ctx.factor, ctx.softcap = factor, softcap
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        g_log_prob, g_entropy = grads
+        g_log_prob, g_entropy = grads  # None where nothing depends on it
         hidden, weight, bias, target, log_norm, entropy = ctx.saved_tensors
         g_hidden = torch.empty_like(hidden)
         g_weight = None
@@ -97,10 +98,12 @@ class _LinearLogProbs(torch.autograd.Function):
             log_p = z.sub_(log_norm[part, None])
             p = log_p.exp()
             # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
-            g = p * -g_log_prob[part, None]
-            if ctx.with_entropy:
+            g = torch.zeros_like(p)
+            if g_log_prob is not None:
+                g = p * -g_log_prob[part, None]
+                g.scatter_add_(-1, target[part, None], g_log_prob[part, None].to(g.dtype))
+            if g_entropy is not None:
                 g -= p * (log_p + entropy[part, None]) * g_entropy[part, None]
-            g.scatter_add_(-1, target[part, None], g_log_prob[part, None].to(g.dtype))
             g *= ctx.factor
             if squashed is not None:
                 g *= 1 - squashed.square()

@@ -44,7 +44,7 @@ class SegmentLayout:
     def build(root_lengths: list[int], children: list[tuple[int, int]]) -> SegmentLayout:
         roots = _pad_index(root_lengths, 0)
         kids = kid_keys = None
-        if children:
+        if any(n for _, n in children):  # one-token responses leave nothing to feed
             kids = _pad_index([n for _, n in children], sum(root_lengths))
             parents = torch.tensor([p for p, _ in children])
             kid_keys = torch.cat([roots.cells[parents], kids.cells], 1)

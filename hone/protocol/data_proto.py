@@ -153,7 +153,7 @@ class DataProto:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
         for array in self.non_tensor_batch.values():
-            return int(array.shape[0]) if array.ndim else 0
+            return len(array) if np.ndim(array) else 0
         return 0
 
     def __getitem__(self, item: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 _EXPORTS = {
     "AbstractRewardManager": "hone.rewards.managers.abstract",
     "RewardError": "hone.rewards.failures",
+    "SetupError": "hone.rewards.failures",
     "UnknownSourceError": "hone.rewards.scores.table",
     "check_sources": "hone.rewards.scores.table",
     "compute_reward": "hone.rewards.loading",

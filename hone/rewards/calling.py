@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from hone.rewards.failures import SetupError
+
 T = TypeVar("T")
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -29,7 +31,7 @@ AMBIENT_ARGUMENTS = frozenset(
 """Offered to every scorer; those that do not know them are not given them."""
 
 
-class ScorerSignatureError(TypeError):
+class ScorerSignatureError(SetupError, TypeError):
     """A configured argument is one the scorer does not take."""
 
 

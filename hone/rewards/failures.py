@@ -16,6 +16,10 @@ events: Counter[str] = Counter()
 """Mishaps inside a scorer that did not stop it (a symbolic check that ran out of time)."""
 
 
+class SetupError(Exception):
+    """The run is set up wrongly (a scorer, an option, the sandbox): raised under every policy."""
+
+
 class RewardError(RuntimeError):
     """A row could not be scored and the policy is to stop."""
 

@@ -5,8 +5,9 @@ The only file of this room that reads the config tree; everything else asks for 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def load_reward_manager(
     `reward_kwargs` override `reward_model.reward_kwargs`; names the built-in managers do not know
     are handed to the scorer.
     """
-    for source, target in _items(getattr(config.reward_model, "scores", None)).items():
+    for source, target in config.reward_model.scores.items():
         register_score(source, target)
     cls = _manager_class(config)
     scorer = get_custom_reward_fn(config)
@@ -40,6 +41,8 @@ def load_reward_manager(
         settings = {name: settings[name] for name in settings if name in known | {*reward_kwargs}}
         options = _score_options(config, scorer)
         settings = {**options, "policy": _policy(config), **settings}
+        if config.reward_model.repeatness_punishment:
+            settings["repeat_threshold"] = config.reward_model.high_repeat_threshold
     else:
         accepted = accepted_names(cls)
         if accepted is not None:
@@ -59,7 +62,7 @@ def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
     if not custom.path:
         return None
     function: Callable[..., Any] = load_extern_object(custom.path, custom.name)
-    bound = _items(getattr(custom, "reward_kwargs", None))
+    bound = dict(custom.reward_kwargs)
     return functools.partial(function, **bound) if bound else function
 
 
@@ -93,7 +96,8 @@ def _policy(config: Any) -> FailurePolicy:
 
 def _manager_settings(config: Any) -> dict[str, Any]:
     """`reward_model.reward_kwargs` less the policy, with null values filled from their source."""
-    settings = _items(config.reward_model.reward_kwargs)
+    kwargs = config.reward_model.reward_kwargs
+    settings = {field.name: getattr(kwargs, field.name) for field in dataclasses.fields(kwargs)}
     for name in ("on_failure", "failure_score", "timeout_s"):
         del settings[name]
     if settings["max_resp_len"] is None:
@@ -122,8 +126,4 @@ def _score_options(config: Any, scorer: Callable[..., Any] | None) -> dict[str, 
     if scorer is not None:
         named = accepted_names(scorer) or frozenset()
         options = {name: value for name, value in options.items() if name in named}
-    return {**options, **_items(getattr(model, "score_kwargs", None))}
-
-
-def _items(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else dict(vars(value)) if value else {}
+    return {**options, **model.score_kwargs}

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.rewards import failures
-from hone.rewards.calling import ScorerSignatureError, call_scorer, describe
-from hone.rewards.failures import Failed, Scored
+from hone.rewards.calling import call_scorer, describe
+from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.ground_truth import plain
-from hone.rewards.scores.table import UnknownSourceError
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class Row:
 def score_row(
     compute_score: Callable[..., Any], row: Row, options: Mapping[str, Any]
 ) -> Scored | Failed:
-    """Score one row. A wrong signature or unknown source is the program's fault and is raised."""
+    """Score one row. What is wrong with the set-up (SetupError) is raised, whatever the policy."""
     before = failures.events.copy()
     try:
         result = call_scorer(compute_score, row.arguments(), options)
-    except (UnknownSourceError, ScorerSignatureError):
+    except SetupError:
         raise
     except Exception as error:  # a user's scorer may raise anything; the policy decides
         return failed_by(error, compute_score)

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hone.rewards.calling import ScorerSignatureError
-from hone.rewards.failures import Failed
-from hone.rewards.scores.table import UnknownSourceError
+from hone.rewards.failures import Failed, SetupError
 
 GRACE_S = 10.0
 """How long after its deadline a call whose parent vanished may still run."""
@@ -51,10 +49,10 @@ def serve(link: Connection) -> None:
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """The result, the program's own error as it is, any other exception as a failure."""
+    """The result, an error of the set-up as it is, any other exception as a failure."""
     try:
         return function(**arguments)
-    except (UnknownSourceError, ScorerSignatureError) as error:
+    except SetupError as error:
         return error
     except Exception as error:  # a user's code may raise anything; the pool's owner decides
         return Failed("exception", f"{type(error).__name__}: {error}")

@@ -15,11 +15,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hone.rewards import ground_truth as truth
+from hone.rewards.failures import SetupError
 
 if TYPE_CHECKING:
     from hone.sandbox import SandboxResult
 
-_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[ \t]*\r?\n")
+_FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON = ("", "python", "py", "python3")
 CODE_MARK = "__CODE__"
 """In a test's source, the place where the program goes (otherwise it goes in front)."""
@@ -69,7 +70,7 @@ def extract_code(text: str) -> str:
     while (opening := _FENCE.search(text, position)) is not None:
         end = text.find("```", opening.end())
         end = len(text) if end < 0 else end
-        if opening.group(1).lower() in _PYTHON:
+        if (opening.group(1) or "").lower() in _PYTHON:
             code = text[opening.end() : end]
         position = end + 3
     return text if code is None else code
@@ -185,7 +186,14 @@ def _after_secret(output: str | None, secret: str) -> str | None:
 def _output(code: str, stdin: str, limits: Limits) -> str | None:
     """Standard output of a run that ended well, else None."""
     run_python = _runner(limits.url, limits.memory_mb)
-    result = run_python(code, stdin=stdin, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb)
+    from hone.sandbox import SandboxUnavailable
+
+    try:
+        result = run_python(
+            code, stdin=stdin, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb
+        )
+    except SandboxUnavailable as error:
+        raise SetupError(f"model-written code cannot be run here: {error}") from error
     return result.stdout if result.ok else None
 
 

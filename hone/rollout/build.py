@@ -32,4 +32,13 @@ def build_rollout(
             tokenizer=tokenizer,
         )
         return NativeRollout(core)
+    if config.name == "hf":
+        from hone.rollout.hf import HFRollout
+
+        return HFRollout(policy, eos_ids=eos_ids, tokenizer=tokenizer)
+    if config.name == "scripted":
+        raise RolloutError(
+            "rollout.name=scripted needs a script, which no config can hold; in a test, build "
+            "hone.rollout.scripted.ScriptedRollout and give it to LoopRunner"
+        )
     raise RolloutError(f"rollout.name={config.name} is not available here; use native")

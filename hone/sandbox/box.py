@@ -18,12 +18,13 @@ from hone.sandbox import bubblewrap, direct, seccomp
 from hone.sandbox.cgroups import Group, group_name
 from hone.sandbox.plan import Order, box_environment
 from hone.sandbox.result import Status
-from hone.sandbox.spawn import SETUP_FAILED, limit_processes, spawn
+from hone.sandbox.rights import raised
+from hone.sandbox.spawn import SETUP_FAILED, Standard, execute, fork, limit
 
 SETUP_S = 30.0  # longest time from fork to the program's start
 LOOK_S = 0.05  # how often a box's memory is looked at
 _CHUNK = 1 << 16
-_OWN_PROCESSES = 2  # bubblewrap's two, which share the program's cgroup
+_OWN_PROCESSES = 1  # the first process of the box, which is bubblewrap's
 _OWN_MEMORY = 8 << 20
 
 
@@ -59,12 +60,13 @@ class Box:
         """Fork. staged: see Stage.bind. OSError leaves nothing behind but what release() takes away."""
         order, plan = self.order, self.order.plan
         if plan.cgroup is not None:
-            self._group = Group.create(
-                plan.cgroup,
-                group_name(self._number),
-                memory_bytes=(order.memory_mb << 20) + _OWN_MEMORY,
-                processes=order.processes + _OWN_PROCESSES,
-            )
+            with raised():
+                self._group = Group.create(
+                    plan.cgroup,
+                    group_name(self._number),
+                    memory_bytes=(order.memory_mb << 20) + _OWN_MEMORY,
+                    processes=order.processes + _OWN_PROCESSES,
+                )
         out_read, out_write = self._pipe()
         err_read, err_write = self._pipe()
         standard = (stdin, out_write, err_write)
@@ -81,7 +83,7 @@ class Box:
         self._watch(process_fd, lambda: self._on_exit(process_fd))
 
     def _spawn_bubblewrap(
-        self, standard: tuple[int, int, int], files: list[int], staged: dict[str, str]
+        self, standard: Standard, files: list[int], staged: dict[str, str]
     ) -> list[int]:
         order, plan = self.order, self.order.plan
         status_read, status_write = self._pipe()
@@ -100,26 +102,25 @@ class Box:
         keep += [options_fd, *([] if filter_fd is None else [filter_fd])]
         command = bubblewrap.command(plan, options_fd, order)
         # No environment at all: /proc/1/environ inside the box is bubblewrap's own.
-        self.pid = spawn(command, {}, order=order, group=self._group, standard=standard, keep=keep)
+        self.pid = execute(command, standard=standard, keep=keep)
         self._open.add("status")
         self._watch(status_read, lambda: self._on_status(status_read))
         return keep[len(files) :]
 
-    def _spawn_direct(self, standard: tuple[int, int, int], files: list[int]) -> list[int]:
+    def _spawn_direct(self, standard: Standard, files: list[int]) -> list[int]:
         order, plan = self.order, self.order.plan
-        home = self._home = direct.make_home(order, files, plan.drop_to)
+        home = self._home = direct.make_home(order, files)
 
         def close_in() -> None:
             os.setsid()
             direct.close_in(plan, home)
 
-        self.pid = spawn(
+        self.pid = fork(
             direct.command(plan, home, order),
             box_environment(home),
             order=order,
             group=self._group,
             standard=standard,
-            keep=(),
             last=close_in,
         )
         self._begin()
@@ -148,7 +149,10 @@ class Box:
                 continue
             try:
                 self.init_fd = self._own(os.pidfd_open(pid))
-                limit_processes(pid, self.order.processes + 1, self.order.plan.drop_to)
+                limit(pid, self.order)
+                if self._group is not None:
+                    with raised():
+                        self._group.admit(pid)
             except OSError as error:
                 self.error = f"its first process could not be limited: {error}"
                 self.kill()
@@ -234,7 +238,8 @@ class Box:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         if self._group is not None:
-            self._group.kill()
+            with raised():
+                self._group.kill()
 
     # ---- end ----
 
@@ -288,7 +293,8 @@ class Box:
         if self._home is not None:
             direct.remove_home(self._home)
             self._home = None
-        return self._group is None or self._group.remove()
+        with raised():
+            return self._group is None or self._group.remove()
 
     # ---- descriptors ----
 

@@ -95,5 +95,6 @@ def _special_mounts(plan: Plan) -> list[str]:
     for path in _DEVICES:
         words += ["--dev-bind", path, path]
     for target, path in _LINKS.items():
-        words += ["--symlink", target, path]
+        if not any(read.startswith(path + "/") for read in plan.interpreter.reads):
+            words += ["--symlink", target, path]
     return words

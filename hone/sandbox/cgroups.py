@@ -143,10 +143,10 @@ class Group:
             with contextlib.suppress(OSError):  # no swap accounting in this kernel
                 (directory / name).write_text(value)
 
-    def join(self) -> None:
-        """Move the calling process, which is about to exec, into the group."""
+    def admit(self, pid: int) -> None:
+        """Move a process into the group; what it starts from now on is in it too."""
         for directory in self._unique:
-            os.write(os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), b"0")
+            (directory / "cgroup.procs").write_text(str(pid))
 
     def out_of_memory(self) -> bool:
         """Whether the kernel killed something in here for memory."""

@@ -16,7 +16,7 @@ from hone.sandbox.interpreter import SYSTEM_PATHS
 from hone.sandbox.plan import Order, Plan
 
 
-def make_home(order: Order, files: list[int], owner: int | None) -> str:
+def make_home(order: Order, files: list[int]) -> str:
     """The run's directory on the host, filled with its files."""
     home = tempfile.mkdtemp(prefix=f"hone-box-{os.getpid()}-")
     for name, descriptor in zip(order.files, files, strict=True):
@@ -24,10 +24,6 @@ def make_home(order: Order, files: list[int], owner: int | None) -> str:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as target, os.fdopen(os.dup(descriptor), "rb") as source:
             shutil.copyfileobj(source, target)
-    if owner is not None:
-        for folder, _, names in os.walk(home):
-            for path in (folder, *(os.path.join(folder, name) for name in names)):
-                os.chown(path, owner, owner)
     return home
 
 

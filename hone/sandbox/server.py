@@ -81,7 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
 
-def _read(request: dict[str, Any], max_memory_mb: int) -> dict[str, Any]:
+def _read(request: Any, max_memory_mb: int) -> dict[str, Any]:
+    if not isinstance(request, dict):
+        raise TypeError(f"an object was expected, not {type(request).__name__}")
     language = request.get("language", "python")
     if language not in _LANGUAGES:
         raise ValueError(f"language {language!r} is not served; only {_LANGUAGES}")

@@ -1,11 +1,9 @@
-"""From fork to exec: the child joins its group, takes its limits, gives up its rights.
-
-Runs in the warden's child, which has one thread, so Python code between fork and exec is safe.
+"""From the warden to a new process: by posix_spawn, which copies no memory, or by fork where the child
+must build its own walls. Limits are set on the waiting box from outside, or by the child itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -14,25 +12,38 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hone.sandbox.cgroups import Group
 from hone.sandbox.plan import Order
+from hone.sandbox.rights import drop, raised
 
 SETUP_FAILED = 126
+# Ignored by Python or by the warden; ordinary programs expect them as they come.
+_ORDINARY = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLOSE_RANGE, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
 _LIBC = ctypes.CDLL(None)
+Standard = tuple[int, int, int]
 
 
-def spawn(
+def execute(argv: list[str], *, standard: Standard, keep: Sequence[int]) -> int:
+    """Start argv with no environment; its pid. keep: descriptors it inherits beside standard ones.
+
+    The caller closes those of keep at once: until then any child would inherit them.
+    """
+    for descriptor in keep:
+        os.set_inheritable(descriptor, True)
+    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(standard)]
+    return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsigdef=_ORDINARY)
+
+
+def fork(
     argv: list[str],
     environment: Mapping[str, str],
     *,
     order: Order,
     group: Group | None,
-    standard: tuple[int, int, int],
-    keep: Sequence[int],
-    last: Callable[[], None] | None = None,
+    standard: Standard,
+    last: Callable[[], None],
 ) -> int:
-    """Fork and execute argv; the child's pid. What fails before exec is said on its stderr.
+    """Fork, limit, and execute argv; the child's pid. What fails before exec is said on its stderr.
 
-    standard: descriptors for stdin, stdout, stderr. keep: further ones the program inherits.
     last: called in the child right before exec, with all limits set and all rights gone.
     """
     pid = os.fork()
@@ -40,23 +51,17 @@ def spawn(
         return pid
     try:
         if group is not None:
-            group.join()
+            with raised():
+                group.admit(os.getpid())
         for target, descriptor in enumerate(standard):
             os.dup2(descriptor, target)
         # Every descriptor is made close-on-exec where it is opened; this is the second lock.
         _LIBC.syscall(_CLOSE_RANGE, 3, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC)
-        for descriptor in keep:
-            os.set_inheritable(descriptor, True)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; programs do not
+        for number in _ORDINARY:
             signal.signal(number, signal.SIG_DFL)
-        os.umask(0o022)
-        with contextlib.suppress(OSError):
-            score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-            os.write(score, b"1000")  # a machine short of memory gives up the box first
-        _limit(order)
-        _drop(order.plan.drop_to)
-        if last is not None:
-            last()
+        limit(0, order)
+        drop()
+        last()
         os.execve(argv[0], argv, environment)
     except BaseException as error:  # whatever it was, the child must not go on as a second warden
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
@@ -64,49 +69,25 @@ def spawn(
         os._exit(SETUP_FAILED)
 
 
-def limit_processes(pid: int, count: int, owner: int | None) -> None:
-    """RLIMIT_NPROC of a process that waits in its own user namespace, where only it is counted.
+def limit(pid: int, order: Order) -> None:
+    """Set every rlimit of a process that is ours and waits; 0 is the calling one.
 
-    Root in a container often lacks the right to limit another user's process; a process whose
-    real ids are that user's has it, so ours are for the length of the call.
+    In a user namespace of its own the processes of the box alone are counted, its first included;
+    without one, the kernel counts all processes of this user, also those outside.
     """
-    limits = (count, count)
-    if owner is None:
-        resource.prlimit(pid, resource.RLIMIT_NPROC, limits)
-        return
-    real_uid, real_gid = os.getuid(), os.getgid()
-    os.setresgid(owner, -1, -1)
-    os.setresuid(owner, -1, -1)
-    try:
-        resource.prlimit(pid, resource.RLIMIT_NPROC, limits)
-    finally:
-        os.setresuid(real_uid, -1, -1)
-        os.setresgid(real_gid, -1, -1)
-
-
-def _limit(order: Order) -> None:
     memory, disk = order.memory_mb << 20, order.disk_mb << 20
-    _set(resource.RLIMIT_CORE, 0)
-    _set(resource.RLIMIT_AS, memory)
-    _set(resource.RLIMIT_FSIZE, disk)
-    _set(resource.RLIMIT_CPU, order.cpu_s, order.cpu_s + 1)  # SIGXCPU first, then SIGKILL
-    _set(resource.RLIMIT_NOFILE, order.open_files)
-    if order.plan.bwrap is None:
-        # No user namespace: the kernel counts all processes of this user, also those outside.
-        _set(resource.RLIMIT_NPROC, order.processes)
+    _set(pid, resource.RLIMIT_CORE, 0)
+    _set(pid, resource.RLIMIT_AS, memory)
+    _set(pid, resource.RLIMIT_FSIZE, disk)
+    _set(pid, resource.RLIMIT_CPU, order.cpu_s, order.cpu_s + 1)  # SIGXCPU first, then SIGKILL
+    _set(pid, resource.RLIMIT_NOFILE, order.open_files)
+    _set(pid, resource.RLIMIT_NPROC, order.processes + 1)
 
 
-def _set(kind: int, soft: int, hard: int | None = None) -> None:
+def _set(pid: int, kind: int, soft: int, hard: int | None = None) -> None:
     """Lower a limit; one that is already stricter stays."""
-    present = resource.getrlimit(kind)[1]
+    present = resource.prlimit(pid, kind)[1]
     hard = soft if hard is None else hard
     if present != resource.RLIM_INFINITY:
         soft, hard = min(soft, present), min(hard, present)
-    resource.setrlimit(kind, (soft, hard))
-
-
-def _drop(uid: int | None) -> None:
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
+    resource.prlimit(pid, kind, (soft, hard))

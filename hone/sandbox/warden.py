@@ -22,8 +22,9 @@ from collections.abc import Callable
 
 from hone.sandbox.box import Box
 from hone.sandbox.cgroups import Parents, sweep
-from hone.sandbox.plan import Order
+from hone.sandbox.plan import NOBODY, Order
 from hone.sandbox.result import MAX_FILES, Status
+from hone.sandbox.rights import lower, raised
 from hone.sandbox.stage import Stage
 
 MAX_MESSAGE = 1 << 17
@@ -121,8 +122,9 @@ class Warden:
             order = Order.from_json(data)
             self._sweep(order.plan.cgroup)
             box = Box(order, self._number, self._selector)
-            reads = order.plan.interpreter.reads if order.plan.staged else ()
-            box.start(stdin, files, self._stage.bind(reads))
+            with raised():
+                staged = self._stage.bind(order.plan.interpreter.reads if order.plan.staged else ())
+            box.start(stdin, files, staged)
             self._admit(box, caller)
         except (OSError, ValueError) as error:
             caller.answer(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
@@ -155,7 +157,8 @@ class Warden:
     def _sweep(self, parents: Parents | None) -> None:
         if parents is not None and not self._swept.issuperset(parents.unique):
             self._swept.update(parents.unique)
-            sweep(parents)
+            with raised():
+                sweep(parents)
 
     def _reap(self) -> None:
         """Orphans of a box come to us: let none stay a zombie. Our own children are left alone."""
@@ -178,6 +181,9 @@ def main(descriptor: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.umask(0o022)
+    if os.geteuid() == 0:
+        lower(NOBODY)
     gc.disable()
     gc.freeze()
     Warden(socket.socket(fileno=descriptor)).serve()

@@ -13,10 +13,11 @@ import torch
 from hone.agents.runner import LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
-from hone.engine.build import build_engine, export_hf, wrap_lora
+from hone.engine.build import build_engine, export_hf
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
+from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.rollout.build import build_rollout
@@ -65,21 +66,26 @@ class ActorRolloutRefWorker(Worker):
         actor = config.actor
         policy = self._load_policy(pick_dtype(actor.fsdp_config.dtype, self.device))
         if config.model.uses_lora:
-            policy.lm = wrap_lora(policy.lm, config.model)
+            policy.lm = wrap_lora(
+                policy.lm,
+                rank=config.model.lora_rank,
+                alpha=config.model.lora_alpha,
+                dropout=config.model.lora_dropout,
+                target_modules=config.model.target_modules,
+                exclude_modules=config.model.exclude_modules,
+                adapter_path=config.model.lora_adapter_path,
+            )
         self.policy = policy
         self.engine: Engine = build_engine(
             policy,
             optim=actor.optim,
             grad_clip=actor.grad_clip,
             fsdp=actor.fsdp_config,
-            train_rule=_rule(
-                actor.use_dynamic_bsz,
-                actor.ppo_micro_batch_size_per_gpu,
-                actor.ppo_max_token_len_per_gpu,
+            train_rule=MicroBatchRule(
+                actor.sequences_per_micro_batch(self.world_size), actor.ppo_max_token_len_per_gpu
             ),
-            infer_rule=_rule(
-                rollout.log_prob_use_dynamic_bsz,
-                rollout.log_prob_micro_batch_size_per_gpu,
+            infer_rule=MicroBatchRule(
+                rollout.log_prob_sequences_per_micro_batch(self.world_size),
                 rollout.log_prob_max_token_len_per_gpu,
             ),
             response_width=rollout.response_length,
@@ -98,10 +104,8 @@ class ActorRolloutRefWorker(Worker):
             return None
         policy = self._load_policy(pick_dtype(ref.fsdp_config.dtype, self.device))
         policy.requires_grad_(False)
-        rule = _rule(
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_micro_batch_size_per_gpu,
-            ref.log_prob_max_token_len_per_gpu,
+        rule = MicroBatchRule(
+            ref.sequences_per_micro_batch(self.world_size), ref.log_prob_max_token_len_per_gpu
         )
         return build_engine(
             policy,
@@ -149,7 +153,11 @@ class ActorRolloutRefWorker(Worker):
         metrics = update_in_minibatches(
             self.engine,
             data,
-            PolicyObjective(actor, temperature=data.meta_info["temperature"]),
+            PolicyObjective(
+                actor,
+                temperature=data.meta_info["temperature"],
+                correction=self.config.algorithm.rollout_correction,
+            ),
             rows_per_update=actor.sequences_per_update() // self.world_size,
             epochs=actor.ppo_epochs,
             shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
@@ -164,13 +172,14 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        self.engine.save(Path(folder))
-        if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
+        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        self.engine.save(Path(folder), contents)
+        if "hf_model" in contents:
             export_hf(self.engine, self.policy.lm, self.tokenizer, Path(folder), self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        self.engine.load(Path(folder))
+        self.engine.load(Path(folder), self.config.actor_rollout_ref.actor.checkpoint.load_contents)
         assert self.engine.optimizer is not None
         self.version = self.engine.optimizer.updates
         self.rollout.update_weights((), self.version)
@@ -179,7 +188,3 @@ class ActorRolloutRefWorker(Worker):
     def close(self) -> None:
         if "actor" in self.roles:
             self.rollout.close()
-
-
-def _rule(by_tokens: bool, rows: int | None, tokens: int) -> MicroBatchRule:
-    return MicroBatchRule(rows=None if by_tokens else rows, tokens=tokens)

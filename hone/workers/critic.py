@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import load_causal_lm
+from hone.models.lora import wrap_lora
 from hone.models.policy import ValueModel
 from hone.protocol import DataProto
 from hone.workers.device import pick_device, pick_dtype
@@ -24,24 +26,36 @@ class CriticWorker(Worker):
     def init_model(self) -> None:
         whole, config = self.config, self.config.critic
         device = pick_device(whole.trainer.device, self.local_rank)
-        lm = load_causal_lm(
+        lm: Any = load_causal_lm(
             config.model.path or whole.actor_rollout_ref.model.path,
             dtype=pick_dtype(config.model.fsdp_config.dtype, device),
             trust_remote_code=config.model.trust_remote_code,
             override_config=config.model.override_config,
         )
-        by_tokens = config.use_dynamic_bsz
+        if config.model.enable_gradient_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        model = ValueModel(lm)
+        if config.model.lora_rank > 0:
+            model.lm = wrap_lora(
+                model.lm,
+                rank=config.model.lora_rank,
+                alpha=config.model.lora_alpha,
+                dropout=0.0,
+                target_modules=config.model.target_modules,
+                exclude_modules=None,
+                adapter_path=None,
+            )
         self.engine = build_engine(
-            ValueModel(lm).to(device),
+            model.to(device),
             optim=config.optim,
             grad_clip=config.grad_clip,
             fsdp=config.model.fsdp_config,
             train_rule=MicroBatchRule(
-                None if by_tokens else config.ppo_micro_batch_size_per_gpu,
+                config.sequences_per_micro_batch(self.world_size),
                 config.ppo_max_token_len_per_gpu,
             ),
             infer_rule=MicroBatchRule(
-                None if by_tokens else config.forward_micro_batch_size_per_gpu,
+                config.value_sequences_per_micro_batch(self.world_size),
                 config.forward_max_token_len_per_gpu,
             ),
             response_width=whole.actor_rollout_ref.rollout.response_length,
@@ -71,8 +85,8 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        self.engine.save(Path(folder))
+        self.engine.save(Path(folder), self.config.critic.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        self.engine.load(Path(folder))
+        self.engine.load(Path(folder), self.config.critic.checkpoint.load_contents)

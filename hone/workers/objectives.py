@@ -16,6 +16,7 @@ from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import get_policy_loss_fn
 from hone.algorithms.value_loss import compute_value_loss
 from hone.config.actor import ActorConfig
+from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.critic import CriticConfig
 from hone.engine.contract import Terms
 from hone.engine.engine import loss_mask
@@ -28,21 +29,26 @@ _PREPARED = "prepared/"
 class PolicyObjective:
     """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL to the reference."""
 
-    def __init__(self, config: ActorConfig, *, temperature: float) -> None:
+    def __init__(
+        self,
+        config: ActorConfig,
+        *,
+        temperature: float,
+        correction: RolloutCorrectionConfig | None = None,
+    ) -> None:
         self._config = config
-        self._loss = get_policy_loss_fn(config.policy_loss.loss_mode)
-        self._with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-        self.options: Mapping[str, Any] = {
-            "temperature": temperature,
-            "with_entropy": self._with_entropy,
-        }
+        bypass = correction is not None and correction.bypass_mode
+        self._loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
+        self._correction = correction
+        # The entropy is always measured: a collapse must be seen, and its sum costs little.
+        self.options: Mapping[str, Any] = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
-        columns = batch.batch
+        columns, log_prob = batch.batch, outputs["log_probs"]
         prepared = self._loss.prepare(  # type: ignore[attr-defined]
-            columns["old_log_probs"],
-            outputs["log_probs"],
+            columns["old_log_probs"] if batch.has_column("old_log_probs") else log_prob,
+            log_prob,
             columns["advantages"],
             loss_mask(batch),
             self._config,
@@ -56,6 +62,8 @@ class PolicyObjective:
         # Where no pass before the update computed them, the update's own forward gives them.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
         extra: dict[str, Any] = {}
+        if self._correction is not None and self._correction.bypass_mode:
+            extra["rollout_correction"] = self._correction
         if self.needs_batch_statistics:
             extra["prepared"] = {
                 n.removeprefix(_PREPARED): columns[n] for n in names if n.startswith(_PREPARED)
@@ -70,9 +78,11 @@ class PolicyObjective:
             columns["rollout_is_weights"] if "rollout_is_weights" in names else None,
             **extra,
         )
+        means = dict(means)
         loss = policy_loss
         shares = {"actor/pg_loss": policy_loss.detach()}
-        if self._with_entropy:
+        means["actor/entropy"] = masked_mean(outputs["entropy"].detach(), mask)
+        if config.entropy_coeff != 0:
             entropy = self._aggregate(outputs["entropy"], mask)
             shares["actor/entropy_loss"] = entropy.detach()
             loss = loss - config.entropy_coeff * entropy
@@ -82,7 +92,13 @@ class PolicyObjective:
             )
             shares["actor/kl_loss"] = kl.detach()
             loss = loss + config.kl_loss_coef * kl
-        return Terms(loss, shares, means)
+        maxima: dict[str, Tensor] = {}
+        if "old_log_probs" not in names and "rollout_log_probs" in names:
+            gap = (log_prob.detach() - columns["rollout_log_probs"]) * mask
+            means["rollout_corr/kl"] = -masked_mean(gap, mask)
+            means["rollout_corr/log_prob_abs_diff_mean"] = masked_mean(gap.abs(), mask)
+            maxima["rollout_corr/log_prob_abs_diff_max"] = gap.abs().max()
+        return Terms(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
         return agg_loss(
@@ -146,7 +162,7 @@ def update_in_minibatches(
     epochs: int,
     shuffle_seed: int | None,
 ) -> dict[str, float]:
-    """All updates of one step; metrics are means over the updates, norms and counts their largest."""
+    """All updates of one step; metrics are means over the updates, counts their largest."""
     seen: dict[str, list[float]] = {}
     for epoch in range(epochs):
         order = torch.arange(len(batch))

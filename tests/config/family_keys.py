@@ -217,7 +217,7 @@ ROLLOUT: dict[str, Any] = {
     },
     "quantization": None,
     "quantization_config_file": None,
-    "mtp": {key: None for key in MTP},
+    "mtp": dict.fromkeys(MTP),
     "layered_summon": False,
 }
 MODEL: dict[str, Any] = {

@@ -22,7 +22,9 @@ def test_a_key_follows_the_one_it_names_unless_it_is_set() -> None:
     config = load_config(["data.max_prompt_length=64", "actor_rollout_ref.rollout.n=3"])
     assert config.actor_rollout_ref.rollout.prompt_length == 64
     assert config.critic.rollout_n == 3
-    apart = load_config(["data.max_prompt_length=64", "actor_rollout_ref.rollout.prompt_length=128"])
+    apart = load_config(
+        ["data.max_prompt_length=64", "actor_rollout_ref.rollout.prompt_length=128"]
+    )
     assert apart.actor_rollout_ref.rollout.prompt_length == 128
 
 

@@ -32,12 +32,10 @@ def make_group(ranks: int, cls: type = Toy, *args: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("how", ["exit", pytest.param("kill", marks=pytest.mark.slow)])
 def test_a_dead_worker_is_named_with_its_last_words_while_its_peers_still_work(how: str) -> None:
-    group = make_group(2, name_prefix="critic")
-    started = time.monotonic()
+    # Rank 0 sleeps for 60 s: waiting for it first would pass the deadline, and be another error.
+    group = make_group(2, name_prefix="critic", call_deadline_s=30.0)
     with pytest.raises(WorkerDied) as caught:
         group.die(1, how)
-    # Rank 0 sleeps for 60 s: waiting for it first would be the hang this is about.
-    assert time.monotonic() - started < 30
     message = str(caught.value)
     assert "rank 1 of 'critic'" in message
     assert "during 'die'" in message
@@ -54,7 +52,7 @@ def test_a_worker_killed_from_outside_while_working_is_reported() -> None:
         pid = group.whereabouts()[0]["pid"]
         killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
         killer.start()
-        with pytest.raises(WorkerDied, match="rank 0 of 'toy'.*during 'nap'"):
+        with pytest.raises(WorkerDied, match=r"rank 0 of 'toy'.*during 'nap'"):
             group.nap(60)
         killer.join()
 
@@ -83,11 +81,6 @@ def _first(results: list[Any]) -> Any:
     return results[0]
 
 
-def test_two_ranks_reduce_over_gloo() -> None:
-    with make_group(2) as group:
-        assert group.all_reduced(10.0) == [30.0, 30.0]
-
-
 class Slow(Worker):
     def __init__(self) -> None:
         self.calls = 0
@@ -95,9 +88,12 @@ class Slow(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def produce(self, data: DataProto) -> DataProto:
         time.sleep(1.0)
-        return DataProto.from_dict({"x": data.batch["x"] + 1}, {"uid": data.non_tensor_batch["uid"]})
+        return DataProto.from_dict(
+            {"x": data.batch["x"] + 1}, {"uid": data.non_tensor_batch["uid"]}
+        )
 
 
+@pytest.mark.slow
 def test_futures_stay_lazy_between_groups_of_different_size() -> None:
     import ray
 
@@ -120,7 +116,9 @@ def test_futures_stay_lazy_between_groups_of_different_size() -> None:
 def _slow_group(pool: ResourcePool) -> Any:
     from hone.controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-    return RayWorkerGroup(pool, RayClassWithInitArgs(Slow), start_deadline_s=120, call_deadline_s=60)
+    return RayWorkerGroup(
+        pool, RayClassWithInitArgs(Slow), start_deadline_s=120, call_deadline_s=60
+    )
 
 
 @pytest.mark.slow

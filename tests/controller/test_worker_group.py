@@ -234,6 +234,20 @@ def test_a_batch_the_worker_changes_is_not_the_callers(group: WorkerGroup) -> No
     assert data.column_names() == ["x", "uid"]
 
 
+def test_every_controller_computes_the_same_bits_with_one_rank(group: WorkerGroup) -> None:
+    if group.world_size > 1:
+        pytest.skip("ranks of one node share its cores: another thread count, other last bits")
+    with make_group("local", ClassWithInitArgs(Toy, 1.0)) as local:
+        assert local.whereabouts()[0]["threads"] == group.whereabouts()[0]["threads"]
+        assert local.matmul_bits() == group.matmul_bits()
+
+
+def test_ranks_can_reduce_over_gloo(group: WorkerGroup) -> None:
+    if group.world_size == 1:
+        pytest.skip("one rank has nobody to reduce with")
+    assert group.all_reduced(10.0) == [30.0, 30.0]
+
+
 class Custom(Toy):
     mode = register_dispatch_mode(
         "EACH_RANK_ITS_NUMBER",
@@ -250,6 +264,7 @@ class Custom(Toy):
         return -1, value, named
 
 
+@pytest.mark.parametrize("kind", ["local", "ray2"], scope="module", indirect=True)
 def test_a_users_own_mode_overrides_and_colocated_roles(kind: str) -> None:
     roles = create_colocated_worker_cls(
         {
@@ -278,13 +293,12 @@ def test_a_users_own_mode_overrides_and_colocated_roles(kind: str) -> None:
         other.say()
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["local", pytest.param("ray", marks=pytest.mark.slow)],
+    scope="module",
+    indirect=True,
+)
 def test_an_error_in_the_constructor_is_raised_where_the_group_is_made(kind: str) -> None:
     with pytest.raises(TypeError, match="wrong"):
         make_group(kind, ClassWithInitArgs(Toy, wrong=1))
-
-
-def test_local_and_ray_compute_the_same_bits(ray_cluster: None) -> None:
-    made_of = ClassWithInitArgs(Toy, 1.0)
-    with make_group("local", made_of) as local, make_group("ray", made_of) as remote:
-        assert local.whereabouts()[0]["threads"] == remote.whereabouts()[0]["threads"]
-        assert local.matmul_bits() == remote.matmul_bits()

@@ -75,6 +75,11 @@ def test_unknown_sources_are_errors_and_known_ones_may_be_a_rule(
     assert check_file(path, known_sources=lambda name: name.startswith("my_"))[0] == 0
 
 
+def test_rows_for_a_reward_model_need_no_scorer(write_jsonl: Callable[..., str]) -> None:
+    row = {"prompt": "a", "data_source": "talk", "reward_model": {"style": "model"}}
+    assert check_file(write_jsonl([row]), known_sources=set())[0] == 0
+
+
 def test_duplicate_prompts_are_counted(write_jsonl: Callable[..., str], make_rows: Any) -> None:
     rows = make_rows(4)
     status, report = check_file(write_jsonl([*rows, rows[2], rows[2]]))

@@ -196,3 +196,35 @@ def test_image_marks_become_typed_parts_and_must_match_the_images() -> None:
     ]
     with pytest.raises(PromptError, match="2 times, the row holds 1"):
         with_typed_parts(messages, {"images": ["a"]}, "images", "videos")
+
+
+def test_another_selection_of_the_same_rows_is_other_data(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
+) -> None:
+    path = write_jsonl(make_rows(30))
+    one = RLHFDataset(path, tokenizer, config(seed=1), max_samples=10)
+    two = RLHFDataset(path, tokenizer, config(seed=2), max_samples=10)
+    with pytest.raises(DataError, match="differ from those of the checkpoint"):
+        two.load_state_dict(one.state_dict())
+
+
+def test_a_prompt_that_the_template_cannot_render_is_named_or_skipped(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
+) -> None:
+    picture = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
+    path = write_jsonl([{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": picture}])
+    with pytest.raises(DataError, match="row 1: the tokenizer's chat template cannot render"):
+        RLHFDataset(path, tokenizer, config())[1]
+    settings = config(filter_overlong_prompts=True, on_bad_row="skip")
+    data = RLHFDataset(path, tokenizer, settings)
+    assert (len(data), data.bad_rows.counts) == (1, {"cannot be rendered": 1})
+
+
+def test_arguments_of_tools_that_a_row_does_not_name_are_dropped(
+    tokenizer: Any, config: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "a", "extra_info": {"tools_kwargs": {name: {"x": 1}}}} for name in "ab"]
+    write_parquet(rows, tmp_path / "x.parquet")
+    data = RLHFDataset(str(tmp_path / "x.parquet"), tokenizer, config())
+    assert data[0]["tools_kwargs"] == {"a": {"x": 1}}
+    assert data[1]["tools_kwargs"] == {"b": {"x": 1}}

@@ -84,6 +84,32 @@ class HardFirst(AbstractCurriculumSampler):
         self.position = state["position"]
 
 
+class Remembering(AbstractSampler):
+    """Goes on at the saved place of the saved pass, even where that is the end of it."""
+
+    def __init__(self, data_source: Any, data_config: Any) -> None:
+        super().__init__(data_source, data_config)
+        self.passes, self.at = 0, 0
+        self.start: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.start is None:
+            self.passes += 1
+        begin, self.start = self.start or 0, None
+        order = list(range(len(self)))
+        random.Random(self.passes).shuffle(order)
+        for place in range(begin, len(self)):
+            self.at = place + 1
+            yield order[place]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.passes, self.at = state["passes"], state["at"]
+        self.start = state["at"] if state["passes"] else None
+
+
 def make_loader(
     mode: str, rows: int, batch_size: int, drop_last: bool, seed: int = 0
 ) -> PromptLoader:
@@ -95,6 +121,8 @@ def make_loader(
         sampler = Mixture(groups, [0.7, 0.3], shuffle=True, seed=seed)
     elif mode == "seeded sampler":
         sampler = SeededSampler(dataset, None)
+    elif mode == "remembering sampler":
+        sampler = Remembering(dataset, None)
     elif mode == "curriculum":
         sampler = HardFirst(dataset, None)
     return PromptLoader(
@@ -116,7 +144,15 @@ def run(loader: PromptLoader, batches: int) -> list[list[tuple[int, str, int]]]:
     return seen
 
 
-MODES = ["in order", "shuffled", "mixture", "seeded sampler", "curriculum", "growing"]
+MODES = [
+    "in order",
+    "shuffled",
+    "mixture",
+    "seeded sampler",
+    "remembering sampler",
+    "curriculum",
+    "growing",
+]
 
 
 @settings(max_examples=150, deadline=None)

@@ -230,11 +230,17 @@ def test_without_the_datasets_package_the_hub_is_explained(
         prepare("gsm8k", local_dir=tmp_path)
 
 
-def test_every_script_names_a_known_data_set_and_every_set_has_a_script() -> None:
-    assert {ALIASES.get(path.stem, path.stem) for path in SCRIPTS} == set(RECIPES) - {"search_r1"}
+def test_every_script_names_a_known_data_set_and_shadows_no_module() -> None:
+    assert len(SCRIPTS) >= 22
     for path in SCRIPTS:
+        assert ALIASES.get(path.stem, path.stem) in RECIPES
         assert f'script("{path.stem}")' in path.read_text()
         assert path.stem not in sys.stdlib_module_names, "it would shadow a module of Python"
+
+
+def test_every_recipe_has_a_builder_with_its_arguments() -> None:
+    for name in [*RECIPES, *ALIASES]:
+        assert "--local_dir" in argument_parser(name).format_help()
 
 
 def test_a_script_runs_and_ends_with_a_sentence_when_it_cannot(
@@ -259,6 +265,10 @@ EXPECTED = {
     "nq": [10036, 3610],
     "bamboogle": [125],
     "search_qa": [3518, 502],
+    "math500": [500],
+    "asdiv": [2215],
+    "mbpp": [374, 90, 500],
+    "leetcode": [1890, 228],
 }
 
 

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.config.data import CustomClassConfig
+from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
+from hone.data.create import create_sft_dataset
+from hone.data.loader import PromptLoader
 from hone.data.prompts import PromptError, render_prompt
 from hone.data.rows import DataError
 from hone.data.sft import (
@@ -19,23 +22,8 @@ from hone.data.sft import (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    prompt_key: str = "question"
-    response_key: str = "answer"
-    prompt_dict_keys: tuple[str, ...] | None = None
-    response_dict_keys: tuple[str, ...] | None = None
-    prompt_format: str = "chat"
-    max_length: int = 200
-    truncation: str = "error"
-    on_bad_row: str = "raise"
-    ignore_input_ids_mismatch: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    multiturn: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            messages_key="messages", tools_key="tools", enable_thinking_key="enable_thinking"
-        )
-    )
+def settings_of(**changes: Any) -> SFTDataConfig:
+    return replace(SFTDataConfig(max_length=200), **changes)
 
 
 def learnt(tokenizer: Any, ids: list[int], mask: list[int]) -> str:
@@ -106,15 +94,15 @@ def test_rows_from_a_file_or_from_memory_give_the_same(
     tokenizer: Any, write_jsonl: Callable[..., str]
 ) -> None:
     rows = [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}]
-    from_file = SFTDataset(write_jsonl(rows), tokenizer, Settings())
-    in_memory = SFTDataset(None, tokenizer, Settings(), rows=rows)
+    from_file = SFTDataset(write_jsonl(rows), tokenizer, settings_of())
+    in_memory = SFTDataset(None, tokenizer, settings_of(), rows=rows)
     assert [from_file[i] for i in range(2)] == [in_memory[i] for i in range(2)]
     assert set(from_file[0]) == {"input_ids", "loss_mask"}
 
 
 def test_keys_may_look_into_objects(tokenizer: Any) -> None:
     rows = [{"extra_info": {"question": "1+1", "answer": "2"}}]
-    settings = Settings(
+    settings = settings_of(
         prompt_key="extra_info",
         prompt_dict_keys=("question",),
         response_key="extra_info",
@@ -126,7 +114,7 @@ def test_keys_may_look_into_objects(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(("how", "text"), [("left", "67<|im_end|>"), ("right", "456")])
 def test_ids_and_mask_are_cut_alike(tokenizer: Any, how: str, text: str) -> None:
-    settings = Settings(prompt_format="raw", max_length=6, truncation=how)
+    settings = settings_of(prompt_format="raw", max_length=6, truncation=how)
     item = SFTDataset(None, tokenizer, settings, rows=[{"question": "123", "answer": "4567"}])[0]
     assert len(item["input_ids"]) == len(item["loss_mask"]) == 6
     assert learnt(tokenizer, item["input_ids"], item["loss_mask"])[-len(text) :] == text
@@ -134,7 +122,7 @@ def test_ids_and_mask_are_cut_alike(tokenizer: Any, how: str, text: str) -> None
 
 def test_a_row_that_is_too_long_is_named(tokenizer: Any, write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl([{"question": "123", "answer": "4567"}])
-    data = SFTDataset(path, tokenizer, Settings(prompt_format="raw", max_length=6))
+    data = SFTDataset(path, tokenizer, settings_of(prompt_format="raw", max_length=6))
     with pytest.raises(DataError, match=r"rows.jsonl, row 0: the row has 8 tokens"):
         data[0]
 
@@ -142,16 +130,19 @@ def test_a_row_that_is_too_long_is_named(tokenizer: Any, write_jsonl: Callable[.
 def test_bad_rows_are_named_or_skipped(tokenizer: Any, write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl([{"question": "a", "answer": "b"}, {"question": "a"}, {"answer": 3}])
     with pytest.raises(DataError, match=r"row 1: no 'answer' in the row"):
-        SFTDataset(path, tokenizer, Settings())
-    data = SFTDataset(path, tokenizer, replace(Settings(), on_bad_row="skip"))
+        SFTDataset(path, tokenizer, settings_of())
+    data = SFTDataset(path, tokenizer, settings_of(on_bad_row="skip"))
     assert (len(data), data.bad_rows.total) == (1, 2)
 
 
 def test_conversations_come_with_tools_and_thinking_of_their_own(tool_tokenizer: Any) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     tools = '[{"type": "function", "function": {"name": "add"}}]'
-    rows = [{"messages": turns, "tools": tools, "enable_thinking": False}, {"messages": turns}]
-    data = MultiTurnSFTDataset(None, tool_tokenizer, Settings(), rows=rows)
+    rows: list[dict[str, Any]] = [
+        {"messages": turns, "tools": tools, "enable_thinking": False},
+        {"messages": turns},
+    ]
+    data = MultiTurnSFTDataset(None, tool_tokenizer, settings_of(), rows=rows)
     assert tool_tokenizer.decode(data[0]["input_ids"]).startswith("add\n")
     assert not tool_tokenizer.decode(data[1]["input_ids"]).startswith("add")
 
@@ -159,4 +150,58 @@ def test_conversations_come_with_tools_and_thinking_of_their_own(tool_tokenizer:
 def test_a_conversation_without_an_assistant_turn_is_a_bad_row(tokenizer: Any) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}]}]
     with pytest.raises(DataError, match="no assistant turn"):
-        MultiTurnSFTDataset(None, tokenizer, Settings(), rows=rows)
+        MultiTurnSFTDataset(None, tokenizer, settings_of(), rows=rows)
+
+
+def test_a_row_whose_response_is_cut_away_is_named(tokenizer: Any) -> None:
+    settings = settings_of(prompt_format="raw", max_length=3, truncation="right")
+    data = SFTDataset(None, tokenizer, settings, rows=[{"question": "123", "answer": "4"}])
+    with pytest.raises(DataError, match="row 0: nothing to learn is left"):
+        data[0]
+
+
+def test_the_kind_of_data_set_follows_from_the_config_or_the_file(
+    tokenizer: Any, write_jsonl: Callable[..., str]
+) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    talk = write_jsonl([{"messages": turns, "question": "q", "answer": "a"}], "talk.jsonl")
+    plain = write_jsonl([{"question": "q", "answer": "a"}], "plain.jsonl")
+
+    def kind(path: str, enable: bool | None) -> type:
+        chosen = settings_of(multiturn=MultiTurnDataConfig(enable=enable))
+        return type(create_sft_dataset(path, chosen, tokenizer))
+
+    assert kind(talk, None) is MultiTurnSFTDataset
+    assert kind(plain, None) is SFTDataset
+    assert kind(talk, False) is SFTDataset
+    own = settings_of(custom_cls=CustomClassConfig("hone.data.sft", "SFTDataset"))
+    assert type(create_sft_dataset(talk, own, tokenizer)) is SFTDataset
+
+
+def test_a_chat_template_of_ones_own_replaces_the_tokenizers(plain_tokenizer: Any) -> None:
+    template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    rows = [{"question": "1", "answer": "2"}]
+    data = SFTDataset(None, plain_tokenizer, settings_of(chat_template=template), rows=rows)
+    assert plain_tokenizer.decode(data[0]["input_ids"]) == "[1]2<|im_end|>"
+
+
+def test_rows_kept_are_the_first_or_a_seeded_draw(tokenizer: Any) -> None:
+    rows = [{"question": str(i), "answer": "a"} for i in range(30)]
+
+    def kept(**changes: Any) -> list[int]:
+        settings = settings_of(**changes)
+        return SFTDataset(None, tokenizer, settings, max_samples=8, rows=rows).positions
+
+    assert kept(shuffle=False) == list(range(8))
+    assert kept(seed=1) == kept(seed=1) != kept(seed=2)
+
+
+def test_the_loader_serves_supervised_rows_too(
+    tokenizer: Any, write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([{"question": str(i), "answer": "a"} for i in range(5)])
+    data = SFTDataset(path, tokenizer, settings_of())
+    loader = PromptLoader(data, 2, shuffle=True, seed=0, drop_last=False)
+    batches = list(loader.one_epoch())
+    assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
+    assert len({uid for batch in batches for uid in batch["uid"]}) == 5

@@ -14,6 +14,7 @@ from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
+from hone.rewards.scores import table
 
 MakeBatch = Callable[..., DataProto]
 
@@ -103,11 +104,47 @@ def test_a_users_function_is_loaded_with_its_arguments_bound(
     assert extras == {"score": [6.0], "keywords": [["k"]]}
 
 
+def test_the_table_is_extended_by_config(
+    load: Callable[..., Any], make_batch: MakeBatch, scorer_file: Callable[[str], str]
+) -> None:
+    before = table.registered_scores()
+    path = scorer_file("def grade(solution_str, weight=1): return weight * len(solution_str)\n")
+    try:
+        manager = load(
+            f"+reward_model.scores.my_set='{path}:grade'", "+reward_model.score_kwargs.weight=3"
+        )
+        assert manager(make_batch(["abc"], "my_set")).sum() == 9.0
+    finally:
+        table.restore_scores(before)
+
+
+def test_options_of_a_rule_come_from_score_kwargs(
+    load: Callable[..., Any], make_batch: MakeBatch
+) -> None:
+    manager = load("+reward_model.score_kwargs.method=flexible")
+    assert manager(make_batch(["it is 7."], "openai/gsm8k", ["7"])).sum() == 1.0
+
+
 def test_a_built_in_scorer_may_be_chosen_for_all_rows(
     load: Callable[..., Any], make_batch: MakeBatch
 ) -> None:
     manager = load("custom_reward_function.path=pkg://hone.rewards.scores.gsm8k")
     assert manager(make_batch(["#### 1"], "my own numbers", ["1"])).sum() == 1.0
+
+
+@pytest.mark.parametrize("manager", ["naive", "dapo"])
+def test_repetitive_responses_lose_their_reward_when_told_so(
+    load: Callable[..., Any], make_batch: MakeBatch, manager: str
+) -> None:
+    data = make_batch(["so #### 1", "again " * 40 + "#### 1"], "openai/gsm8k", ["1", "1"])
+    chosen = f"reward_model.reward_manager={manager}"
+    assert load(chosen)(data).sum(1).tolist() == [1.0, 1.0]
+    punishing = load(chosen, "reward_model.repeatness_punishment=true")
+    result = punishing(data, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0]
+    assert result["reward_extra_info"]["acc"] == [1.0, 1.0]
+    quiet, loud = result["reward_extra_info"]["repeat_score"]
+    assert quiet < 0.2 < loud
 
 
 def test_a_users_function_that_is_not_there_is_an_error(load: Callable[..., Any]) -> None:

@@ -69,6 +69,12 @@ exit(0)
     assert result.stdout.split() == ["hello", "[1]", "2", "3", "[4,", "5]"]
 
 
+def test_signals_have_their_ordinary_meaning(run: RunPython) -> None:
+    code = "import signal as s\nprint(s.getsignal(s.SIGTERM) is s.SIG_DFL, s.getsignal(s.SIGHUP) is s.SIG_DFL)"
+    code += "\nprint(s.getsignal(s.SIGINT) is s.default_int_handler)"
+    assert run(code).stdout.split() == ["True"] * 3
+
+
 def test_set_order_is_the_same_in_every_run(run: RunPython) -> None:
     code = "print(list({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}))"
     assert len({run(code).stdout for _ in range(3)}) == 1

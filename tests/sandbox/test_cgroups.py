@@ -88,7 +88,7 @@ def test_a_real_group_holds_kills_and_goes() -> None:
     group = Group.create(parents, cgroups.group_name(999), memory_bytes=64 << 20, processes=4)
     pid = os.fork()
     if pid == 0:
-        group.join()
+        group.admit(os.getpid())
         time.sleep(100)
         os._exit(0)
     try:

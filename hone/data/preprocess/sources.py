@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.data.preprocess.hub import hub_splits
+from hone.data.hub import hub_splits
 from hone.data.rows import SUFFIXES, BadRows, DataError, Row, read_file
 
 

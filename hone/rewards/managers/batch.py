@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hone.rewards.calling import ScorerSignatureError, call_scorer
+from hone.rewards.calling import call_scorer
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
-from hone.rewards.failures import Failed, Scored
+from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Row, failed_by, read_result, score_row
 
@@ -40,7 +40,7 @@ class BatchRewardManager(RuleRewardManager):
         }
         try:
             results: Any = call_scorer(self.compute_score, arguments, self.options)
-        except ScorerSignatureError:
+        except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy decides
             return [failed_by(error, self.compute_score)] * len(rows)

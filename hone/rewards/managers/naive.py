@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.rewards.calling import run_coroutine, taken_arguments
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
-from hone.rewards.failures import Failed, Scored
+from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Row, failed_by, read_result, score_row
 
@@ -47,6 +47,8 @@ class NaiveRewardManager(RuleRewardManager):
             return read_result(await asyncio.wait_for(call, self.policy.timeout_s))
         except (asyncio.TimeoutError, TimeoutError):
             return self.late()
+        except SetupError:
+            raise
         except Exception as error:  # a user's scorer may raise anything; the policy decides
             return failed_by(error, self.compute_score)
 

@@ -18,6 +18,13 @@ from hone.rewards.pool import DeadlinePool
 from hone.rewards.transport import row_scorer_keywords
 
 
+def usable_cores() -> int:
+    """Cores this process may use (all of the machine's where the system does not say)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class PrimeRewardManager(RuleRewardManager):
     """`num_processes` scoring processes, by default one a core; they live from batch to batch."""
 
@@ -35,7 +42,7 @@ class PrimeRewardManager(RuleRewardManager):
         super().__init__(
             tokenizer, num_examine, compute_score, reward_fn_key, policy=policy, **options
         )
-        self.num_processes = num_processes or len(os.sched_getaffinity(0))
+        self.num_processes = num_processes or usable_cores()
         self.pool: DeadlinePool | None = None
 
     def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:

@@ -25,13 +25,17 @@ from hone.rewards.managers.reading import (
     valid_response_ids,
 )
 from hone.rewards.outcome import Row
+from hone.rewards.repetition import repeatness
 from hone.rewards.scores import table
 
 logger = logging.getLogger(__name__)
 
 
 class RuleRewardManager(AbstractRewardManager):
-    """Scores every row by a rule. Keywords it does not know are handed to the scorer."""
+    """Scores every row by a rule. Keywords it does not know are handed to the scorer.
+
+    `repeat_threshold` takes the reward from responses more repetitive than that (0 to 1).
+    """
 
     def __init__(
         self,
@@ -41,10 +45,12 @@ class RuleRewardManager(AbstractRewardManager):
         reward_fn_key: str = "data_source",
         *,
         policy: FailurePolicy | None = None,
+        repeat_threshold: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.policy = policy or default_policy()
+        self.repeat_threshold = repeat_threshold
         self.options = options
 
     @abstractmethod
@@ -75,6 +81,11 @@ class RuleRewardManager(AbstractRewardManager):
         results = self.judge(rows, self.score_known(rows))
         scores = [result.score for result in results]
         shaped, extras = self.shape(scores, [len(row) for row in ids])
+        if self.repeat_threshold is not None:
+            repeats = [repeatness(row.solution_str) for row in rows]
+            extras["repeat_score"] = repeats
+            kept = zip(shaped, repeats, strict=True)
+            shaped = [0.0 if r > self.repeat_threshold else reward for reward, r in kept]
         rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]
         for index, position in enumerate(last_policy_tokens(data)):
             if position is None:

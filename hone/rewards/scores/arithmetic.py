@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hone.rewards.scores.answer_tag import last_answer
+from hone.rewards.scores.answer_tag import all_answers, last_answer
 
 _INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)
-_COMPAT_ANSWER = re.compile(r"<answer>(.*?)</answer>")
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> int | None:
     """The integer the model answered, or None."""
     if compat:
         _, marker, text = solution_str.partition("Assistant:")
-        found = _COMPAT_ANSWER.findall(text) if marker else []
-        answer = found[-1].strip() if found else None
+        lines = text.split("\n") if marker else []
+        found = [answer for line in lines for answer in all_answers(line)]
+        answer = found[-1] if found else None
     else:
         answer = last_answer(solution_str)
     if answer is None or not _INTEGER.fullmatch(answer) or (compat and "," in answer):

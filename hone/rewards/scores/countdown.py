@@ -11,9 +11,8 @@ from typing import Any
 
 from hone.rewards import ground_truth as truth
 from hone.rewards.expressions import Evaluated, ExpressionError, evaluate, evaluate_compat
-from hone.rewards.scores.answer_tag import last_answer
+from hone.rewards.scores.answer_tag import all_answers, last_answer
 
-_ONE_LINE_ANSWER = re.compile(r"<answer>(.*?)</answer>")
 _MARKERS = ("Assistant:", "<|im_start|>assistant")
 _COMPAT_TOLERANCE = 1e-5
 
@@ -36,8 +35,8 @@ def extract_solution(
         text = text.split("\n")[-1]
     if not compat:
         return last_answer(text)
-    found = _ONE_LINE_ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    found = all_answers(text)
+    return found[-1] if found else None
 
 
 def compute_score(

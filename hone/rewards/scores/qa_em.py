@@ -12,14 +12,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from hone.rewards import ground_truth as truth
-from hone.rewards.scores.answer_tag import last_answer
+from hone.rewards.scores.answer_tag import all_answers, last_answer
 
 MAX_TAGS = 10
 """More opening or closing answer tags than this is tag spam; it earns a quarter."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def normalize_answer(text: str) -> str:
@@ -64,20 +63,21 @@ def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
 def remove_information(text: str) -> str:
     """The text without closed `<information>…</information>` blocks."""
     parts: list[str] = []
-    while True:
-        start = text.find("<information>")
-        end = text.find("</information>", start) if start >= 0 else -1
+    position = 0
+    while (start := text.find("<information>", position)) >= 0:
+        end = text.find("</information>", start)
         if end < 0:
-            return "".join([*parts, text])
-        parts.append(text[:start])
-        text = text[end + len("</information>") :]
+            break
+        parts.append(text[position:start])
+        position = end + len("</information>")
+    return "".join([*parts, text[position:]])
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
     """The last answer. `compat` is for prompt and response together: a single answer is ignored."""
     if compat:
-        found = _TAGGED.findall(solution_str)
-        return found[-1].strip() if len(found) > 1 else None
+        found = all_answers(solution_str)
+        return found[-1] if len(found) > 1 else None
     return last_answer(remove_information(solution_str))
 
 

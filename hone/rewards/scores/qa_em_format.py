@@ -19,7 +19,7 @@ from hone.rewards.scores.qa_em import (
 _TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _MARKER = "<|im_start|>assistant"
-_TRAILING_SPECIAL = re.compile(r"(?:\s*<\|[^|<>]{1,40}\|>)+\s*$")
+_SPECIAL = re.compile(r"<\|[^|<>]{1,40}\|>$")
 _NEXT = {
     "start": ("think",),
     "think": ("search", "answer"),
@@ -39,11 +39,18 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
     elif compat:
         return False, "missing assistant marker"
     if not compat:
-        text = _TRAILING_SPECIAL.sub("", text)
+        text = _without_trailing_special(text)
     for tag in _TAGS:
         if text.count(f"<{tag}>") != text.count(f"</{tag}>"):
             return False, f"unbalanced <{tag}>"
     return _follows_order(text)
+
+
+def _without_trailing_special(text: str) -> str:
+    text = text.rstrip()
+    while (found := _SPECIAL.search(text, max(0, len(text) - 44))) is not None:
+        text = text[: found.start()].rstrip()
+    return text
 
 
 def _follows_order(text: str) -> tuple[bool, str]:

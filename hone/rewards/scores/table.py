@@ -13,6 +13,7 @@ from typing import Any
 
 from hone.rewards.calling import call_scorer
 from hone.rewards.extern import load_object
+from hone.rewards.failures import SetupError
 
 _HERE = "hone.rewards.scores"
 _MATCHES = ("exact", "prefix", "substring")
@@ -20,7 +21,7 @@ _SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musiq
 _NUMINA_SETS = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 
 
-class UnknownSourceError(NotImplementedError):
+class UnknownSourceError(SetupError, NotImplementedError):
     """No scorer is known for a row's data source."""
 
 

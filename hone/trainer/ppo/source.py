@@ -14,6 +14,7 @@ import numpy as np
 from hone.columns import write
 from hone.controller import WorkerGroup
 from hone.protocol import DataProto
+from hone.trainer.ppo.widths import concat_padded
 
 
 class TrajectorySource:
@@ -42,7 +43,7 @@ class TrajectorySource:
         """All trajectories submitted so far, in the order of submission."""
         finished = [self._play(rows) for rows in self._pending]
         self._pending.clear()
-        return finished[0] if len(finished) == 1 else DataProto.concat(finished)
+        return finished[0] if len(finished) == 1 else concat_padded(finished)
 
     def _play(self, rows: DataProto) -> DataProto:
         played = self._workers.generate_sequences(rows)

@@ -12,21 +12,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from hone.algorithms import advantages
-from hone.algorithms.kl import apply_kl_penalty, get_kl_controller
-from hone.columns import require, reward_column, write
+from hone.algorithms.kl import get_kl_controller
+from hone.columns import write
 from hone.config import PPOTrainerConfig, config_to_dict, replace
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_rl_dataset, create_train_loader, create_val_loader
 from hone.protocol import DataProto
-from hone.protocol.rows import object_array
 from hone.rewards import load_reward_manager
 from hone.tracking import RunFolder, Timers, Tracking, progress
-from hone.trainer.ppo import checkpoint, metrics
+from hone.trainer.ppo import checkpoint, credit, metrics
+from hone.trainer.ppo.balance import balance
+from hone.trainer.ppo.collect import collect
 from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
 from hone.trainer.ppo.rollout_file import write_rollouts
+from hone.trainer.ppo.sampling import training_sampling, validation_sampling
+from hone.trainer.ppo.scoring import score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource
 from hone.trainer.ppo.validation import validation_metrics
 
@@ -56,7 +58,7 @@ class PPOTrainer:
             data.train_files, data, tokenizer, processor, True, data.train_max_samples
         )
         self.loader = create_train_loader(
-            data, self.train_dataset, data.train_batch_size, config.trainer.seed
+            data, self.train_dataset, data.prompts_per_generation, config.trainer.seed
         )
         self.val_loader = None
         if data.val_files or val_dataset is not None:
@@ -92,6 +94,7 @@ class PPOTrainer:
         self.actor = groups.get(Role.ActorRolloutRef) or groups[Role.ActorRollout]
         self.reference = groups.get(Role.RefPolicy) or groups.get(Role.ActorRolloutRef)
         self.critic = groups.get(Role.Critic)
+        self.reward_model = groups.get(Role.RewardModel)
         self.source = TrajectorySource(self.actor)
 
     def _check_sources(self) -> None:
@@ -139,9 +142,7 @@ class PPOTrainer:
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """One pass of the loop."""
         self.global_step += 1
-        prompts = self.loader.next_batch()
-        batch = self.generate(prompts)
-        batch = self.score(batch)
+        batch = collect(lambda: self.score(self.generate(self.loader.next_batch())), self.config)
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
         measured = self.update(batch)
@@ -152,31 +153,35 @@ class PPOTrainer:
     def generate(self, prompts: Mapping[str, np.ndarray]) -> DataProto:
         rollout = self.config.actor_rollout_ref.rollout
         with self.timers.timer("gen"):
-            self.source.submit(prompts, samples=rollout.n, sampling=_sampling(rollout))
+            self.source.submit(prompts, samples=rollout.n, sampling=training_sampling(rollout))
             batch = self.source.take()
+        if "reward_baselines" in self.plan.columns:
+            with self.timers.timer("gen_max"):
+                write(batch, "reward_baselines", self._greedy_scores(prompts, batch))
         batch.meta_info["temperature"] = rollout.temperature
         return batch
 
+    def _greedy_scores(self, prompts: Mapping[str, np.ndarray], batch: DataProto) -> torch.Tensor:
+        """[B] what the greedy response to each row's prompt scores (ReMax's baseline)."""
+        greedy = training_sampling(self.config.actor_rollout_ref.rollout) | {"temperature": 0.0}
+        self.source.submit(prompts, samples=1, sampling=greedy)
+        scored = self.score(self.source.take())
+        totals = scored.batch["token_level_scores"].sum(-1).tolist()
+        of_uid = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
+        return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
+
     def score(self, batch: DataProto, reward_fn: Any = None) -> DataProto:
-        """Each reward part in its own column; `token_level_scores` is their sum."""
+        """Each reward part in its own column; `token_level_scores` is their configured sum."""
         with self.timers.timer("reward"):
-            if batch.has_column("rm_scores"):
-                part, rewards, extras = "agent", batch.batch["rm_scores"], {}
-            else:
-                result = (reward_fn or self.reward_fn)(batch, return_dict=True)
-                part, rewards = "rule", result["reward_tensor"]
-                extras = result.get("reward_extra_info", {})
-            write(batch, reward_column(part), rewards)
-            write(batch, "token_level_scores", rewards.clone())
-            for name, values in extras.items():
-                if not batch.has_column(name):
-                    batch.set_column(name, object_array(list(values)))
-            batch.meta_info["reward_extra_names"] = sorted(extras)
+            parts, extras = score_parts(batch, reward_fn or self.reward_fn, self.reward_model)
+            write_scores(batch, parts, extras, self.config.reward_model)
         return batch
 
     def estimate(self, batch: DataProto) -> DataProto:
         """What the models say about the batch: only what the algorithm reads."""
-        if self.plan.old_log_probs:
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            write(batch, "old_log_probs", batch.batch["rollout_log_probs"].clone())
+        elif self.plan.old_log_probs:
             with self.timers.timer("old_log_prob"):
                 batch = batch.union(self.actor.compute_log_prob(batch))
         if self.plan.reference:
@@ -190,27 +195,23 @@ class PPOTrainer:
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
-        """Rewards after KL, then advantages and returns."""
+        """Rewards after KL, correction, then advantages and returns."""
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
-            rewards = require(batch, "token_level_scores").clone()
-            if algorithm.use_kl_in_reward:
-                rewards = self._subtract_kl(batch)
-            write(batch, "token_level_rewards", rewards)
-            name = algorithm.adv_estimator
-            extra = {column: require(batch, column) for column in advantages.needs(name, algorithm)}
-            for column in advantages.optional(name):
-                if batch.has_column(column):
-                    extra[column] = batch.column(column)
-            advantage, returns = advantages.get_adv_estimator_fn(name)(
-                rewards,
-                require(batch, "response_mask"),
-                index=batch.non_tensor_batch["uid"],
-                config=algorithm,
-                **extra,
+            measured = credit.reward_after_kl(batch, algorithm, self.kl_controller)
+            measured |= credit.correct_for_rollout(batch, algorithm)
+            credit.estimate_advantages(batch, algorithm)
+            batch = credit.resample(
+                batch, algorithm, seed=self.config.trainer.seed, step=self.global_step
             )
-            write(batch, "advantages", advantage)
-            write(batch, "returns", returns)
+            if self.config.trainer.balance_batch:
+                batch, spread = balance(
+                    batch,
+                    ranks=self.actor.world_size,
+                    rows_per_update=self.config.actor_rollout_ref.actor.sequences_per_update(),
+                )
+                measured |= spread
+        batch.meta_info.setdefault("metrics", {}).update(measured)
         return batch
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -244,24 +245,6 @@ class PPOTrainer:
             measured |= self.reward_fn.pop_metrics()
         return measured
 
-    def _subtract_kl(self, batch: DataProto) -> torch.Tensor:
-        rewards, current = apply_kl_penalty(
-            require(batch, "token_level_scores"),
-            require(batch, "old_log_probs"),
-            require(batch, "ref_log_prob"),
-            require(batch, "response_mask"),
-            self.kl_controller.value,
-            self.config.algorithm.kl_penalty,
-        )
-        batch.meta_info.setdefault("metrics", {}).update(
-            {
-                "actor/reward_kl_penalty": float(current),
-                "actor/reward_kl_penalty_coeff": self.kl_controller.value,
-            }
-        )
-        self.kl_controller.update(float(current), n_steps=len(batch))
-        return rewards
-
     # -- around a step ------------------------------------------------------------------------
 
     def after_step(self, batch: DataProto, *, last: bool) -> dict[str, float]:
@@ -288,7 +271,7 @@ class PPOTrainer:
         variables: dict[str, list[Any]] = {}
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             for number, prompts in enumerate(self.val_loader.one_epoch()):
-                self.source.submit(prompts, samples=wanted.n, sampling=_val_sampling(wanted))
+                self.source.submit(prompts, samples=wanted.n, sampling=validation_sampling(wanted))
                 batch = self.score(self.source.take(), self.val_reward_fn)
                 self._keep_validation(batch, number)
                 sources += list(batch.non_tensor_batch["data_source"])
@@ -378,25 +361,3 @@ def _with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerCon
         if current <= 0:
             config = replace(config, key, total)
     return config
-
-
-def _sampling(rollout: Any) -> dict[str, Any]:
-    greedy = not rollout.do_sample
-    return {
-        "temperature": 0.0 if greedy else rollout.temperature,
-        "top_k": rollout.top_k,
-        "top_p": rollout.top_p,
-        "min_p": rollout.min_p,
-        "stop": tuple(rollout.stop or ()),
-        "stop_token_ids": tuple(rollout.stop_token_ids or ()),
-        "ignore_eos": rollout.ignore_eos,
-    }
-
-
-def _val_sampling(wanted: Any) -> dict[str, Any]:
-    return {
-        "temperature": wanted.temperature if wanted.do_sample else 0.0,
-        "top_k": wanted.top_k,
-        "top_p": wanted.top_p,
-        "min_p": wanted.min_p,
-    }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hone.protocol import DataProto
+from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.extern import load_extern_object
 from hone.rewards.failures import FailurePolicy, RewardError
 from hone.rewards.managers.naive import NaiveRewardManager
@@ -137,3 +138,11 @@ def test_a_scorer_that_cannot_be_imported_there_is_an_error(
     scorer_file("def g(x): pass")
     with pytest.raises(RuntimeError, match=r"could not start.*has no 'f'"):
         prime(scorer)(make_batch(["a"]))
+
+
+def test_an_error_of_the_set_up_stops_the_run_from_there_too(
+    prime: Callable[..., PrimeRewardManager], make_batch: MakeBatch
+) -> None:
+    manager = prime(policy=FailurePolicy("score", 0.0, 60.0), fromat_score=0.1)
+    with pytest.raises(ScorerSignatureError, match="fromat_score"):
+        manager(make_batch(["#### 1"], "openai/gsm8k", ["1"]))

@@ -1,0 +1,257 @@
+"""The family's module paths, as one table: what a user imports there, and which room has it here.
+
+A finder at the end of `sys.meta_path` answers only for paths of this table that are no real module;
+names load when they are asked for. Leaves out what the family keeps private.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+_CONTROLLER = "hone.controller"
+_SCORES = "hone.rewards.scores"
+_MANAGERS = "hone.rewards.managers"
+_ADVANTAGES = "hone.algorithms.advantages"
+_LOSSES = "hone.algorithms.policy_losses"
+_AGENTS = "hone.agents.contract"
+_DATA = "hone.data"
+
+WHOLE_MODULES: dict[str, str] = {
+    "hone.utils.reward_score.gsm8k": f"{_SCORES}.gsm8k",
+    "hone.utils.reward_score.math": f"{_SCORES}.math_reward",
+    "hone.utils.reward_score.math_reward": f"{_SCORES}.math_reward",
+    "hone.utils.reward_score.math_dapo": f"{_SCORES}.math_dapo",
+    "hone.utils.reward_score.prime_math": f"{_SCORES}.prime_math",
+    "hone.utils.reward_score.prime_code": f"{_SCORES}.prime_code",
+    "hone.utils.reward_score.geo3k": f"{_SCORES}.geo3k",
+    "hone.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.qa_em",
+    "hone.utils.reward_score.qa_em": f"{_SCORES}.qa_em",
+    "hone.utils.reward_score.qa_em_format": f"{_SCORES}.qa_em_format",
+    "hone.utils.reward_score.countdown": f"{_SCORES}.countdown",
+    "hone.utils.reward_score.multiply": f"{_SCORES}.arithmetic",
+    "hone.workers.reward_manager.abstract": f"{_MANAGERS}.abstract",
+    "hone.workers.reward_manager.naive": f"{_MANAGERS}.naive",
+    "hone.workers.reward_manager.batch": f"{_MANAGERS}.batch",
+    "hone.workers.reward_manager.prime": f"{_MANAGERS}.prime",
+    "hone.workers.reward_manager.dapo": f"{_MANAGERS}.dapo",
+    "hone.workers.reward_manager.blank": f"{_MANAGERS}.blank",
+    "hone.workers.reward_manager.registry": f"{_MANAGERS}.registry",
+    "hone.trainer.ppo.reward": "hone.rewards.loading",
+    "hone.single_controller.base.decorator": f"{_CONTROLLER}.decorator",
+    "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
+    "hone.single_controller.base.worker_group": f"{_CONTROLLER}.worker_group",
+    "hone.experimental.agent_loop.agent_loop": _AGENTS,
+    "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.loops.single_turn",
+    "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
+    "hone.utils.seqlen_balancing": "hone.ops.balancing",
+    "hone.utils.tracking": "hone.tracking",
+}
+"""Paths whose every name is in one module here."""
+
+_MANAGER_NAMES = {
+    "AbstractRewardManager": f"{_MANAGERS}.abstract:AbstractRewardManager",
+    "NaiveRewardManager": f"{_MANAGERS}.naive:NaiveRewardManager",
+    "BatchRewardManager": f"{_MANAGERS}.batch:BatchRewardManager",
+    "PrimeRewardManager": f"{_MANAGERS}.prime:PrimeRewardManager",
+    "DAPORewardManager": f"{_MANAGERS}.dapo:DAPORewardManager",
+    "register": f"{_MANAGERS}.registry:register",
+    "get_reward_manager_cls": f"{_MANAGERS}.registry:get_reward_manager_cls",
+}
+_LOOP_NAMES = {
+    "AgentLoopBase": f"{_AGENTS}:AgentLoopBase",
+    "AgentLoopOutput": f"{_AGENTS}:AgentLoopOutput",
+    "AgentLoopMetrics": f"{_AGENTS}:AgentLoopMetrics",
+    "register": f"{_AGENTS}:register",
+    "register_agent_loop": f"{_AGENTS}:register_agent_loop",
+    "SingleTurnAgentLoop": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
+}
+_BASE_NAMES = {
+    "Worker": f"{_CONTROLLER}:Worker",
+    "WorkerGroup": f"{_CONTROLLER}:WorkerGroup",
+    "ResourcePool": f"{_CONTROLLER}:ResourcePool",
+    "ClassWithInitArgs": f"{_CONTROLLER}:ClassWithInitArgs",
+}
+_RAY_NAMES = {
+    "RayResourcePool": f"{_CONTROLLER}:RayResourcePool",
+    "RayClassWithInitArgs": f"{_CONTROLLER}:RayClassWithInitArgs",
+    "RayWorkerGroup": f"{_CONTROLLER}:RayWorkerGroup",
+    "create_colocated_worker_cls": f"{_CONTROLLER}:create_colocated_worker_cls",
+}
+_WORKER_NAMES = {
+    "ActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
+    "AsyncActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
+    "CriticWorker": "hone.workers.critic:CriticWorker",
+    "RewardModelWorker": "hone.workers.reward_model:RewardModelWorker",
+    "ProcessRewardModelWorker": "hone.workers.process_reward_model:ProcessRewardModelWorker",
+}
+_CORE_ALGOS = {
+    "register_adv_est": f"{_ADVANTAGES}:register_adv_est",
+    "get_adv_estimator_fn": f"{_ADVANTAGES}:get_adv_estimator_fn",
+    "compute_gae_advantage_return": f"{_ADVANTAGES}.gae:gae",
+    "compute_grpo_outcome_advantage": f"{_ADVANTAGES}.grpo:grpo",
+    "compute_grpo_passk_outcome_advantage": f"{_ADVANTAGES}.passk:grpo_passk",
+    "compute_rloo_outcome_advantage": f"{_ADVANTAGES}.rloo:rloo",
+    "compute_opo_outcome_advantage": f"{_ADVANTAGES}.opo:opo",
+    "compute_gpg_outcome_advantage": f"{_ADVANTAGES}.gpg:gpg",
+    "compute_remax_outcome_advantage": f"{_ADVANTAGES}.remax:remax",
+    "compute_reinforce_plus_plus_outcome_advantage": (
+        f"{_ADVANTAGES}.reinforce_plus_plus:reinforce_plus_plus"
+    ),
+    "compute_reinforce_plus_plus_baseline_outcome_advantage": (
+        f"{_ADVANTAGES}.reinforce_plus_plus:reinforce_plus_plus_baseline"
+    ),
+    "register_policy_loss": f"{_LOSSES}:register_policy_loss",
+    "get_policy_loss_fn": f"{_LOSSES}:get_policy_loss_fn",
+    "compute_policy_loss_vanilla": f"{_LOSSES}.vanilla:vanilla",
+    "compute_value_loss": "hone.algorithms.value_loss:compute_value_loss",
+    "compute_entropy_loss": "hone.algorithms.entropy:compute_entropy_loss",
+    "agg_loss": "hone.algorithms.aggregation:agg_loss",
+    "kl_penalty": "hone.algorithms.kl:kl_penalty",
+    "AdaptiveKLController": "hone.algorithms.kl:AdaptiveKLController",
+    "FixedKLController": "hone.algorithms.kl:FixedKLController",
+    "get_kl_controller": "hone.algorithms.kl:get_kl_controller",
+}
+_DATASET_NAMES = {
+    "RLHFDataset": f"{_DATA}:RLHFDataset",
+    "SFTDataset": f"{_DATA}:SFTDataset",
+    "MultiTurnSFTDataset": f"{_DATA}:MultiTurnSFTDataset",
+    "collate_fn": f"{_DATA}:collate_fn",
+}
+
+NAMES: dict[str, dict[str, str]] = {
+    "hone.utils.reward_score": {"default_compute_score": "hone.rewards:default_compute_score"},
+    "hone.workers.reward_manager": _MANAGER_NAMES,
+    "hone.workers.fsdp_workers": _WORKER_NAMES,
+    "hone.experimental.agent_loop": _LOOP_NAMES,
+    "hone.experimental.agent_loop.tool_agent_loop": {
+        "ToolAgentLoop": "hone.agents.loops.tool:ToolAgentLoop"
+    },
+    "hone.tools.base_tool": {"BaseTool": "hone.agents.tools.contract:BaseTool"},
+    "hone.tools.schemas": {
+        "ToolResponse": "hone.agents.tools.contract:ToolResponse",
+        "OpenAIFunctionToolSchema": "hone.agents.tools.contract:OpenAIFunctionToolSchema",
+    },
+    "hone.interactions.base": {
+        "BaseInteraction": "hone.agents.interactions.contract:BaseInteraction"
+    },
+    "hone.single_controller.base": _BASE_NAMES,
+    "hone.single_controller.ray": _RAY_NAMES,
+    "hone.single_controller.ray.base": _RAY_NAMES,
+    "hone.trainer.ppo.core_algos": _CORE_ALGOS,
+    "hone.trainer.ppo.ray_trainer": {
+        "RayPPOTrainer": "hone.trainer.ppo.trainer:PPOTrainer",
+        "ResourcePoolManager": f"{_CONTROLLER}:ResourcePoolManager",
+        "Role": f"{_CONTROLLER}:Role",
+    },
+    "hone.trainer.ppo.utils": {"Role": f"{_CONTROLLER}:Role"},
+    "hone.utils.dataset": _DATASET_NAMES,
+    "hone.utils.dataset.rl_dataset": _DATASET_NAMES,
+    "hone.utils.dataset.sft_dataset": {"SFTDataset": f"{_DATA}:SFTDataset"},
+    "hone.utils.dataset.multiturn_sft_dataset": {
+        "MultiTurnSFTDataset": f"{_DATA}:MultiTurnSFTDataset"
+    },
+    "hone.utils.dataset.dynamicgen_dataset": {
+        "AbstractDataGenerator": f"{_DATA}:AbstractDataGenerator",
+        "DynamicGenDataset": f"{_DATA}:DynamicGenDataset",
+    },
+    "hone.utils.import_utils": {
+        "load_extern_object": "hone.rewards:load_extern_object",
+        "load_extern_type": "hone.rewards:load_extern_object",
+    },
+    "hone.utils.torch_functional": {
+        "masked_sum": "hone.ops.masked:masked_sum",
+        "masked_mean": "hone.ops.masked:masked_mean",
+        "masked_var": "hone.ops.masked:masked_var",
+        "masked_whiten": "hone.ops.masked:masked_whiten",
+    },
+    "hone.utils.tokenizer": {"hf_tokenizer": "hone.models.load:load_tokenizer"},
+    "hone.utils": {"hf_tokenizer": "hone.models.load:load_tokenizer"},
+    "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},
+}
+"""Paths whose names are in several modules here: name to "module:object"."""
+
+PROGRAMS: dict[str, str] = {
+    "hone.trainer.fsdp_sft_trainer": "hone.trainer.main_sft",
+    "hone.trainer.sft_trainer": "hone.trainer.main_sft",
+    "hone.trainer.sft_trainer_ray": "hone.trainer.main_sft",
+    "hone.trainer.main_generation_server": "hone.trainer.main_generation",
+}
+"""What `python -m` runs there, and here."""
+
+
+def paths() -> set[str]:
+    """Every path of the table, with the packages above them."""
+    listed = {*WHOLE_MODULES, *NAMES, *PROGRAMS}
+    return listed | {path[:i] for path in listed for i, letter in enumerate(path) if letter == "."}
+
+
+class FamilyModule(ModuleType):
+    """A module that looks its names up in the table."""
+
+    def __getattr__(self, name: str) -> Any:
+        path = self.__name__
+        whole = WHOLE_MODULES.get(path) or PROGRAMS.get(path)
+        if whole and not name.startswith("__"):
+            found = getattr(importlib.import_module(whole), name)
+        elif name in NAMES.get(path, {}):
+            module, _, attribute = NAMES[path][name].partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+        else:
+            raise AttributeError(f"module {path!r} has no attribute {name!r}{_known(path)}")
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self) -> Sequence[str]:
+        whole = WHOLE_MODULES.get(self.__name__)
+        inside = dir(importlib.import_module(whole)) if whole else NAMES.get(self.__name__, {})
+        return sorted({*self.__dict__, *inside})
+
+
+def _known(path: str) -> str:
+    names: Mapping[str, str] = NAMES.get(path, {})
+    return f"; it has {', '.join(sorted(names))}" if names else ""
+
+
+class FamilyLoader(Loader):
+    """Makes a `FamilyModule`; nothing is run."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return FamilyModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = NAMES.get(module.__name__)
+        if names:
+            module.__dict__["__all__"] = sorted(names)
+
+    def get_code(self, name: str) -> CodeType:
+        """For `python -m`: the program here, under the name it has there."""
+        if name not in PROGRAMS:
+            raise ImportError(f"{name} is no program; it only holds names to import")
+        text = f"import runpy\nrunpy.run_module({PROGRAMS[name]!r}, run_name='__main__')\n"
+        return compile(text, f"<{name}>", "exec")
+
+
+class FamilyFinder(MetaPathFinder):
+    """Finds the paths of the table; real modules were found before it is asked."""
+
+    def __init__(self) -> None:
+        self._paths = paths()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._paths:
+            return None
+        return ModuleSpec(fullname, FamilyLoader(), is_package=fullname not in PROGRAMS)
+
+
+def install() -> None:
+    """Answer for the family's paths from now on; doing it twice changes nothing."""
+    if not any(isinstance(finder, FamilyFinder) for finder in sys.meta_path):
+        sys.meta_path.append(FamilyFinder())

@@ -1,0 +1,104 @@
+"""LoRA: adapters over a frozen base, and the same weights merged under their Hugging Face names.
+
+PEFT does the wrapping. Merging makes new tensors: adding to the base in place and taking it back again
+would not give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+ADAPTER_FOLDER = "lora_adapter"
+_PREFIX = "base_model.model."
+
+
+def is_lora(lm: Any) -> bool:
+    return hasattr(lm, "peft_config")
+
+
+def wrap_lora(
+    lm: Any,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    target_modules: str | tuple[str, ...],
+    exclude_modules: str | tuple[str, ...] | None,
+    adapter_path: str | None,
+) -> Any:
+    """PEFT adapters over a frozen base; an adapter path continues an earlier one.
+
+    Adapters keep the base's dtype: their float32 masters live in the optimizer, like everyone's.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if adapter_path:
+        wrapped: Any = PeftModel.from_pretrained(
+            lm, adapter_path, is_trainable=True, autocast_adapter_dtype=False
+        )
+    else:
+        wrapped = get_peft_model(
+            lm,
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=rank,
+                lora_alpha=alpha,
+                lora_dropout=dropout,
+                target_modules=_names(target_modules),
+                exclude_modules=_names(exclude_modules),
+            ),
+            autocast_adapter_dtype=False,
+        )
+    _refuse_what_is_not_merged(wrapped)
+    return wrapped
+
+
+def _names(value: str | tuple[str, ...] | None) -> str | list[str] | None:
+    return value if value is None or isinstance(value, str) else list(value)
+
+
+def _refuse_what_is_not_merged(lm: Any) -> None:
+    adapter = lm.active_adapter
+    if getattr(lm.peft_config[adapter], "use_dora", False):
+        raise ValueError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
+    head = lm.get_output_embeddings()
+    if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
+        raise ValueError(
+            "the adapter changes the language-model head, whose log-probs are computed from its own "
+            "weight; leave lm_head out of target_modules"
+        )
+
+
+def merged_weights(lm: Any) -> Iterator[tuple[str, Tensor]]:
+    """Base plus adapter, whole tensors; the parameters must not be sharded at this moment."""
+    adapter = lm.active_adapter
+    modules = dict(lm.named_modules())
+    for name, parameter in lm.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if ".lora_" in name or owner.endswith(".original_module"):
+            continue
+        tensor = parameter.detach()
+        if owner.endswith(".base_layer"):
+            owner = owner.removesuffix(".base_layer")
+            if leaf == "weight":
+                delta = modules[owner].get_delta_weight(adapter).detach()
+                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+        owner = owner.removesuffix(f".modules_to_save.{adapter}")
+        yield f"{owner.removeprefix(_PREFIX)}.{leaf}", tensor
+
+
+def adapter_weights(lm: Any) -> Iterator[tuple[str, Tensor]]:
+    """What is trained, by PEFT's names; whole where the parameters are sharded."""
+    for name, parameter in lm.named_parameters():
+        if parameter.requires_grad:
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            yield name, whole.detach()
+
+
+def save_adapter(lm: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """Write a folder that `PeftModel.from_pretrained` and `lora_adapter_path` open."""
+    lm.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)

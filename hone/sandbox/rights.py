@@ -1,0 +1,40 @@
+"""A warden started by root works as uid 65534 and is root only where a line says so.
+
+Whatever it executes is nobody's from the start: exec forgets the saved user id.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def lower(uid: int) -> None:
+    """Become that user in effect, keeping root as the saved id. Call once, as root."""
+    os.setgroups([])
+    os.setresgid(uid, uid, 0)
+    os.setresuid(uid, uid, 0)
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Root again for a few lines, where we have it in reserve."""
+    effective, saved = os.getresuid()[1:]
+    if saved != 0 or effective == 0:
+        yield
+        return
+    os.seteuid(0)
+    try:
+        yield
+    finally:
+        os.seteuid(effective)
+
+
+def drop() -> None:
+    """Give up the reserve for good; in a child, before anything untrusted."""
+    effective, saved = os.getresuid()[1:]
+    if saved == 0 and effective != 0:
+        group = os.getegid()
+        os.setresgid(group, group, group)
+        os.setresuid(effective, effective, effective)

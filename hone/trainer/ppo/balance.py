@@ -1,0 +1,47 @@
+"""Even work for every rank: rows are shared out by length inside each mini-batch.
+
+Mini-batches keep their rows, so the updates are those of one rank; only who computes what changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
+from hone.protocol import DataProto
+
+
+def balance(
+    batch: DataProto, *, ranks: int, rows_per_update: int
+) -> tuple[DataProto, dict[str, float]]:
+    """Reorder so that rank r's contiguous share holds its part of every mini-batch."""
+    lengths = batch.batch["attention_mask"].sum(1)
+    if ranks == 1 or len(batch) % ranks or rows_per_update % ranks:
+        return batch, {}
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for rows in torch.arange(len(batch)).split(rows_per_update):
+        work = calculate_workload(lengths[rows].tolist())
+        parts = get_seqlen_balanced_partitions(work, ranks, equal_size=len(rows) % ranks == 0)
+        for share, part in zip(shares, parts, strict=True):
+            share += rows[part].tolist()
+    order = [row for share in shares for row in share]
+    even = len(batch) // ranks
+    plain = [range(i * even, (i + 1) * even) for i in range(ranks)]
+    metrics = _spread("", lengths, plain) | _spread("balanced_", lengths, shares)
+    metrics["global_seqlen/mean"] = lengths.sum().item() / ranks
+    return batch.select_idxs(torch.tensor(order)), metrics
+
+
+def _spread(
+    prefix: str, lengths: torch.Tensor, shares: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    totals = [float(lengths[list(share)].sum()) for share in shares]
+    found = {
+        f"global_seqlen/{prefix}min": min(totals),
+        f"global_seqlen/{prefix}max": max(totals),
+    }
+    if not prefix:
+        found["global_seqlen/minmax_diff"] = max(totals) - min(totals)
+    return found

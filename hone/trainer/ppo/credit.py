@@ -1,0 +1,90 @@
+"""Credit on the driver, pure: rewards after KL, correction for the rollout's log-probs, advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hone.algorithms import advantages
+from hone.algorithms.correction import correct
+from hone.algorithms.kl import FixedKLController, apply_kl_penalty
+from hone.algorithms.shaping import normalise_advantages, pf_ppo_rows
+from hone.columns import require, write
+from hone.config.algorithm import AlgorithmConfig
+from hone.ops.counter_rng import fold_seed
+from hone.protocol import DataProto
+
+
+def reward_after_kl(
+    batch: DataProto, algorithm: AlgorithmConfig, controller: FixedKLController
+) -> dict[str, float]:
+    """Write `token_level_rewards`; where asked, the KL to the reference is subtracted."""
+    scores = require(batch, "token_level_scores")
+    if not algorithm.use_kl_in_reward:
+        write(batch, "token_level_rewards", scores.clone())
+        return {}
+    rewards, current = apply_kl_penalty(
+        scores,
+        require(batch, "old_log_probs"),
+        require(batch, "ref_log_prob"),
+        require(batch, "response_mask"),
+        controller.value,
+        algorithm.kl_penalty,
+    )
+    write(batch, "token_level_rewards", rewards)
+    measured = {
+        "actor/reward_kl_penalty": float(current),
+        "actor/reward_kl_penalty_coeff": controller.value,
+    }
+    controller.update(float(current), n_steps=len(batch))
+    return measured
+
+
+def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Write importance weights and the narrowed `loss_mask`, where correction is configured."""
+    wanted = algorithm.rollout_correction
+    if wanted.bypass_mode or (wanted.rollout_is is None and wanted.rollout_rs is None):
+        return {}
+    weights, narrowed, measured = correct(
+        require(batch, "old_log_probs"),
+        require(batch, "rollout_log_probs"),
+        require(batch, "response_mask"),
+        wanted,
+    )
+    write(batch, "loss_mask", narrowed)
+    if weights is not None:
+        write(batch, "rollout_is_weights", weights)
+    return measured
+
+
+def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
+    """Write `advantages` and `returns`; the estimator gets the columns it declares."""
+    name = algorithm.adv_estimator
+    columns: dict[str, Any] = {c: require(batch, c) for c in advantages.needs(name, algorithm)}
+    for column in advantages.optional(name):
+        if batch.has_column(column):
+            columns[column] = batch.column(column)
+    mask = require(batch, "response_mask")
+    advantage, returns = advantages.get_adv_estimator_fn(name)(
+        require(batch, "token_level_rewards"),
+        mask,
+        index=batch.non_tensor_batch["uid"],
+        config=algorithm,
+        **columns,
+    )
+    if algorithm.adv_norm:
+        advantage = normalise_advantages(advantage, mask)
+    write(batch, "advantages", advantage)
+    write(batch, "returns", returns)
+
+
+def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:
+    """PF-PPO: draw the rows again, by their scores; the draw follows from (seed, step)."""
+    if not algorithm.use_pf_ppo:
+        return batch
+    generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))
+    scores = require(batch, "token_level_scores").sum(-1)
+    settings = algorithm.pf_ppo
+    rows = pf_ppo_rows(scores, settings.reweight_method, settings.weight_pow, generator)
+    return batch.select_idxs(rows)

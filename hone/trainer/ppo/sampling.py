@@ -1,0 +1,30 @@
+"""How trajectories are drawn: in training and in validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.config.rollout import RolloutConfig, ValKwargs
+
+
+def training_sampling(rollout: RolloutConfig) -> dict[str, Any]:
+    """`sampling_params` of agent loops in training."""
+    return {
+        "temperature": rollout.temperature if rollout.do_sample else 0.0,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+        "min_p": rollout.min_p,
+        "stop": tuple(rollout.stop or ()),
+        "stop_token_ids": tuple(rollout.stop_token_ids or ()),
+        "ignore_eos": rollout.ignore_eos,
+    }
+
+
+def validation_sampling(wanted: ValKwargs) -> dict[str, Any]:
+    """`sampling_params` in validation: greedy unless `do_sample`."""
+    return {
+        "temperature": wanted.temperature if wanted.do_sample else 0.0,
+        "top_k": wanted.top_k,
+        "top_p": wanted.top_p,
+        "min_p": wanted.min_p,
+    }

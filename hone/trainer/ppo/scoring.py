@@ -1,0 +1,53 @@
+"""Scores from every source, each in its own column, and their configured sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hone.columns import reward_column, write
+from hone.config.reward import RewardModelConfig
+from hone.protocol import DataProto
+from hone.protocol.rows import object_array
+
+AGENT, RULE, MODEL = "agent", "rule", "model"
+
+
+def score_parts(
+    batch: DataProto, reward_fn: Any, reward_model: Any
+) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """Token scores [B, T] by part, and extra facts a row. A loop's own score stands for the rule."""
+    parts: dict[str, Tensor] = {}
+    extras: Mapping[str, Any] = {}
+    if batch.has_column("rm_scores"):
+        parts[AGENT] = batch.batch["rm_scores"]
+    else:
+        result = reward_fn(batch, return_dict=True)
+        parts[RULE] = result["reward_tensor"]
+        extras = result.get("reward_extra_info", {})
+    if reward_model is not None:
+        parts[MODEL] = reward_model.compute_rm_score(batch).batch["rm_scores"]
+    return parts, extras
+
+
+def write_scores(
+    batch: DataProto,
+    parts: Mapping[str, Tensor],
+    extras: Mapping[str, Any],
+    config: RewardModelConfig,
+) -> None:
+    """Write `reward/<part>`, their weighted sum, and the extras as columns."""
+    weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
+    total: Tensor | None = None
+    for part, scores in parts.items():
+        write(batch, reward_column(part), scores)
+        weighted = scores * weights.get(part, 1.0)
+        total = weighted if total is None else total + weighted
+    assert total is not None
+    write(batch, "token_level_scores", total)
+    for name, values in extras.items():
+        if not batch.has_column(name):
+            batch.set_column(name, object_array(list(values)))
+    batch.meta_info["reward_extra_names"] = sorted(extras)

@@ -1,0 +1,49 @@
+"""Batches of different widths side by side: prompts grow on the left, responses on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.protocol import DataProto
+
+_WHOLE_ROW = ("attention_mask", "input_ids", "position_ids")
+
+
+def concat_padded(batches: Sequence[DataProto]) -> DataProto:
+    """One batch as wide as the widest; padding carries attention 0 and mask 0."""
+    width = max(b.batch["prompts"].shape[1] for b in batches)
+    length = max(b.batch["responses"].shape[1] for b in batches)
+    widened = [_widen(b, width, length) for b in batches]
+    shared = set.intersection(*(set(b.column_names()) for b in widened))
+    pieces = [
+        b.select(
+            batch_keys=[n for n in b.batch.keys() if n in shared],  # noqa: SIM118
+            non_tensor_batch_keys=[n for n in b.non_tensor_batch if n in shared],
+            meta_info_keys=["reward_extra_names"],
+        )
+        for b in widened
+    ]
+    joined = DataProto.concat(pieces)
+    joined.meta_info = dict(batches[-1].meta_info)
+    return joined
+
+
+def _widen(batch: DataProto, width: int, length: int) -> DataProto:
+    left = width - batch.batch["prompts"].shape[1]
+    right = length - batch.batch["responses"].shape[1]
+    if left == 0 and right == 0:
+        return batch
+    tensors: dict[str, Tensor] = {}
+    for name, values in batch.batch.items():
+        if values.dim() < 2:
+            tensors[name] = values
+        elif name == "prompts":
+            tensors[name] = F.pad(values, (left, 0))
+        elif name in _WHOLE_ROW:
+            tensors[name] = F.pad(values, (left, right))
+        else:
+            tensors[name] = F.pad(values, (0, right))
+    return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))

@@ -1,0 +1,335 @@
+"""Do the tests notice? Change one sign, constant or comparison at a time and run the matching tests.
+
+    python tests/algorithms/mutation.py [--jobs N] [--only TEXT] [--report FILE]
+
+Works on a temporary copy. Each mutant runs in a forked process; a mutant that no test notices is a
+survivor. Changes that cannot be noticed (the program means the same) are listed in `SAME_MEANING`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS_A_MUTANT = 300
+
+ADVANTAGES = ["tests/algorithms/advantages"]
+LOSSES = ["tests/algorithms/policy_losses"]
+CORRECTION = ["tests/algorithms/test_correction.py", "tests/algorithms/test_rejection.py"]
+TESTS: dict[str, list[str]] = {
+    "hone/ops/masked.py": ["tests/ops/test_masked.py"],
+    "hone/ops/groups.py": ["tests/ops/test_groups.py"],
+    "hone/algorithms/aggregation.py": ["tests/algorithms/test_aggregation.py"],
+    "hone/algorithms/kl.py": ["tests/algorithms/test_kl.py"],
+    "hone/algorithms/value_loss.py": ["tests/algorithms/test_value_loss.py"],
+    "hone/algorithms/shaping.py": ["tests/algorithms/test_shaping.py"],
+    "hone/algorithms/filter_groups.py": ["tests/algorithms/test_filter_groups.py"],
+    "hone/algorithms/credit.py": ["tests/algorithms/test_credit.py"],
+    "hone/algorithms/thresholds.py": CORRECTION,
+    "hone/algorithms/rejection.py": CORRECTION,
+    "hone/algorithms/correction.py": [*CORRECTION, *LOSSES],
+    "hone/algorithms/correction_metrics.py": CORRECTION,
+}
+for folder, tests in (("advantages", ADVANTAGES), ("policy_losses", LOSSES)):
+    for path in sorted((ROOT / "hone/algorithms" / folder).glob("*.py")):
+        if path.name != "__init__.py":
+            TESTS[path.relative_to(ROOT).as_posix()] = tests
+
+# Which of a folder's tests a file has to do with; the tests' ids carry the names of the algorithms.
+WORDS = {
+    "advantages/gae.py": "gae",
+    "advantages/gdpo.py": "gdpo",
+    "advantages/gpg.py": "gpg",
+    "advantages/grpo.py": "grpo or gdpo",
+    "advantages/opo.py": "opo",
+    "advantages/optimal_token_baseline.py": "optimal",
+    "advantages/passk.py": "passk",
+    "advantages/reinforce_plus_plus.py": "reinforce",
+    "advantages/remax.py": "remax",
+    "advantages/rloo.py": "rloo",
+    "advantages/rloo_token.py": "rloo_token",
+    "advantages/success_rate.py": "maxrl or lite_ppo",
+    "policy_losses/bypass.py": "bypass",
+    "policy_losses/cispo.py": "cispo",
+    "policy_losses/covariance.py": "cov",
+    "policy_losses/dppo.py": "dppo",
+    "policy_losses/dro.py": "dro",
+    "policy_losses/reinforce.py": "reinforce or gpg",
+    "policy_losses/sapo.py": "sapo",
+    "policy_losses/sequence_ratio.py": "gspo or luspo or geo_mean",
+    "policy_losses/vanilla.py": "vanilla",
+}
+
+SWAPS: dict[type, type] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.Lt: ast.Gt,
+    ast.Gt: ast.Lt,
+    ast.LtE: ast.GtE,
+    ast.GtE: ast.LtE,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+OTHER_NAMES = {
+    "maximum": "minimum",
+    "minimum": "maximum",
+    "max": "min",
+    "min": "max",
+    "amax": "amin",
+    "cummin": "cummax",
+}
+
+SAME_MEANING: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: str
+    line: int
+    function: str
+    change: str  # "old  →  new"
+    source: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.path}::{self.function}: {self.change}"
+
+
+def mutants_of(path: str) -> Iterator[Mutant]:
+    """Every single change of one file."""
+    text = (ROOT / path).read_text()
+    tree = ast.parse(text)
+    for function, place in _places(tree):
+        for apply in _changes(place):
+            changed = copy.deepcopy(tree)
+            apply(_same_place(changed, place))
+            before, after = ast.unparse(place), ast.unparse(_same_place(changed, place))
+            yield Mutant(
+                path, place.lineno, function, f"{before}  →  {after}", ast.unparse(changed)
+            )
+
+
+def _places(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Expressions that compute: function bodies and module constants, no annotations or messages."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for statement in node.body:
+                if not isinstance(statement, ast.FunctionDef):
+                    for expression in _computing(statement):
+                        yield node.name, expression
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            yield "module", node.value
+
+
+def _computing(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.FunctionDef):
+        return
+    if isinstance(
+        node, ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp | ast.Constant | ast.Call
+    ):
+        yield node
+    for name, child in ast.iter_fields(node):
+        if name in ("annotation", "slice"):
+            continue
+        for item in child if isinstance(child, list) else [child]:
+            if isinstance(item, ast.AST):
+                yield from _computing(item)
+
+
+def _same_place(tree: ast.Module, like: ast.expr) -> ast.expr:
+    position = (like.lineno, like.col_offset, like.end_lineno, like.end_col_offset)
+    for node in ast.walk(tree):
+        if type(node) is type(like) and isinstance(node, ast.expr):
+            here = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+            if here == position:
+                return node
+    raise LookupError(ast.unparse(like))
+
+
+def _increment(side: str, node: ast.BinOp) -> None:
+    getattr(node, side).value += 1
+
+
+def _changes(node: ast.expr) -> Iterator[Callable[[Any], None]]:
+    if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+        yield lambda n: setattr(n, "op", SWAPS[type(n.op)]())
+    if isinstance(node, ast.BinOp):
+        for side in ("left", "right"):
+            operand = getattr(node, side)
+            if isinstance(operand, ast.Constant) and type(operand.value) is int:
+                yield partial(_increment, side)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
+        yield lambda n: n.ops.__setitem__(0, SWAPS[type(n.ops[0])]())
+    if isinstance(node, ast.BoolOp):
+        yield lambda n: setattr(n, "op", SWAPS[type(n.op)]())
+    if (
+        isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and not isinstance(node.operand, ast.Constant)
+    ):
+        yield lambda n: setattr(n, "op", ast.UAdd())
+    if isinstance(node, ast.Constant) and type(node.value) is float:
+        tiny = 0 < node.value < 1e-3
+        yield lambda n: setattr(n, "value", n.value * 1000 if tiny else n.value + 0.5)
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in OTHER_NAMES:
+        yield lambda n: setattr(n.func, "attr", OTHER_NAMES[n.func.attr])
+
+
+def run_mutant(mutant: Mutant, workspace: Path) -> bool:
+    """True when some test noticed."""
+    target = workspace / mutant.path
+    original = target.read_text()
+    target.write_text(mutant.source)
+    try:
+        return run_tests(selection(mutant.path), workspace) != 0
+    finally:
+        target.write_text(original)
+
+
+def selection(path: str) -> tuple[str, ...]:
+    """Arguments that make pytest run the tests of this file."""
+    words = WORDS.get(path.removeprefix("hone/algorithms/"))
+    return (*TESTS[path], *(("-k", words) if words else ()))
+
+
+def run_tests(tests: tuple[str, ...], workspace: Path) -> int:
+    """Exit status of pytest in a forked process that sees the workspace's package only."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            os.chdir(workspace)
+            sys.path.insert(0, str(workspace))
+            signal.alarm(SECONDS_A_MUTANT)
+            import pytest
+
+            arguments = ["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", *tests]
+            status = int(pytest.main(arguments))
+            if not sys.modules["hone"].__file__.startswith(str(workspace)):
+                status = 0  # the tests looked at another package: they noticed nothing
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def make_workspace() -> Path:
+    workspace = Path(tempfile.mkdtemp(prefix="mutation-"))
+    ignore = shutil.ignore_patterns("__pycache__", ".hypothesis")
+    for name in ("hone", "tests/algorithms", "tests/ops"):
+        shutil.copytree(ROOT / name, workspace / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", workspace)
+    return workspace
+
+
+def check(mutants: list[Mutant], jobs: int) -> list[Mutant]:
+    """The survivors. Workers are processes of their own, so that each has a workspace."""
+    results: dict[str, bool] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(_worker, mutants[i::jobs], results) for i in range(jobs)]:
+            done.result()
+    return [m for m in mutants if not results[m.key]]
+
+
+def _worker(mutants: list[Mutant], results: dict[str, bool]) -> None:
+    workspace = make_workspace()
+    try:
+        for tests in sorted({selection(mutant.path) for mutant in mutants}):
+            if run_tests(tests, workspace) != 0:
+                raise RuntimeError(f"{tests} fail without any change")
+        for done, mutant in enumerate(mutants):
+            if done % 20 == 0:
+                print(f"{done} of {len(mutants)}", flush=True)
+            results[mutant.key] = run_mutant(mutant, workspace)
+            if not results[mutant.key]:
+                print(f"survived  line {mutant.line}  {mutant.key}", flush=True)
+    finally:
+        shutil.rmtree(workspace)
+
+
+def report(mutants: list[Mutant], survivors: list[Mutant], seconds: float) -> str:
+    by_file: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in mutants:
+        by_file[mutant.path].append(mutant)
+    alive = {m.key for m in survivors}
+    same = [m for m in survivors if m.key in SAME_MEANING]
+    open_ = [m for m in survivors if m.key not in SAME_MEANING]
+    lines = [
+        "# Mutation check of the algorithms",
+        "",
+        f"`python tests/algorithms/mutation.py`: {len(mutants)} single changes of a sign, an operator, "
+        f"a constant, a comparison or a min/max; {len(mutants) - len(survivors)} noticed by the "
+        f"matching tests, {len(same)} with the same meaning, {len(open_)} not noticed. "
+        f"{seconds / 60:.0f} minutes.",
+        "",
+        "| file | changes | noticed | same meaning | not noticed |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for path, group in by_file.items():
+        silent = [m for m in group if m.key in alive]
+        equal = sum(m.key in SAME_MEANING for m in silent)
+        lines.append(
+            f"| {path} | {len(group)} | {len(group) - len(silent)} | {equal} | {len(silent) - equal} |"
+        )
+    if open_:
+        lines += ["", "## Not noticed", ""]
+        lines += [f"- {m.path}:{m.line} `{m.function}`: `{m.change}`" for m in open_]
+    if same:
+        lines += ["", "## Changes that mean the same", ""]
+        lines += [
+            f"- {m.path}:{m.line} `{m.function}`: `{m.change}`: {SAME_MEANING[m.key]}" for m in same
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> list[Mutant]:
+    """Run, print survivors, write the report; returns survivors that are not known to be the same."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default="", help="only files whose path contains this")
+    parser.add_argument("--report", type=Path)
+    options = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.dont_write_bytecode = True
+    for heavy in ("hypothesis", "pytest", "hydra", "omegaconf", "numpy.testing", "tensordict"):
+        importlib.import_module(heavy)  # once here, not in each fork
+    import torch
+
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    mutants = [m for path in TESTS if options.only in path for m in mutants_of(path)]
+    mutants = list({m.key: m for m in mutants}.values())
+    print(f"{len(mutants)} mutants", flush=True)
+    survivors = check(mutants, options.jobs)
+    if options.report:
+        options.report.write_text(report(mutants, survivors, time.monotonic() - start))
+    return [m for m in survivors if m.key not in SAME_MEANING]
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)

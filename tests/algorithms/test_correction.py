@@ -1,0 +1,213 @@
+"""Rollout correction: weights, the narrowed loss mask, and what is reported."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hone.algorithms.correction import correct, importance_weights
+from hone.algorithms.correction_presets import PRESETS, preset
+
+# train/rollout ratios of two rows; the last column is padding
+RATIO = np.array([[0.5, 4.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+ROLLOUT = torch.full((2, 4), -1.0, dtype=torch.float64)
+OLD = ROLLOUT + torch.from_numpy(np.log(RATIO))
+
+
+def options(**kw):
+    return {
+        "rollout_is": None,
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+        "rollout_is_batch_normalize": False,
+        **kw,
+    }
+
+
+def weights(level, threshold):
+    return importance_weights(OLD - ROLLOUT, MASK, level, threshold)
+
+
+def test_nothing_configured_changes_nothing_and_still_reports():
+    got, mask, metrics = correct(OLD, ROLLOUT, MASK, options())
+    assert got is None
+    assert torch.equal(mask, MASK)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-(math.log(0.5) + math.log(4)) / 5)
+    default, _, _ = correct(OLD, ROLLOUT, MASK)
+    assert default is None
+
+
+def test_token_weights_are_cut_and_zero_outside_the_mask():
+    np.testing.assert_allclose(weights("token", 2.0), [[0.5, 2, 0, 0], [1, 1, 1, 0]])
+
+
+def test_sequence_weights_are_the_product_on_every_token():
+    np.testing.assert_allclose(weights("sequence", 10.0), [[2, 2, 0, 0], [1, 1, 1, 0]])
+    np.testing.assert_allclose(weights("sequence", 1.5), [[1.5, 1.5, 0, 0], [1, 1, 1, 0]])
+
+
+def test_icepop_zeroes_weights_outside_the_band_instead_of_cutting_them():
+    np.testing.assert_allclose(weights("token", "0.6_5.0"), [[0, 4, 0, 0], [1, 1, 1, 0]])
+    np.testing.assert_allclose(weights("token", "0.49_4.1"), [[0.5, 4, 0, 0], [1, 1, 1, 0]])
+    np.testing.assert_allclose(weights("sequence", "0.5_1.9"), [[0, 0, 0, 0], [1, 1, 1, 0]])
+
+
+def test_batch_normalisation_divides_by_the_mean_weight():
+    got, _, metrics = correct(
+        OLD, ROLLOUT, MASK, options(rollout_is="token", rollout_is_batch_normalize=True)
+    )
+    mean = (0.5 + 2 + 1 + 1 + 1) / 5
+    np.testing.assert_allclose(got, np.array([[0.5, 2, 0, 0], [1, 1, 1, 0]]) / mean)
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(mean)
+    got, _, metrics = correct(
+        OLD, ROLLOUT, MASK, options(rollout_is="sequence", rollout_is_batch_normalize=True)
+    )
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)  # of two rows
+    np.testing.assert_allclose(got, np.array([[2, 2, 0, 0], [1, 1, 1, 0]]) / 1.5)
+
+
+def test_batch_normalisation_of_nothing_is_nothing():
+    got, _, _ = correct(
+        OLD,
+        ROLLOUT,
+        MASK,
+        options(rollout_is="token", rollout_is_threshold="8_9", rollout_is_batch_normalize=True),
+    )
+    assert (got == 0).all()
+
+
+def test_weights_have_no_gradient_and_survive_huge_differences():
+    old = torch.tensor([[0.0, -900.0]], requires_grad=True)
+    got, _, metrics = correct(
+        old, torch.tensor([[-900.0, 0.0]]), torch.ones(1, 2), options(rollout_is="token")
+    )
+    assert not got.requires_grad
+    np.testing.assert_allclose(got, [[2, 0]], atol=1e-8)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_nothing_outside_the_mask_leaks(junk):
+    setting = options(
+        rollout_is="sequence", rollout_rs="seq_mean_k1,seq_max_k2", rollout_rs_threshold=3
+    )
+    clean = correct(OLD, ROLLOUT, MASK, setting)
+    dirty = correct(
+        torch.where(MASK.bool(), OLD, junk), torch.where(MASK.bool(), ROLLOUT, -junk), MASK, setting
+    )
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1])
+    assert clean[2] == dirty[2]
+
+
+def test_rejection_narrows_the_loss_mask_and_leaves_the_response_mask():
+    response_mask = MASK.clone()
+    _, loss_mask, metrics = correct(
+        OLD,
+        ROLLOUT,
+        response_mask,
+        options(rollout_rs="token_k1", rollout_rs_threshold="0.1_3"),
+    )
+    assert loss_mask.tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
+    assert loss_mask.dtype == MASK.dtype
+    assert torch.equal(response_mask, MASK)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 5)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+
+
+def test_an_earlier_filters_mask_is_narrowed_further():
+    earlier = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0]])
+    _, loss_mask, _ = correct(
+        OLD,
+        ROLLOUT,
+        MASK,
+        options(rollout_rs="token_k1", rollout_rs_threshold="0.1_3"),
+        loss_mask=earlier,
+    )
+    assert loss_mask.tolist() == [[1, 0, 0, 0], [0, 1, 1, 0]]
+
+
+def test_agreement_metrics_by_hand():
+    _, _, m = correct(OLD, ROLLOUT, MASK, options())
+    m = {key.removeprefix("rollout_corr/"): value for key, value in m.items()}
+    d = [math.log(0.5), math.log(4), 0, 0, 0]
+    assert m["k3_kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 5)
+    row = [1 - (d[0] + d[1]) / 2, 1.0]  # training log-perplexity of each row; rollout's is 1
+    assert m["training_log_ppl"] == pytest.approx(sum(row) / 2)
+    assert m["training_ppl"] == pytest.approx(sum(map(math.exp, row)) / 2)
+    assert m["rollout_log_ppl"] == pytest.approx(1)
+    assert m["rollout_ppl"] == pytest.approx(math.e)
+    assert m["log_ppl_diff"] == pytest.approx((row[0] - 1) / 2)
+    assert m["log_ppl_abs_diff"] == pytest.approx((1 - row[0]) / 2)
+    assert m["log_ppl_diff_max"] == pytest.approx(0)
+    assert m["log_ppl_diff_min"] == pytest.approx(row[0] - 1)
+    assert m["ppl_ratio"] == pytest.approx((math.exp(row[0] - 1) + 1) / 2)
+    assert m["chi2_token"] == pytest.approx((0.25 + 16 + 3) / 5 - 1)
+    assert m["chi2_seq"] == pytest.approx((4 + 1) / 2 - 1)
+
+
+def test_weight_metrics_by_hand():
+    _, _, m = correct(OLD, ROLLOUT, MASK, options(rollout_is="token", rollout_is_threshold=2.5))
+    m = {key.removeprefix("rollout_corr/rollout_is_"): value for key, value in m.items()}
+    raw, cut = np.array([0.5, 4, 1, 1, 1]), np.array([0.5, 2.5, 1, 1, 1])
+    assert m["mean"] == pytest.approx(raw.mean())
+    assert m["max"] == pytest.approx(4)
+    assert m["min"] == pytest.approx(0.5)
+    assert m["std"] == pytest.approx(cut.std(ddof=1))
+    assert m["eff_sample_size"] == pytest.approx(1 / np.mean((cut / cut.mean()) ** 2))
+    assert m["ratio_fraction_high"] == pytest.approx(0.2)
+    assert m["ratio_fraction_low"] == 0
+    assert m["seq_mean"] == pytest.approx((2.25 + 1) / 2)
+    assert m["seq_max"] == pytest.approx(2.25)
+    assert m["seq_min"] == 1
+    assert m["seq_std"] == pytest.approx(np.std([2.25, 1], ddof=1))
+    assert m["seq_max_deviation"] == pytest.approx(1.25)
+    assert m["seq_fraction_high"] == 0
+    assert m["seq_fraction_low"] == 0
+    _, _, low = correct(-OLD - 2, ROLLOUT, MASK, options(rollout_is="token"))
+    assert low["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(0.2)
+
+
+def test_an_empty_mask_reports_finite_numbers():
+    got, mask, metrics = correct(
+        OLD, ROLLOUT, torch.zeros_like(MASK), options(rollout_is="token", rollout_rs="token_k2",
+                                                      rollout_rs_threshold=1)
+    )  # fmt: skip
+    assert (got == 0).all()
+    assert (mask == 0).all()
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_wrong_settings_are_refused():
+    for bad in ({"rollout_is": "word"}, {"rollout_is": "token", "rollout_is_threshold": 0}):
+        with pytest.raises(ValueError, match="rollout_is"):
+            correct(OLD, ROLLOUT, MASK, options(**bad))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_can_be_run(name):
+    settings = preset(name)
+    assert set(settings) <= set(options()) | {"bypass_mode", "loss_type"}
+    correct(OLD, ROLLOUT, MASK, {**options(), **settings})
+
+
+def test_presets_by_name():
+    assert preset("decoupled_token_is")["rollout_is"] == "token"
+    assert preset("decoupled_geo_rs")["rollout_rs_threshold"] == "0.999_1.001"
+    assert preset("decoupled_k3_rs_seq_tis") == {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": "seq_mean_k3",
+        "rollout_rs_threshold": 0.01,
+        "bypass_mode": False,
+    }
+    assert preset("bypass_pg_is", rollout_is_threshold=3.0)["rollout_is_threshold"] == 3.0
+    assert preset("bypass_pg_is")["loss_type"] == "reinforce"
+    assert preset("bypass_ppo_clip")["loss_type"] == "ppo_clip"
+    with pytest.raises(ValueError, match="Did you mean 'decoupled_geo_rs'"):
+        preset("decoupled_geors")

@@ -1,0 +1,142 @@
+"""Each rejection option against its definition, and bounds on the right side."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hone.algorithms import thresholds
+from hone.algorithms.correction_metrics import rejection_metrics
+from hone.algorithms.rejection import OPTIONS, rejection_mask
+
+MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+LOG_RATIO = torch.tensor(
+    [[0.5, -0.2, 9.0, 0.1], [0.05, 0.02, -0.01, 0.0], [-1.2, 9.0, 9.0, 9.0]], dtype=torch.float64
+)
+
+
+def statistic(option, values):
+    kinds = {
+        "k1": lambda x: x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(x) - 1 - x,
+    }
+    level, kind = option.rsplit("_", 1)
+    per_token = [kinds[kind](x) for x in values]
+    how = {"seq_sum": sum, "seq_mean": lambda v: sum(v) / len(v), "seq_max": max}
+    return per_token if level == "token" else [how[level](per_token)] * len(values)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("bound", [1.01, 1.2, 2.0, 3.0])
+def test_every_option_equals_its_definition(option, bound):
+    keep, verdicts = rejection_mask(LOG_RATIO, MASK, option, bound)
+    for i, row in enumerate(MASK):
+        places = row.nonzero()[:, 0].tolist()
+        values = statistic(option, [LOG_RATIO[i, t].item() for t in places])
+        for t, value in zip(places, values, strict=True):
+            if option.endswith("k1"):
+                expected = -math.log(bound) <= value <= math.log(bound)
+            else:
+                expected = value <= bound
+            assert keep[i, t].item() == expected
+    assert not (keep & ~MASK).any()
+    assert set(verdicts) == {option}
+
+
+def test_k1_bounds_the_ratio_of_training_to_rollout_not_its_mirror():
+    log_ratio = torch.tensor([[math.log(3.0), math.log(1 / 3)]])
+    keep, _ = rejection_mask(log_ratio, torch.ones(1, 2), "token_k1", "0.2_2.0")
+    assert keep.tolist() == [[False, True]]
+    keep, _ = rejection_mask(log_ratio, torch.ones(1, 2), "token_k1", "0.5_5.0")
+    assert keep.tolist() == [[True, False]]
+
+
+def test_all_options_must_pass_and_one_bound_serves_all():
+    both, _ = rejection_mask(LOG_RATIO, MASK, "token_k1, seq_max_k2", "1.3,0.1")
+    one, _ = rejection_mask(LOG_RATIO, MASK, "token_k1", 1.3)
+    other, _ = rejection_mask(LOG_RATIO, MASK, ["seq_max_k2"], [0.1])
+    assert torch.equal(both, one & other)
+    shared, verdicts = rejection_mask(LOG_RATIO, MASK, ("token_k2", "token_k3"), 0.1)
+    assert list(verdicts) == ["token_k2", "token_k3"]
+    assert shared.any()
+
+
+def test_no_option_rejects_nothing():
+    keep, verdicts = rejection_mask(LOG_RATIO, MASK, None, None)
+    assert torch.equal(keep, MASK)
+    assert verdicts == {}
+
+
+def test_a_disagreement_that_is_not_a_number_is_rejected():
+    keep, _ = rejection_mask(torch.tensor([[math.nan, 0.0]]), torch.ones(1, 2), "token_k1", 2)
+    assert keep.tolist() == [[False, True]]
+
+
+def test_a_bound_is_inclusive():
+    log_ratio = torch.tensor([[math.log(2.0), math.log(0.5)]], dtype=torch.float64)
+    keep, _ = rejection_mask(log_ratio, torch.ones(1, 2), "token_k1", "0.5_2.0")
+    assert keep.all()
+
+
+@pytest.mark.parametrize(
+    ("options", "bound", "message"),
+    [
+        ("token_k4", 1, "unknown"),
+        ("seq_max_k1", 2, "unknown"),
+        ("token_k1", None, "gives 0 bounds for 1"),
+        ("token_k1,token_k2,token_k3", "2,3", "gives 2 bounds for 3"),
+        ("token_k2", "0.1_0.2", "one upper bound"),
+        ("token_k1", 0.5, "must be 1 or more"),
+        ("token_k1", "2_1", "is not a bound"),
+        ("token_k1", "0_1", "is not a bound"),
+        ("token_k1", "1_2_3", "is not a bound"),
+        ("token_k1", "two", "is not a bound"),
+    ],
+)
+def test_wrong_settings_are_refused(options, bound, message):
+    with pytest.raises(ValueError, match=message):
+        rejection_mask(LOG_RATIO, MASK, options, bound)
+
+
+def test_bounds_as_users_write_them():
+    assert thresholds.numbers(2, "k") == (2.0,)
+    assert thresholds.numbers("0.5_2.0", "k") == (0.5, 2.0)
+    assert thresholds.numbers("1_1", "k") == (1, 1)
+    assert thresholds.ratio_band(4, "k") == (0.25, 4)
+    assert thresholds.ratio_band(1, "k") == (1, 1)
+    assert thresholds.ratio_band("0.5_3", "k") == (0.5, 3)
+    assert thresholds.split(None) == []
+    assert thresholds.split(" a , b,") == ["a", "b"]
+    assert thresholds.split(0.5) == [0.5]
+    assert thresholds.split(("a", "b")) == ["a", "b"]
+
+
+def test_metrics_of_token_and_sequence_options_by_hand():
+    options = "token_k1,seq_mean_k2"
+    keep, verdicts = rejection_mask(LOG_RATIO, MASK, options, "0.4_1.4,0.06")
+    m = rejection_metrics(verdicts, keep, MASK)
+    tokens = LOG_RATIO[MASK].numpy()
+    name = "rollout_rs_token_k1"
+    assert m[f"{name}_mean"] == pytest.approx(tokens.mean())
+    assert m[f"{name}_std"] == pytest.approx(tokens.std(ddof=1))
+    assert (m[f"{name}_max"], m[f"{name}_min"]) == (0.5, -1.2)
+    assert m[f"{name}_fraction_high"] == pytest.approx(1 / 8)
+    assert m[f"{name}_fraction_low"] == pytest.approx(1 / 8)
+    assert m[f"{name}_masked_fraction"] == pytest.approx(2 / 8)
+    assert m[f"{name}_seq_masked_fraction"] == pytest.approx(2 / 3)
+    assert m[f"{name}_seq_max"] == pytest.approx(0.4 / 3)
+    assert m[f"{name}_seq_fraction_low"] == pytest.approx(1 / 3)
+    assert m[f"{name}_seq_fraction_high"] == 0
+    rows = np.array([0.15 / 3, (0.05**2 + 0.02**2 + 0.01**2) / 8, 0.72])
+    name = "rollout_rs_seq_mean_k2"
+    assert m[f"{name}_seq_mean"] == pytest.approx(rows.mean())
+    assert m[f"{name}_seq_fraction_high"] == pytest.approx(1 / 3)
+    assert m[f"{name}_masked_fraction"] == pytest.approx(1 / 8)
+    assert m[f"{name}_mean"] == pytest.approx((3 * rows[0] + 4 * rows[1] + rows[2]) / 8)
+    assert m[f"{name}_fraction_high"] == pytest.approx(1 / 8)
+    assert m["rollout_rs_masked_fraction"] == pytest.approx(2 / 8)
+    assert m["rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)

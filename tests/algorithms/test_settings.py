@@ -1,0 +1,30 @@
+"""Where a setting comes from: the given config, else the one default."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hone.algorithms.settings import given, setting
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"a": {"b": 3}}, SimpleNamespace(a=SimpleNamespace(b=3)), SimpleNamespace(a={"b": 3})],
+)
+def test_dotted_keys_of_dicts_and_objects(config):
+    assert setting(config, "a.b", "nowhere") == 3
+    assert given(config, "a.b") == 3
+    assert given(config, "a.c") is None
+    assert given(None, "a") is None
+
+
+def test_a_silent_config_falls_back_to_the_defaults():
+    assert setting(None, "gamma", "algorithm") == setting({}, "gamma", "algorithm") == 1.0
+    assert setting({"gamma": None}, "gamma", "algorithm") is None
+
+
+def test_a_key_nobody_has_is_named_in_full():
+    with pytest.raises(KeyError, match=r"algorithm\.no_such_key"):
+        setting({}, "no_such_key", "algorithm")

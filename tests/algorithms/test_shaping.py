@@ -1,0 +1,56 @@
+"""Overlong penalty, PF-PPO resampling, whitening of advantages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hone.algorithms.shaping import (
+    normalise_advantages,
+    overlong_penalty,
+    pf_ppo_rows,
+    pf_ppo_weights,
+)
+
+
+def test_the_penalty_starts_at_the_buffer_and_grows_to_the_factor():
+    lengths = torch.tensor([0, 60, 61, 80, 100, 110])
+    penalty = overlong_penalty(lengths, max_resp_len=100, buffer_len=40, penalty_factor=0.5)
+    np.testing.assert_allclose(penalty, [0, 0, -0.0125, -0.25, -0.5, -0.625], atol=1e-7)
+
+
+def test_a_buffer_that_does_not_fit_is_refused():
+    for buffer in (0, -1, 101):
+        with pytest.raises(ValueError, match=r"overlong_buffer\.len"):
+            overlong_penalty(torch.tensor([1]), 100, buffer, 1.0)
+    assert overlong_penalty(torch.tensor([50]), 100, 100, 1.0).item() == -0.5
+
+
+def test_weights_of_the_three_methods():
+    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    np.testing.assert_allclose(pf_ppo_weights(scores, "pow", 2.0), [4, 0, 1, 1], atol=2e-8)
+    np.testing.assert_allclose(pf_ppo_weights(scores, "pow", 3.0), [8, 0, 1, 1], atol=2e-8)
+    np.testing.assert_allclose(pf_ppo_weights(scores, "max_min", 2.0), [1, 0, 1, 1], atol=2e-8)
+    random = pf_ppo_weights(scores, "max_random", 2.0)
+    np.testing.assert_allclose(random, [0.1, 0.1, 0.4, 0.4], atol=2e-8)
+    assert (pf_ppo_weights(torch.zeros(3), "pow", 2.0) > 0).all()
+    with pytest.raises(ValueError, match="pow, max_min or max_random"):
+        pf_ppo_weights(scores, "best", 2.0)
+
+
+def test_resampling_is_replayable_and_follows_the_weights():
+    scores = torch.tensor([0.0, 3.0, 0.0, 1.0])
+    rows = pf_ppo_rows(scores, "pow", 2.0, torch.Generator().manual_seed(5))
+    again = pf_ppo_rows(scores, "pow", 2.0, torch.Generator().manual_seed(5))
+    assert torch.equal(rows, again)
+    assert rows.shape == (4,)
+    many = pf_ppo_rows(scores.repeat(500), "pow", 2.0, torch.Generator().manual_seed(0)) % 4
+    share = torch.bincount(many, minlength=4) / 2000
+    np.testing.assert_allclose(share, [0, 0.9, 0, 0.1], atol=0.03)
+
+
+def test_whitening_is_over_policy_tokens_and_zero_elsewhere():
+    advantages = torch.tensor([[1.0, 3.0, torch.nan]])
+    white = normalise_advantages(advantages, torch.tensor([[1, 1, 0]]))
+    np.testing.assert_allclose(white, [[-np.sqrt(0.5), np.sqrt(0.5), 0]], rtol=1e-6)

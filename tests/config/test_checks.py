@@ -1,0 +1,348 @@
+"""Cross-field checks: each one fires, names values that work, and those values do work."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.config import ConfigError, compose, load_config
+from hone.config.checks import divisors, multiples
+from hone.config.compose import get
+from hone.config.ranges import RANGES, Range
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+CASES: dict[str, tuple[list[str], str, list[str]]] = {
+    "ranks divide the batch": (
+        ["trainer.n_gpus_per_node=8", "data.train_batch_size=100"],
+        "data.train_batch_size=100 is not divisible by 8 data-parallel ranks; use 96 or 104",
+        ["data.train_batch_size=96"],
+    ),
+    "responses count towards the ranks": (
+        ["trainer.n_gpus_per_node=8", "data.train_batch_size=3", f"{ROLLOUT}.n=4"],
+        "data.train_batch_size=3 times rollout.n=4 is not divisible by 8 data-parallel ranks; use 2 or 4",
+        ["data.train_batch_size=4"],
+    ),
+    "a mini-batch divides the batch": (
+        ["data.train_batch_size=1000"],
+        f"{ACTOR}.ppo_mini_batch_size=256 does not divide data.train_batch_size=1000; use 250 or 500",
+        [f"{ACTOR}.ppo_mini_batch_size=250"],
+    ),
+    "a mini-batch is no larger than the batch": (
+        ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=64"],
+        f"{ACTOR}.ppo_mini_batch_size=64 is more prompts than a step has (data.train_batch_size=16); use 16",
+        [f"{ACTOR}.ppo_mini_batch_size=16"],
+    ),
+    "ranks divide a mini-batch": (
+        ["trainer.n_gpus_per_node=4", "data.train_batch_size=24", f"{ACTOR}.ppo_mini_batch_size=6"],
+        f"{ACTOR}.ppo_mini_batch_size=6 is not divisible by 4 data-parallel ranks; use 4 or 8",
+        [f"{ACTOR}.ppo_mini_batch_size=8"],
+    ),
+    "a generation round of its own needs the filter": (
+        ["data.gen_batch_size=64"],
+        "data.gen_batch_size=64 differs from data.train_batch_size=1024, which needs "
+        "algorithm.filter_groups.enable=true; set it, or data.gen_batch_size=null",
+        ["data.gen_batch_size=null"],
+    ),
+    "filtering needs groups": (
+        ["algorithm.filter_groups.enable=true"],
+        "algorithm.filter_groups.enable=true needs groups, and actor_rollout_ref.rollout.n=1; "
+        "use actor_rollout_ref.rollout.n=2 or more",
+        [f"{ROLLOUT}.n=2"],
+    ),
+    "filtering needs a metric": (
+        [
+            "algorithm.filter_groups.enable=true",
+            f"{ROLLOUT}.n=2",
+            "algorithm.filter_groups.metric=null",
+        ],
+        "algorithm.filter_groups.metric=null; use reward, acc, or the name of a reward extra",
+        ["algorithm.filter_groups.metric=acc"],
+    ),
+    "a micro-batch is given once": (
+        [f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
+        f"{ACTOR}.ppo_micro_batch_size=8 and {ACTOR}.ppo_micro_batch_size_per_gpu=4 say the same "
+        f"thing twice; keep {ACTOR}.ppo_micro_batch_size_per_gpu",
+        [f"{ACTOR}.ppo_micro_batch_size=null"],
+    ),
+    "the budget holds the longest row": (
+        ["data.max_response_length=20000", "critic.enable=false", "algorithm.adv_estimator=grpo"],
+        f"{ACTOR}.ppo_max_token_len_per_gpu=16384 tokens cannot hold the longest prompt plus response "
+        "(512 + 20000); use 20512 or more",
+        [f"{ACTOR}.ppo_max_token_len_per_gpu=20512"],
+    ),
+    "the model length holds the longest row": (
+        [f"{ROLLOUT}.max_model_len=1000"],
+        f"{ROLLOUT}.max_model_len=1000 is less than the longest prompt plus response (1024); "
+        "use 1024 or null, or lower data.max_response_length",
+        [f"{ROLLOUT}.max_model_len=1024"],
+    ),
+    "sampling needs a temperature": (
+        [f"{ROLLOUT}.temperature=0"],
+        f"{ROLLOUT}.temperature=0 with do_sample=true samples nothing; use temperature=1.0, or "
+        "do_sample=false to decode greedily",
+        [f"{ROLLOUT}.do_sample=false"],
+    ),
+    "greedy groups are all equal": (
+        [f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.n=4"],
+        f"{ROLLOUT}.do_sample=false gives 4 equal responses a prompt; use do_sample=true, or n=1",
+        [f"{ROLLOUT}.n=1"],
+    ),
+    "validation sampling needs a temperature": (
+        [f"{ROLLOUT}.val_kwargs.do_sample=true"],
+        f"{ROLLOUT}.val_kwargs.temperature=0 with val_kwargs.do_sample=true; use "
+        "val_kwargs.temperature=1.0, or val_kwargs.do_sample=false",
+        [f"{ROLLOUT}.val_kwargs.temperature=1.0"],
+    ),
+    "greedy validation needs one response": (
+        [f"{ROLLOUT}.val_kwargs.n=4"],
+        f"{ROLLOUT}.val_kwargs.n=4 greedy responses are all the same; use val_kwargs.do_sample=true "
+        "with a temperature above 0, or val_kwargs.n=1",
+        [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=1.0"],
+    ),
+    "rloo needs a group": (
+        ["algorithm.adv_estimator=rloo"],
+        "algorithm.adv_estimator=rloo compares the responses of one prompt, and "
+        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
+        [f"{ROLLOUT}.n=2"],
+    ),
+    "grpo_passk needs a group": (
+        ["algorithm.adv_estimator=grpo_passk"],
+        "algorithm.adv_estimator=grpo_passk compares the responses of one prompt, and "
+        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
+        [f"{ROLLOUT}.n=2"],
+    ),
+    "gae reads values": (
+        ["critic.enable=false"],
+        "algorithm.adv_estimator=gae reads values, and critic.enable=false; use null or true",
+        ["critic.enable=null"],
+    ),
+    "warm-up needs a critic": (
+        ["trainer.critic_warmup=5", "algorithm.adv_estimator=grpo"],
+        "trainer.critic_warmup=5 without a critic would train nothing; use 0, or critic.enable=true",
+        ["critic.enable=true"],
+    ),
+    "gdpo needs its parts": (
+        ["algorithm.adv_estimator=gdpo"],
+        "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the parts to normalise",
+        ["algorithm.gdpo_reward_keys=[acc]"],
+    ),
+    "gdpo weights go with its parts": (
+        [
+            "algorithm.adv_estimator=gdpo",
+            "algorithm.gdpo_reward_keys=[acc]",
+            "algorithm.gdpo_reward_weights=[1,2]",
+        ],
+        "algorithm.gdpo_reward_weights has 2 numbers for 1 algorithm.gdpo_reward_keys; "
+        "give one each, or null",
+        ["algorithm.gdpo_reward_weights=[1]"],
+    ),
+    "the KL estimator exists": (
+        ["algorithm.kl_penalty=k9"],
+        "algorithm.kl_penalty=k9 is no KL estimator; use kl, k1, abs, mse, k2, low_var_kl, k3, or one "
+        "of them with +",
+        ["algorithm.kl_penalty=k3+"],
+    ),
+    "dro needs its beta": (
+        [f"{ACTOR}.policy_loss.loss_mode=dro"],
+        f"{ACTOR}.policy_loss.dro_beta=null with loss_mode=dro; use a number above 0",
+        [f"{ACTOR}.policy_loss.dro_beta=0.1"],
+    ),
+    "the rejection option exists": (
+        [
+            "algorithm.rollout_correction.rollout_rs='token_k1,seq_sum_k9'",
+            "algorithm.rollout_correction.rollout_rs_threshold=2.0",
+        ],
+        "algorithm.rollout_correction.rollout_rs has no option 'seq_sum_k9'. Did you mean 'seq_sum_k3'?",
+        ["algorithm.rollout_correction.rollout_rs=token_k1"],
+    ),
+    "rejection needs a threshold": (
+        ["algorithm.rollout_correction.rollout_rs=token_k1"],
+        "algorithm.rollout_correction.rollout_rs=token_k1 needs "
+        "algorithm.rollout_correction.rollout_rs_threshold, for example 2.0",
+        ["algorithm.rollout_correction.rollout_rs_threshold=2.0"],
+    ),
+    "correction reads rollout log-probs": (
+        ["algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
+        "algorithm.rollout_correction reads rollout log-probs; use "
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        [f"{ROLLOUT}.calculate_log_probs=true"],
+    ),
+    "a reward model has a path": (
+        ["reward_model.enable=true"],
+        "reward_model.enable=true needs reward_model.model.path",
+        ["reward_model.model.path=my/reward"],
+    ),
+    "an imported manager has a file": (
+        ["reward_manager.source=importlib"],
+        "reward_manager.source=importlib needs reward_manager.module.path, the file of your class",
+        ["reward_manager.module.path=my.py"],
+    ),
+    "some reward exists": (
+        ["reward_model.reward_manager=blank"],
+        "reward_manager.name=blank gives no score and reward_model.enable=false, so there is no reward "
+        "at all; use naive, or reward_model.enable=true",
+        ["reward_model.reward_manager=naive"],
+    ),
+    "credit assignment has a name": (
+        ["reward_model.credit_assignment=median"],
+        "reward_model.credit_assignment=median; use gamma-decay, strict min-form, or a temperature above 0",
+        ["reward_model.credit_assignment='strict min-form'"],
+    ),
+    "credit temperature is positive": (
+        ["reward_model.credit_assignment=0"],
+        "reward_model.credit_assignment=0; a temperature is above 0, as 0.1",
+        ["reward_model.credit_assignment=1"],
+    ),
+    "the overlong buffer lies in the response": (
+        ["reward_model.overlong_buffer.enable=true"],
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len=0 lies outside the response (1 to 512 "
+        "tokens); use for example 102",
+        ["reward_model.overlong_buffer.len=102"],
+    ),
+    "weights go with files": (
+        ["data.train_files=[a,b]", "data.dataset_weights=[1]"],
+        "data.dataset_weights has 1 numbers for 2 data.train_files; give one each",
+        ["data.dataset_weights=[0.5,0.5]"],
+    ),
+    "weights are shares": (
+        ["data.dataset_weights=[0]"],
+        "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]",
+        ["data.dataset_weights=[1]"],
+    ),
+    "a sampler has file and class": (
+        ["data.sampler.class_path=my.py"],
+        "data.sampler needs both class_path and class_name, or neither",
+        ["data.sampler.class_name=Mine"],
+    ),
+    "a dataset class has a name": (
+        ["data.custom_cls.path=my.py"],
+        "data.custom_cls.path needs data.custom_cls.name, the class in that file",
+        ["data.custom_cls.name=Mine"],
+    ),
+    "a generator of rows has a name": (
+        ["data.datagen.path=my.py"],
+        "data.datagen.path needs data.datagen.name, the class in that file",
+        ["data.datagen.name=Mine"],
+    ),
+    "one process is one rank": (
+        ["trainer.controller=local", "trainer.n_gpus_per_node=2"],
+        "trainer.controller=local is one process, and nnodes=1 times n_gpus_per_node=2 is 2; use "
+        "trainer.controller=ray, or 1 and 1",
+        ["trainer.controller=ray"],
+    ),
+    "a resume path is given": (
+        ["trainer.resume_mode=resume_path"],
+        "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder",
+        ["trainer.resume_from_path=x/global_step_3"],
+    ),
+    "the tracker exists": (
+        ["trainer.logger=[console,wandbb]"],
+        "trainer.logger has no tracker 'wandbb'. Did you mean 'wandb'? Use console, jsonl, file, "
+        "tensorboard, wandb, mlflow, swanlab",
+        ["trainer.logger=[console,wandb]"],
+    ),
+    "the checkpoint part exists": (
+        [f"{ACTOR}.checkpoint.save_contents=[weights]"],
+        f"{ACTOR}.checkpoint has no part 'weights'; use model, optimizer, extra, hf_model",
+        [f"{ACTOR}.checkpoint.save_contents=[model]"],
+    ),
+    "the shard group divides the ranks": (
+        [f"{ACTOR}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=8"],
+        f"{ACTOR}.fsdp_config.fsdp_size=3 does not divide 8 ranks; use -1, or 2 or 4",
+        [f"{ACTOR}.fsdp_config.fsdp_size=4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> None:
+    overrides, sentence, repair = CASES[name]
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    assert caught.value.problems == [sentence]
+    load_config([*overrides, *repair])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.kl_ctrl.kl_coef", "use_kl_in_reward=false"),
+        ([f"{ACTOR}.kl_loss_coef=0.1"], f"{ACTOR}.kl_loss_coef", "use_kl_loss=false"),
+        (["algorithm.adv_estimator=grpo", "critic.optim.lr=1"], "critic.optim.lr", "no critic"),
+        (["actor_rollout_ref.ref.log_prob_micro_batch_size=1"], "actor_rollout_ref.ref", "no KL"),
+        (["reward_model.model.path=m"], "reward_model.model.path", "reward_model.enable=false"),
+    ],
+)
+def test_a_key_that_another_makes_idle_is_noted(overrides: list[str], key: str, why: str) -> None:
+    (note,) = compose(overrides).notes
+    assert note.startswith(key)
+    assert " has no effect while " in note
+    assert why in note
+
+
+def test_keys_that_take_effect_are_not_noted() -> None:
+    assert compose(["critic.optim.lr=1", "trainer.seed=3"]).notes == ()
+
+
+def test_the_critics_own_mini_batch_is_checked() -> None:
+    with pytest.raises(ConfigError, match=r"^critic.ppo_mini_batch_size=100 does not divide"):
+        load_config(["critic.ppo_mini_batch_size=100"])
+
+
+def test_a_budget_is_not_checked_where_sizes_are_given() -> None:
+    load_config(
+        [
+            "data.max_response_length=20000",
+            "algorithm.adv_estimator=grpo",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+        ]
+    )
+
+
+def test_greedy_groups_are_fine_when_only_validating() -> None:
+    load_config([f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.n=4", "trainer.val_only=true"])
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"), [(100, 8, "use 96 or 104"), (3, 8, "use 8"), (16, 8, "use 16 or 24")]
+)
+def test_multiples_surround_the_value(value: int, unit: int, text: str) -> None:
+    assert multiples(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "near", "text"),
+    [(1000, 256, "use 250 or 500"), (7, 3, "use 1 or 7"), (8, 8, "use 8")],
+)
+def test_divisors_surround_the_value(value: int, near: int, text: str) -> None:
+    assert divisors(value, near) == text
+
+
+@pytest.mark.parametrize("key", sorted(RANGES))
+def test_every_ranged_key_refuses_a_number_outside(key: str) -> None:
+    bounds = RANGES[key]
+    low = bounds.least if bounds.least is not None else bounds.above
+    assert low is not None
+    bad = int(low) - 3
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"{key}={bad}"])
+    assert caught.value.problems == [f"{key}={bad} is out of range; use {bounds}"]
+    assert bounds.holds(get(load_config(), key) or 1)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside", "words"),
+    [
+        (Range(least=1), [1, 2], [0, -1], "1 or more"),
+        (Range(above=0, most=1), [0.1, 1], [0, 1.1], "above 0 and at most 1"),
+        (Range(least=0, minus_one=True), [-1, 0], [-2], "0 or more, or -1"),
+        (Range(least=0), [0], [float("nan"), float("inf")], "0 or more"),
+    ],
+)
+def test_ranges_hold_and_speak(
+    bounds: Range, inside: list[float], outside: list[float], words: str
+) -> None:
+    assert all(bounds.holds(v) for v in inside)
+    assert not any(bounds.holds(v) for v in outside)
+    assert str(bounds) == words

@@ -1,0 +1,188 @@
+"""The embedded controller: no ray, no environment, one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from toy_workers import Other, Toy
+
+from hone.controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    LocalWorkerGroup,
+    ResourcePool,
+    Worker,
+    create_colocated_worker_cls,
+    register,
+)
+from hone.controller.host import drop_padded_rows
+from hone.controller.threads import fix_threads, thread_count
+from hone.controller.worker import Placement, free_port, placed
+from hone.protocol import PADDED_ROW, DataProto, split_padded
+
+
+def test_ray_is_not_imported() -> None:
+    code = (
+        "import sys, hone.controller as c; c.LocalWorkerGroup; "
+        "bad = [m for m in sys.modules if m == 'ray' or m.startswith('ray.')]; sys.exit(len(bad))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_more_than_one_rank_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"asks for 2; set trainer\.controller=ray"):
+        LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Toy, 1.0))
+    with pytest.raises(ValueError, match="ray_cls_with_init is missing"):
+        LocalWorkerGroup(ResourcePool([1]))
+
+
+def test_a_launchers_environment_is_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    before = dict(os.environ)
+    with LocalWorkerGroup(None, ClassWithInitArgs(Toy, 1.0)) as group:
+        place = group.whereabouts()[0]
+        assert (place["rank"], place["world_size"]) == (0, 1)
+    assert dict(os.environ) == before
+    assert (Toy(1.0).rank, Toy(1.0).world_size) == (3, 8)
+
+
+def test_the_worker_itself_can_be_reached() -> None:
+    with LocalWorkerGroup(None, ClassWithInitArgs(Toy, 4.0)) as group:
+        assert group.local_worker().factor == 4.0
+    roles = create_colocated_worker_cls({"a": ClassWithInitArgs(Other, "x")})
+    with LocalWorkerGroup(None, roles) as group:
+        assert group.local_worker("a").word == "x"
+
+
+class Closing(Worker):
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def loop_thread(self) -> str:
+        return threading.current_thread().name + str(threading.get_ident())
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+def test_shutdown_closes_the_worker_once() -> None:
+    log: list[str] = []
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Closing, log))
+    group.shutdown()
+    group.shutdown()
+    assert log == ["closed"]
+    with pytest.raises(RuntimeError, match="'Closing' was shut down; make a new one"):
+        group.loop_thread()
+
+
+def test_coroutines_share_one_event_loop_for_the_workers_life() -> None:
+    with LocalWorkerGroup(None, ClassWithInitArgs(Closing, [])) as group:
+        assert group.loop_thread() == group.loop_thread()
+        assert group.loop_thread()[0].startswith("worker-event-loop")
+
+
+def test_no_role_or_nested_roles_are_refused() -> None:
+    with pytest.raises(ValueError, match="no role to colocate"):
+        create_colocated_worker_cls({})
+    inner = create_colocated_worker_cls({"a": ClassWithInitArgs(Other, "x")})
+    with pytest.raises(ValueError, match="cannot be a role"):
+        create_colocated_worker_cls({"b": inner})
+    with pytest.raises(TypeError, match="made from a class"):
+        ClassWithInitArgs(len)
+
+
+class TestPlacement:
+    def test_environment_round_trip(self) -> None:
+        place = Placement(1, 4, 1, 2, "10.0.0.1", 1234)
+        assert Placement.from_environment(place.environment()) == place
+        assert Placement.from_environment({}) == Placement()
+
+    def test_a_worker_knows_its_place_before_its_init_runs(self) -> None:
+        class Early(Worker):
+            def __init__(self) -> None:
+                self.seen = (self.rank, self.get_master_addr_port())
+
+        with placed(Placement(2, 3, master_addr="h", master_port=9)):
+            assert Early().seen == (2, ("h", 9))
+
+    def test_a_rank_stands_at_one_place_of_a_mesh(self) -> None:
+        worker = Toy(1.0)
+        worker.register_mesh("m", 1, True)
+        worker.register_mesh("m", 1, True)
+        with pytest.raises(ValueError, match="already"):
+            worker.register_mesh("m", 0, True)
+        with pytest.raises(ValueError, match="data-parallel rank -1"):
+            worker.register_mesh("k", -1, True)
+
+    def test_a_free_port_can_be_bound(self) -> None:
+        import socket
+
+        with socket.socket() as server:
+            server.bind(("", free_port()))
+
+
+class TestPaddedResults:
+    def padded(self) -> DataProto:
+        return split_padded(DataProto.from_dict({"x": torch.arange(3)}), 2)[1]  # 1 real, 1 added
+
+    def test_unmarked_input_leaves_the_result_alone(self) -> None:
+        result = DataProto.from_dict({"y": torch.arange(7)})
+        assert drop_padded_rows(result, [DataProto.from_dict({"x": torch.arange(3)}), 5]) is result
+
+    def test_a_carried_mark_wins(self) -> None:
+        result = self.padded().select_idxs([1, 0, 1])
+        kept = drop_padded_rows(result, [self.padded()])
+        assert kept.batch["x"].tolist() == [2]
+        assert not kept.has_column(PADDED_ROW)
+
+    def test_facts_alone_are_kept(self) -> None:
+        result = DataProto(meta_info={"metrics": {"l": 1}})
+        assert drop_padded_rows(result, [self.padded()]).meta_info == {"metrics": {"l": 1}}
+
+    def test_a_result_that_cannot_be_told_apart_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="which are padding cannot be told"):
+            drop_padded_rows(DataProto.from_dict({"y": torch.zeros(5)}), [self.padded()])
+
+    def test_a_rank_with_padding_only_measures_nothing(self) -> None:
+        empty = split_padded(DataProto.from_dict({"x": torch.arange(1)}), 2)[1]
+        result = DataProto.from_dict({"y": torch.zeros(1)}, meta_info={"metrics": {"l": 1}, "t": 2})
+        kept = drop_padded_rows(result, [empty])
+        assert len(kept) == 0
+        assert kept.meta_info == {"t": 2}
+
+
+class TestThreads:
+    @pytest.fixture(autouse=True)
+    def _restored(self) -> Any:
+        before = torch.get_num_threads()
+        yield
+        torch.set_num_threads(before)
+
+    def test_the_environment_decides_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        assert thread_count(8) == 5
+        monkeypatch.setenv("HONE_NUM_THREADS", "3")
+        assert thread_count() == 3
+        monkeypatch.setenv("HONE_NUM_THREADS", "many")
+        with pytest.raises(ValueError, match="HONE_NUM_THREADS='many'"):
+            thread_count()
+
+    def test_ranks_of_a_node_share_its_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.delenv("HONE_NUM_THREADS", raising=False)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+        assert [thread_count(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]
+
+    def test_a_group_fixes_the_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HONE_NUM_THREADS", "2")
+        fix_threads(1)
+        with LocalWorkerGroup(None, ClassWithInitArgs(Toy, 1.0)) as group:
+            assert group.whereabouts()[0]["threads"] == 2

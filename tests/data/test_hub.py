@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hone.data.hub import hub_splits
+from hone.data.prepare import prepare
+from hone.data.rows import DataError
+
+
+class Picture:
+    """What `datasets` hands out for an image column."""
+
+    size = (1, 1)
+
+    def save(self, buffer: Any, format: str) -> None:
+        buffer.write(format.encode())
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+
+
+def test_splits_become_plain_rows_and_images_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda name: {"train": [{"images": [Picture()], "problem": name}]})
+    assert hub_splits("a/b", None) == {
+        "train": [{"images": [{"bytes": b"PNG", "path": None}], "problem": "a/b"}]
+    }
+
+
+def test_a_data_set_is_read_once_with_its_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def load(*names: str) -> dict[str, list[dict[str, str]]]:
+        asked.append(names)
+        record = {"question": "q", "answer": "#### 1"}
+        return {"train": [record], "test": [record]}
+
+    pretend(monkeypatch, load)
+    report = prepare("gsm8k", local_dir=tmp_path, hub=True)
+    assert list(report.rows.values()) == [1, 1]
+    assert asked == [("openai/gsm8k", "main")]
+
+
+def test_a_hub_that_cannot_be_reached_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise ConnectionError("no route")
+
+    pretend(monkeypatch, load)
+    with pytest.raises(
+        DataError, match=r"a/b could not be read from the hub: no route.*source_dir"
+    ):
+        hub_splits("a/b", None)

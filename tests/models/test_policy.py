@@ -1,0 +1,222 @@
+"""The policy on packed rows against plain Hugging Face eager attention, one row at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.batches import ROWS, VOCABULARY, rows
+
+from hone.models.policy import PolicyModel, ValueModel, hidden_states
+from hone.models.tiny import tiny_lm
+from hone.ops.packing import pack_rows
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
+WINDOWED = {"mistral": {"sliding_window": 3}}
+
+
+def decoder_of(family, **changes):
+    lm = tiny_lm(VOCABULARY, family=family, hidden=32, mlp=48, seed=3)
+    for name, value in changes.items():
+        setattr(lm.config, name, value)
+    # Fresh weights are nearly uniform: make them speak up, so that attention matters.
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return lm
+
+
+def packed_of(batch, share):
+    columns = (batch.batch[n] for n in ("prompts", "responses", "attention_mask", "response_mask"))
+    return pack_rows(*columns, share_prompts=share)
+
+
+def one_by_one(lm, batch):
+    """[M, d] hidden states that predict each target, from eager attention over unpadded rows."""
+    width = batch.batch["prompts"].shape[1]
+    found = []
+    for i in range(len(batch)):
+        real = batch.batch["attention_mask"][i].bool()
+        ids = torch.cat([batch.batch["prompts"][i], batch.batch["responses"][i]])[real]
+        hidden = lm.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        start = int(real[:width].sum())
+        columns = batch.batch["response_mask"][i].nonzero().flatten()
+        found.append(hidden[start + columns - 1])
+    return torch.cat(found)
+
+
+def eager(family, **changes):
+    lm = decoder_of(family, **changes)
+    lm.set_attn_implementation("eager")
+    return lm
+
+
+CASES = [(f, {}) for f in FAMILIES] + [("mistral", {"sliding_window": 3})]
+CASES += [("qwen2", {"window": 2})]
+
+
+def build(family, changes):
+    """qwen2's window must be given when the model is made: its layers read it then."""
+    if "window" not in changes:
+        return decoder_of(family, **changes), eager(family, **changes)
+    made = []
+    for name in ("hone", "eager"):
+        lm = decoder_of(family)
+        config = lm.config
+        config.use_sliding_window, config.sliding_window = True, changes["window"]
+        config.layer_types = ["full_attention", "sliding_attention"]
+        fresh = type(lm)._from_config(config, attn_implementation=name)
+        fresh.load_state_dict(lm.state_dict())
+        made.append(fresh)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_packed_equals_one_by_one_forward_and_gradient(family, changes, share):
+    ours, theirs = (lm.double() for lm in build(family, changes))
+    batch = rows()
+    packed = packed_of(batch, share)
+    found = hidden_states(ours.model, packed)[packed.source]
+    expected = one_by_one(theirs, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    pull = torch.randn(
+        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    (found * pull).sum().backward()
+    (expected * pull).sum().backward()
+    for (name, mine), theirs_ in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if theirs_.grad is None:  # an untied head takes no part
+            continue
+        torch.testing.assert_close(mine.grad, theirs_.grad, rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_a_small_window_changes_the_result():
+    """Else the windowed cases above would prove nothing."""
+    batch = rows()
+    wide, narrow = (
+        one_by_one(eager("mistral", sliding_window=w).double(), batch) for w in (4096, 3)
+    )
+    assert (wide - narrow).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_entropy_equal_softmax_of_whole_logits(family):
+    batch, temperature = rows(), 0.7
+    policy = PolicyModel(decoder_of(family))
+    out = policy(packed_of(batch, True), temperature=temperature, with_entropy=True)
+    theirs = eager(family).double()
+    logits = theirs.lm_head(one_by_one(theirs, batch)) / temperature
+    log_p = torch.log_softmax(logits, -1)
+    mask = batch.batch["response_mask"].bool()
+    target = batch.batch["responses"][mask]
+    expected = log_p.gather(-1, target[:, None])[:, 0]
+    torch.testing.assert_close(out["log_probs"][mask].double(), expected, rtol=1e-4, atol=1e-4)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(out["entropy"][mask].double(), entropy, rtol=1e-4, atol=1e-4)
+    assert (out["log_probs"][~mask] == 0).all()
+    assert (out["entropy"][~mask] == 0).all()
+
+
+def test_decoding_logits_are_the_logits_of_the_log_probs():
+    batch = rows()
+    policy = PolicyModel(decoder_of("qwen2"))
+    policy._softcap, policy._logit_scale = 5.0, 0.5
+    packed = packed_of(batch, True)
+    hidden = hidden_states(policy.decoder, packed)[packed.source]
+    log_p = torch.log_softmax(policy.logits(hidden) / 0.9, -1)
+    expected = packed.unpack(log_p.gather(-1, packed.target[:, None])[:, 0])
+    found = policy(packed, temperature=0.9)["log_probs"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_environment_tokens_say_reaches_later_tokens_but_they_are_no_targets():
+    """Foreign tokens are context: changing one changes what follows, never what came before it."""
+    policy = PolicyModel(decoder_of("qwen2"))
+    batch, changed = rows(), rows()
+    row = 2  # its positions 2 and 3 are an environment's
+    changed.batch["responses"][row, 2] = 39
+    before = policy(packed_of(batch, True), temperature=1.0)["log_probs"]
+    after = policy(packed_of(changed, True), temperature=1.0)["log_probs"]
+    others = torch.arange(len(ROWS)) != row
+    torch.testing.assert_close(after[others], before[others])
+    torch.testing.assert_close(after[row, :3], before[row, :3])
+    assert before[row, 2] == before[row, 3] == 0
+    assert (after[row, 4:] - before[row, 4:]).abs().min() > 1e-6
+
+
+def test_the_gradient_at_environment_tokens_is_exactly_zero():
+    """A loss over everything the policy returns does not see tokens it did not write."""
+    policy = PolicyModel(decoder_of("qwen2"))
+    batch = rows()
+    out = policy(packed_of(batch, True), temperature=1.0)["log_probs"]
+    foreign = batch.batch["response_mask"] == 0
+    for parameter, grad in zip(
+        policy.parameters(),
+        torch.autograd.grad((out * foreign).sum(), list(policy.parameters()), allow_unused=True),
+        strict=True,
+    ):
+        assert grad is None or (grad == 0).all(), parameter.shape
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_padding_and_rows_without_targets_bring_no_nan(share):
+    policy = PolicyModel(decoder_of("qwen2"))
+    batch = rows(prompt_pad=5, response_pad=4)
+    batch.batch["response_mask"][:3] = 0
+    out = policy(packed_of(batch, share), temperature=1.0, with_entropy=True)
+    (out["log_probs"].sum() + out["entropy"].sum()).backward()
+    assert all(torch.isfinite(x).all() for x in out.values())
+    assert all(torch.isfinite(p.grad).all() for p in policy.parameters())
+
+
+def test_a_pack_without_any_target_has_a_gradient_of_zero():
+    """What a rank runs to keep its peers company."""
+    policy = PolicyModel(decoder_of("qwen2"))
+    batch = rows(2)
+    batch.batch["response_mask"].zero_()
+    policy(packed_of(batch, True), temperature=1.0)["log_probs"].sum().backward()
+    assert all((p.grad == 0).all() for p in policy.parameters() if p.grad is not None)
+    assert any(p.grad is not None for p in policy.parameters())
+
+
+def test_values_start_at_zero_one_a_token_and_learn():
+    model = ValueModel(decoder_of("qwen2"))
+    batch = rows(response_pad=2)
+    packed = packed_of(batch, True)
+    values = model(packed)["values"]
+    assert values.shape == batch.batch["responses"].shape
+    assert values.dtype == torch.float32
+    assert (values == 0).all()
+    with torch.no_grad():
+        model.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
+        model.value_head.bias.fill_(0.5)
+    values = model(packed)["values"]
+    hidden = hidden_states(model.decoder, packed)[packed.source]
+    expected = packed.unpack((hidden @ model.value_head.weight[0] + 0.5).float())
+    torch.testing.assert_close(values, expected)
+    mask = batch.batch["response_mask"].bool()
+    assert (values[~mask] == 0).all()
+    assert (values[mask] != 0).all()
+
+
+def test_the_value_model_has_no_language_head():
+    model = ValueModel(decoder_of("qwen2", tie_word_embeddings=False))
+    assert model.lm.get_output_embeddings() is None
+    assert not any("lm_head" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_gradient_checkpointing_changes_neither_values_nor_gradients(share):
+    batch = rows()
+    results = []
+    for checkpointing in (False, True):
+        policy = PolicyModel(decoder_of("qwen2"))
+        if checkpointing:
+            policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.train()
+        out = policy(packed_of(batch, share), temperature=1.0)["log_probs"]
+        out.square().sum().backward()
+        results.append([out, *(p.grad for p in policy.parameters())])
+    for plain, recomputed in zip(*results, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,121 @@
+"""Rows laid end to end: what is fed, which position predicts which token, and the way back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.ops.packing import pack_rows
+
+PAD = 0
+
+
+def padded(rows, prompt_width=None, response_width=None):
+    """[(prompt, response, mask)] to the four tensors `pack_rows` takes."""
+    width = prompt_width or max(len(p) for p, _, _ in rows)
+    length = response_width or max(len(r) for _, r, _ in rows)
+    prompts = torch.full((len(rows), width), PAD)
+    responses = torch.full((len(rows), length), PAD)
+    attention = torch.zeros(len(rows), width + length, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length, dtype=torch.int64)
+    for i, (prompt, response, written) in enumerate(rows):
+        prompts[i, width - len(prompt) :] = torch.tensor(prompt)
+        responses[i, : len(response)] = torch.tensor(response, dtype=torch.int64)
+        attention[i, width - len(prompt) : width + len(response)] = 1
+        mask[i, : len(response)] = torch.tensor(written, dtype=torch.int64)
+    return prompts, responses, attention, mask
+
+
+ROWS = [
+    ([1, 2, 3], [10, 11, 12], [1, 1, 1]),
+    ([1, 2, 3], [20, 21], [1, 1]),
+    ([4], [30, 31, 32, 33], [1, 0, 0, 1]),
+]
+
+
+def test_a_shared_prompt_is_laid_once_and_the_last_tokens_are_not_fed():
+    packed = pack_rows(*padded(ROWS), share_prompts=True)
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 10, 11, 20, 30, 31, 32]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 3, 4, 3, 1, 2, 3]
+
+
+def test_whole_rows_follow_each_other():
+    packed = pack_rows(*padded(ROWS), share_prompts=False)
+    assert packed.input_ids.tolist() == [1, 2, 3, 10, 11, 1, 2, 3, 20, 4, 30, 31, 32]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_only_tokens_the_policy_wrote_are_targets(share):
+    packed = pack_rows(*padded(ROWS), share_prompts=share)
+    assert packed.target.tolist() == [10, 11, 12, 20, 21, 30, 33]
+    predecessors = packed.input_ids[packed.source].tolist()
+    assert predecessors == [3, 10, 11, 3, 20, 4, 32]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), share=st.booleans())
+def test_every_target_is_predicted_by_the_token_before_it_at_its_position(data, share):
+    """With unique token ids the pack can be read back completely."""
+    count = data.draw(st.integers(1, 5))
+    fresh = iter(range(1, 1000))
+    prompts = [[next(fresh) for _ in range(data.draw(st.integers(1, 4)))] for _ in range(2)]
+    rows = []
+    for _ in range(count):
+        length = data.draw(st.integers(0, 5))
+        mask = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+        prompt = prompts[data.draw(st.integers(0, 1))]
+        rows.append((prompt, [next(fresh) for _ in range(length)], mask))
+    extra = data.draw(st.integers(0, 2))
+    widest = max(1, max(len(r) for _, r, _ in rows)) + extra
+    tensors = padded(rows, max(len(p) for p, _, _ in rows) + extra, widest)
+    packed = pack_rows(*tensors, share_prompts=share)
+    expected = [
+        (i, c, response[c], ([*prompt, *response])[len(prompt) + c - 1], len(prompt) + c - 1)
+        for i, (prompt, response, mask) in enumerate(rows)
+        for c in range(len(response))
+        if mask[c]
+    ]
+    found = zip(
+        packed.row.tolist(),
+        packed.column.tolist(),
+        packed.target.tolist(),
+        packed.input_ids[packed.source].tolist(),
+        packed.position_ids[packed.source].tolist(),
+        strict=True,
+    )
+    assert list(found) == expected
+    distinct = {tuple(p) for p, _, _ in rows} if share else [p for p, _, _ in rows]
+    assert len(packed.input_ids) == sum(map(len, distinct)) + sum(
+        max(len(r) - 1, 0) for _, r, _ in rows
+    )
+
+
+def test_unpack_puts_values_back_and_leaves_zero_elsewhere():
+    packed = pack_rows(*padded(ROWS, response_width=6), share_prompts=True)
+    values = torch.arange(1.0, 8.0, requires_grad=True)
+    out = packed.unpack(values)
+    assert out.tolist() == [
+        [1, 2, 3, 0, 0, 0],
+        [4, 5, 0, 0, 0, 0],
+        [6, 0, 0, 7, 0, 0],
+    ]
+    (out * torch.arange(18.0).view(3, 6)).sum().backward()
+    assert values.grad.tolist() == [0, 1, 2, 6, 7, 12, 15]
+
+
+def test_padding_never_changes_the_pack():
+    narrow = pack_rows(*padded(ROWS), share_prompts=True)
+    wide = pack_rows(*padded(ROWS, 9, 11), share_prompts=True)
+    for name in ("input_ids", "position_ids", "source", "target", "row", "column"):
+        np.testing.assert_array_equal(getattr(narrow, name), getattr(wide, name))
+
+
+def test_an_empty_prompt_is_refused():
+    prompts, responses, attention, mask = padded(ROWS)
+    attention[1, :3] = 0
+    with pytest.raises(ValueError, match="empty prompt"):
+        pack_rows(prompts, responses, attention, mask, share_prompts=True)

@@ -1,0 +1,79 @@
+"""Equality deep enough for what rows hold: NaN, arrays in lists, structures that hold themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.protocol import same, union_numpy_dict, union_tensor_dict
+
+nested = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=2), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(nested)
+def test_a_copy_is_the_same(value: Any) -> None:
+    import copy
+
+    assert same(value, copy.deepcopy(value))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([1, 2], [1, 3]),
+        ([1, 2], [1, 2, 3]),
+        ([1, 2], (1, 2)),
+        ({"a": 1}, {"b": 1}),
+        ({"a": [math.nan]}, {"a": [1.0]}),
+        (np.array([1.0, math.nan]), np.array([1.0, 2.0])),
+        (np.array([1, 2]), np.array([[1, 2]])),
+        (np.array([[1], None], dtype=object), np.array([[2], None], dtype=object)),
+        (np.array(["a"]), ["a"]),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(2), np.zeros(2)),
+        (torch.tensor([math.nan]), torch.tensor([1.0])),
+        ("1", 1),
+    ],
+)
+def test_what_differs_is_not_the_same(first: Any, second: Any) -> None:
+    assert not same(first, second)
+    assert not same(second, first)
+    assert same(first, first)
+
+
+def test_a_structure_may_contain_itself() -> None:
+    one: list[Any] = [1]
+    one.append(one)
+    two: list[Any] = [1]
+    two.append(two)
+    three: list[Any] = [2]
+    three.append(three)
+    assert same(one, two)
+    assert not same(one, three)
+
+
+def test_nan_in_tensors_and_arrays_equals_nan() -> None:
+    assert same(torch.tensor([math.nan, 1]), torch.tensor([math.nan, 1]))
+    assert same(
+        np.array([math.nan, "x"], dtype=object), np.array([float("nan"), "x"], dtype=object)
+    )
+
+
+def test_unions_of_dicts() -> None:
+    assert union_tensor_dict(None, None) is None
+    assert union_numpy_dict({"a": np.zeros(1)}, {"b": np.ones(1)}).keys() == {"a", "b"}
+    with pytest.raises(ValueError, match="object column 'a' differs"):
+        union_numpy_dict({"a": np.zeros(1)}, {"a": np.ones(1)})

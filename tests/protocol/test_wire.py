@@ -1,0 +1,142 @@
+"""Crossing a process: every bit arrives, and no byte is copied that need not be."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from hone.protocol import DataProto
+from hone.protocol.wire import decode_tensor, encode_tensor
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def sent(data: DataProto) -> tuple[DataProto, list[pickle.PickleBuffer]]:
+    """Pickled with its buffers out of band, as Ray does, but in memory that may be written."""
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(text, buffers=buffers), buffers
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 4, 5]),
+)
+def test_any_tensor_arrives_bit_for_bit(
+    dtype: torch.dtype, shape: list[int], seed: int, protocol: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count = int(np.prod(shape, dtype=np.int64))
+    width = torch.empty((), dtype=dtype).element_size()
+    high = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, high, (count * width,), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype).reshape(shape)
+    again = decode_tensor(*pickle.loads(pickle.dumps(encode_tensor(tensor), protocol=protocol)))
+    assert again.dtype == dtype
+    assert again.shape == tensor.shape
+    assert bits(again) == bits(tensor)
+
+
+def test_out_of_band_buffers_are_the_tensors_own_memory() -> None:
+    data = DataProto.from_dict(
+        {"a": torch.zeros(64, 8), "b": torch.zeros(64, 8, dtype=torch.bfloat16)}
+    )
+    again, buffers = sent(data)
+    assert data.batch is not None
+    assert again.batch is not None
+    assert len(buffers) == 2
+    for name in ("a", "b"):
+        assert again.batch[name].data_ptr() == data.batch[name].data_ptr()
+        again.batch[name][3, 3] = 7
+        assert float(data.batch[name][3, 3]) == 7
+    text = pickle.dumps(data, protocol=5, buffer_callback=lambda _: None)
+    assert len(text) < 1500, "the tensors went in band"
+
+
+def test_a_slice_travels_without_the_rest_of_its_storage() -> None:
+    data = DataProto.from_dict({"a": torch.zeros(1000, 1000)})
+    assert len(pickle.dumps(data.slice(0, 1), protocol=5)) < 6000
+
+
+def test_read_only_memory_is_copied_so_that_no_other_reader_is_changed() -> None:
+    data = DataProto.from_dict({"a": torch.arange(6.0)})
+    buffers: list[bytes] = []
+    text = pickle.dumps(
+        data, protocol=5, buffer_callback=lambda buffer: buffers.append(bytes(buffer.raw()))
+    )
+    one = pickle.loads(text, buffers=buffers)
+    two = pickle.loads(text, buffers=buffers)
+    one.batch["a"].zero_()
+    assert two.batch["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_everything_in_a_batch_arrives(protocol: int) -> None:
+    jagged = torch.nested.nested_tensor(
+        [torch.arange(3), torch.arange(1), torch.arange(4)], layout=torch.jagged
+    )
+    data = DataProto.from_dict(
+        {
+            "dense": torch.randn(3, 2),
+            "strided": torch.randn(2, 3).t(),
+            "jagged": jagged,
+            "graph": torch.ones(3, requires_grad=True) * 2,
+        },
+        {"uid": ["a", "b", "c"], "info": [{"k": 1}, None, [2]]},
+        {"t": 0.5, "tensor": torch.ones(2)},
+    )
+    assert data.batch is not None
+    data.batch["inner"] = TensorDict({"x": torch.arange(3)}, batch_size=[3])
+    again = pickle.loads(pickle.dumps(data, protocol=protocol))
+    for name in ("dense", "strided", "graph"):
+        assert torch.equal(again.batch[name], data.batch[name])
+    assert not again.batch["graph"].requires_grad
+    assert [row.tolist() for row in again.batch["jagged"].unbind()] == [
+        [0, 1, 2],
+        [0],
+        [0, 1, 2, 3],
+    ]
+    assert again.batch["inner"]["x"].tolist() == [0, 1, 2]
+    assert list(again.non_tensor_batch["info"]) == [{"k": 1}, None, [2]]
+    assert again.meta_info["t"] == 0.5
+    assert torch.equal(again.meta_info["tensor"], torch.ones(2))
+
+
+def test_jagged_rows_can_be_chosen_and_joined() -> None:
+    jagged = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
+    data = DataProto.from_dict({"ids": jagged})
+    turned = DataProto.concat([data[1:], data.select_idxs([0])])
+    assert turned.batch is not None
+    assert [row.tolist() for row in turned.batch["ids"].unbind()] == [[0], [0, 1, 2]]
+
+
+def test_a_batch_without_tensors_arrives() -> None:
+    again, _ = sent(DataProto(meta_info={"a": 1}))
+    assert again.batch is None
+    assert again.meta_info == {"a": 1}
