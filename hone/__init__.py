@@ -26,3 +26,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'hone' has no attribute {name!r}")
+
+
+from hone.compat import install as _install  # noqa: E402
+
+_install()  # the family's module paths, resolved on first import

@@ -70,7 +70,10 @@ class LocalWorkerGroup(WorkerGroup):
         resource_pool: ResourcePool | None = None,
         ray_cls_with_init: ClassWithInitArgs | None = None,
         name_prefix: str = "",
+        start_deadline_s: float | None = None,
+        call_deadline_s: float | None = None,
     ) -> None:
+        """Made like a Ray group; the deadlines are moot, as nothing is waited for here."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         if resource_pool is not None and resource_pool.world_size != 1:

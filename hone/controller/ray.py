@@ -53,13 +53,16 @@ def start_ray(ray_init: Mapping[str, Any]) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a token in the home folder serves nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = {key: value for key, value in ray_init.items() if value is not None}
-    ray.init(**{"include_dashboard": False, "ignore_reinit_error": True, **options})
+    ray.init(**{"include_dashboard": False, "logging_level": logging.WARNING, **options})
     return True
 
 
-def stop_ray() -> None:
-    """Leave Ray, and end it where this process started it."""
+def stop_ray(timeline_json_file: str | None = None) -> None:
+    """Leave Ray, and end it where this process started it; its timeline to a file if wanted."""
+    if timeline_json_file is not None and ray.is_initialized():
+        ray.timeline(filename=timeline_json_file)
     ray.shutdown()
 
 
@@ -86,9 +89,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 class _SeatActor:
     """One rank's process: it says where it is, makes the workers, runs calls."""
 
-    def __init__(self, import_path: list[str]) -> None:
+    def __init__(self, import_path: list[str], folder: str) -> None:
         # What the loop can import, a worker can: a user's own module may lie anywhere on its path.
         sys.path += [entry for entry in import_path if entry not in sys.path]
+        if os.path.isdir(folder):
+            os.chdir(folder)  # a relative path means the same everywhere
         self._host: WorkerHost | None = None
 
     def facts(self, rank: int) -> tuple[Seat, int]:
@@ -327,7 +332,7 @@ class RayCrew(Crew):
                 ),
                 **getattr(made_of, "options", {}),
             }
-            actors.append(actor_class.options(**options).remote(list(sys.path)))
+            actors.append(actor_class.options(**options).remote(list(sys.path), os.getcwd()))
         return actors
 
     def submit(self, rank: int, call: Call) -> Any:

@@ -37,12 +37,12 @@ class Optimizer:
         self.skipped = 0
         self.schedule_step = 0
         # A module, so that torch's checkpoint code finds each master's name ('.' is not allowed in it).
-        self.masters = nn.ParameterDict(
-            {
-                name.replace(".", "/"): p if p.dtype == torch.float32 else nn.Parameter(p.float())
-                for name, p in trained
-            }
-        )
+        self.masters = (
+            nn.ParameterDict()
+        )  # filled one by one: given a dict, it would sort the names
+        for name, p in trained:
+            master = p if p.dtype == torch.float32 else nn.Parameter(p.float())
+            self.masters[name.replace(".", "/")] = master
         self.inner: torch.optim.Optimizer = _build(list(self.masters.values()), config)
 
     @property

@@ -50,7 +50,7 @@ AUTO_PADDING_KEY = "_auto_padding"
 AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
-@dataclass
+@dataclass(eq=False)
 class DataProtoItem:
     """One row of a DataProto."""
 
@@ -59,7 +59,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class DataProto:
     """A batch: tensor columns, object columns, and facts about the batch as a whole."""
 
@@ -148,6 +148,9 @@ class DataProto:
                 raise ValueError(f"object column {key!r} has {got}; the batch has {rows}")
 
     # -- looking ----------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"DataProto({len(self)} rows: {self.column_names()}; {sorted(self.meta_info)})"
 
     def __len__(self) -> int:
         if self.batch is not None:

@@ -20,9 +20,7 @@ def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> 
         if name not in own:
             near = difflib.get_close_matches(name, own, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise RolloutError(
-                f"update_weights got {name!r}, which the model does not have.{hint}"
-            )
+            raise RolloutError(f"update_weights got {name!r}, which the model does not have.{hint}")
         if own[name].shape != tensor.shape:
             raise RolloutError(
                 f"update_weights got {name!r} with shape {tuple(tensor.shape)}; the model's has "

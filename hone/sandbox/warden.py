@@ -101,9 +101,9 @@ class Warden:
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
     def _on_order(self) -> None:
-        data, descriptors, flags, _ = socket.recv_fds(
-            self._control, MAX_MESSAGE, MAX_FILES + 3, socket.MSG_CMSG_CLOEXEC
-        )
+        data, descriptors, flags, _ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_FILES + 3)
+        for descriptor in descriptors:  # recv_fds takes MSG_CMSG_CLOEXEC and ignores it
+            os.set_inheritable(descriptor, False)
         if not data:
             self._closed = True
             self._selector.unregister(self._control)

@@ -1,6 +1,6 @@
 """Do the tests notice? Change one sign, constant or comparison at a time and run the matching tests.
 
-    python tests/algorithms/mutation.py [--jobs N] [--only TEXT] [--report FILE]
+    python tests/algorithms/mutation.py [--jobs N] [--only TEXT] [--report FILE] [--list]
 
 Works on a temporary copy. Each mutant runs in a forked process; a mutant that no test notices is a
 survivor. Changes that cannot be noticed (the program means the same) are listed in `SAME_MEANING`.
@@ -110,7 +110,8 @@ class Mutant:
     line: int
     function: str
     change: str  # "old  →  new"
-    source: str
+    place: ast.expr
+    number: int  # which of the changes of that place
 
     @property
     def key(self) -> str:
@@ -119,16 +120,19 @@ class Mutant:
 
 def mutants_of(path: str) -> Iterator[Mutant]:
     """Every single change of one file."""
-    text = (ROOT / path).read_text()
-    tree = ast.parse(text)
-    for function, place in _places(tree):
-        for apply in _changes(place):
-            changed = copy.deepcopy(tree)
-            apply(_same_place(changed, place))
-            before, after = ast.unparse(place), ast.unparse(_same_place(changed, place))
-            yield Mutant(
-                path, place.lineno, function, f"{before}  →  {after}", ast.unparse(changed)
-            )
+    for function, place in _places(ast.parse((ROOT / path).read_text())):
+        for number, apply in enumerate(_changes(place)):
+            changed = copy.deepcopy(place)
+            apply(changed)
+            change = f"{ast.unparse(place)}  →  {ast.unparse(changed)}"
+            yield Mutant(path, place.lineno, function, change, place, number)
+
+
+def mutated_source(mutant: Mutant) -> str:
+    tree = ast.parse((ROOT / mutant.path).read_text())
+    place = _same_place(tree, mutant.place)
+    list(_changes(place))[mutant.number](place)
+    return ast.unparse(tree)
 
 
 def _places(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
@@ -202,7 +206,7 @@ def run_mutant(mutant: Mutant, workspace: Path) -> bool:
     """True when some test noticed."""
     target = workspace / mutant.path
     original = target.read_text()
-    target.write_text(mutant.source)
+    target.write_text(mutated_source(mutant))
     try:
         return run_tests(selection(mutant.path), workspace) != 0
     finally:
@@ -313,7 +317,13 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="only files whose path contains this")
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     options = parser.parse_args(arguments)
+    mutants = [m for path in TESTS if options.only in path for m in mutants_of(path)]
+    mutants = list({m.key: m for m in mutants}.values())
+    if options.list:
+        print("\n".join(m.key for m in mutants))
+        return []
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = True
     for heavy in ("hypothesis", "pytest", "hydra", "omegaconf", "numpy.testing", "tensordict"):
@@ -322,8 +332,6 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
 
     torch.set_num_threads(1)
     start = time.monotonic()
-    mutants = [m for path in TESTS if options.only in path for m in mutants_of(path)]
-    mutants = list({m.key: m for m in mutants}.values())
     print(f"{len(mutants)} mutants", flush=True)
     survivors = check(mutants, options.jobs)
     if options.report:

@@ -6,6 +6,8 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -182,6 +184,52 @@ def test_what_a_worker_receives_may_be_changed_in_place() -> None:
     with make_group(1) as group:
         assert float(group.execute_with_func_generator(double, data).batch["x"].sum()) == 600_000.0
     assert float(data.batch["x"].sum()) == 300_000.0
+
+
+TWO_NODES = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+from toy_workers import Toy
+from hone.controller import ClassWithInitArgs, RayWorkerGroup, ResourcePool
+from hone.controller.failures import WorkerDied
+from hone.controller.ray import start_ray, stop_ray
+start_ray({"address": cluster.address, "log_to_driver": False})
+group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=60)
+places = group.whereabouts()
+assert [p["local_rank"] for p in places] == [0, 0], places
+assert [p["local_world_size"] for p in places] == [1, 1], places
+assert len({seat.node_id for seat in group._crew._seats}) == 2
+assert group.all_reduced(1.0) == [3.0, 3.0]
+for rank in (1, 0):
+    try:
+        group.die(rank, "exit")
+    except WorkerDied as death:
+        assert death.rank == rank, death
+        assert "about to give up the ghost" in str(death), death
+    else:
+        sys.exit("nobody died")
+    group.shutdown()
+    group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=60)
+stop_ray()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_work_together_and_their_logs_are_found() -> None:
+    here = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_NODES],
+        cwd=here,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_failures_survive_pickling() -> None:

@@ -37,7 +37,9 @@ def test_a_draw_does_not_depend_on_its_neighbours():
     together = uniform(seeds, positions)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
     assert torch.equal(uniform(seeds[order], positions[order]), together[order])
-    assert torch.equal(torch.cat([uniform(seeds[i, None], positions[i, None]) for i in range(100)]), together)
+    assert torch.equal(
+        torch.cat([uniform(seeds[i, None], positions[i, None]) for i in range(100)]), together
+    )
 
 
 def test_draws_look_uniform_along_seeds_and_along_positions():
@@ -54,7 +56,12 @@ def test_draws_look_uniform_along_seeds_and_along_positions():
 
 
 def test_seeds_keep_their_parts_apart_and_fit_int64():
-    seeds = {fold_seed(1, "ab", 0), fold_seed(1, "a", "b0"), fold_seed(1, "ab0"), fold_seed(1, "ab", 1)}
+    seeds = {
+        fold_seed(1, "ab", 0),
+        fold_seed(1, "a", "b0"),
+        fold_seed(1, "ab0"),
+        fold_seed(1, "ab", 1),
+    }
     assert len(seeds) == 4
     assert all(0 <= s < 2**63 for s in seeds)
     assert fold_seed(1, "uid", 3) == 3116832617789355738  # a recorded run must replay for ever

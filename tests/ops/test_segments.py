@@ -56,7 +56,9 @@ def check(roots, children, window):
     out = layout.attend(*ours, layer=0, scaling=WIDTH**-0.5, window=window)
     expected = slow(*theirs, seen, window)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
-    weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(
+        out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     (out * weights).sum().backward()
     (expected * weights).sum().backward()
     for mine, slow_one in zip(ours, theirs, strict=True):

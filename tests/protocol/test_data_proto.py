@@ -189,6 +189,12 @@ class TestLooking:
         data[1:3].batch["x"][:] = -1
         assert data.batch["x"][1:3].tolist() == [[-1, -1], [-1, -1]]
 
+    def test_a_batch_shows_its_columns_and_is_equal_to_itself_only(self) -> None:
+        data = rows(2)
+        assert repr(data) == "DataProto(2 rows: ['n', 'x', 'uid']; ['step'])"
+        assert data != rows(2)
+        assert data in [data]
+
     def test_reports_name_every_column(self, caplog: pytest.LogCaptureFixture) -> None:
         data = rows(3)
         info = data.get_data_info()

@@ -70,8 +70,10 @@ exit(0)
 
 
 def test_signals_have_their_ordinary_meaning(run: RunPython) -> None:
-    code = "import signal as s\nprint(s.getsignal(s.SIGTERM) is s.SIG_DFL, s.getsignal(s.SIGHUP) is s.SIG_DFL)"
-    code += "\nprint(s.getsignal(s.SIGINT) is s.default_int_handler)"
+    code = (
+        "from signal import *\nprint(getsignal(SIGTERM) is SIG_DFL, getsignal(SIGHUP) is SIG_DFL)"
+    )
+    code += "\nprint(getsignal(SIGINT) is default_int_handler)"
     assert run(code).stdout.split() == ["True"] * 3
 
 

@@ -159,6 +159,7 @@ time.sleep(0.3)
 def test_bare_box_removes_its_directory_even_when_it_is_locked(bare: Plan) -> None:
     before = set(Path("/tmp").glob("hone-box-*"))
     code = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)"
+    code += "\nfor _ in range(1200):\n    os.mkdir('d')\n    os.chdir('d')\n"
     assert run_job(Job(code), bare).ok
     assert set(Path("/tmp").glob("hone-box-*")) == before
     assert run_job(Job("while True: pass", timeout_s=0.3), bare).status is Status.TIMEOUT

@@ -12,6 +12,8 @@ from torch import Tensor
 
 _GRAIN = 64
 """Widths grow in this grain, so that attention shapes repeat and allocations are rare."""
+_PREFILL_GRAIN = 16
+"""Prompts are padded to this for attention, so that their sums run in the same order in any batch."""
 
 
 class SlotCache:
@@ -66,59 +68,51 @@ class SlotCache:
 
 
 class PrefillLayout:
-    """New tokens of several slots at once, each after the tokens its slot already holds."""
+    """Whole prompts into empty slots, all at once."""
 
-    def __init__(
-        self, cache: SlotCache, slots: list[int], starts: list[int], lengths: list[int]
-    ) -> None:
+    def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int]) -> None:
         self._cache = cache
         n = torch.tensor(lengths)
-        start = torch.tensor(starts)
-        self._slots = torch.tensor(slots)
-        self._width = int((start + n).max())
-        longest = int(n.max())
+        # Rounded up, because a vector register's tail is summed in another order.
+        longest = -(-max(lengths) // _PREFILL_GRAIN) * _PREFILL_GRAIN
         offset = torch.arange(longest)
         real = offset < n[:, None]
-        begin = torch.cat([torch.zeros(1, dtype=n.dtype), n.cumsum(0)[:-1]])
+        begin = n.cumsum(0) - n
         self._gather = torch.where(real, begin[:, None] + offset, begin[:, None])  # [S, L]
         self._cells = real.flatten().nonzero().flatten()
-        self._token_slot = self._slots.repeat_interleave(n)
-        self.positions = torch.cat(
-            [torch.arange(a, a + b) for a, b in zip(starts, lengths, strict=True)]
-        )
-        self._query_position = start[:, None] + offset  # [S, L]
-        self._plain = not any(starts)
+        self._slot = torch.tensor(slots).repeat_interleave(n)  # [N]
+        self.positions = offset.expand(len(slots), -1)[real]  # [N]
+        self._biases: dict[int, Tensor] = {}
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
     ) -> Tensor:
-        total = len(self.positions)
         keys, values = self._cache.layer(layer, k)
-        keys[self._token_slot, :, self.positions] = k[:total]
-        values[self._token_slot, :, self.positions] = v[:total]
-        segments, longest = self._gather.shape
-        padded = q.index_select(0, self._gather.flatten()).view(segments, longest, *q.shape[1:])
+        keys[self._slot, :, self.positions] = k
+        values[self._slot, :, self.positions] = v
         groups = q.shape[1] // k.shape[1]
-        past_k = keys[self._slots, :, : self._width].repeat_interleave(groups, 1)
-        past_v = values[self._slots, :, : self._width].repeat_interleave(groups, 1)
-        causal = self._plain and window is None
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        bias = self._bias(window, q.dtype) if window is not None else None
         out = F.scaled_dot_product_attention(
-            padded.transpose(1, 2),
-            past_k,
-            past_v,
-            attn_mask=None if causal else self._bias(window, q.dtype),
-            is_causal=causal,
+            self._pad(q),
+            self._pad(k),
+            self._pad(v),
+            attn_mask=bias,
+            is_causal=bias is None,
             scale=scaling,
         )
-        rows = out.transpose(1, 2).reshape(-1, *q.shape[1:]).index_select(0, self._cells)
-        return F.pad(rows, (0, 0, 0, 0, 0, q.shape[0] - total))
+        return out.transpose(1, 2).reshape(-1, *q.shape[1:]).index_select(0, self._cells)
 
-    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        distance = self._query_position[:, :, None] - torch.arange(self._width)
-        seen = distance >= 0
-        if window is not None:
-            seen &= distance < window
-        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+    def _pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
+        rows = x.index_select(0, self._gather.flatten())
+        return rows.view(*self._gather.shape, *x.shape[1:]).transpose(1, 2)
+
+    def _bias(self, window: int, dtype: torch.dtype) -> Tensor:  # [L, L]
+        if window not in self._biases:
+            position = torch.arange(self._gather.shape[1])
+            self._biases[window] = _visible(position[:, None] - position, window, dtype)
+        return self._biases[window]
 
 
 class DecodeLayout:
@@ -127,34 +121,65 @@ class DecodeLayout:
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
         self._cache = cache
         self._positions = positions
-        self._rows = torch.arange(len(positions))
         self._width = -(-(int(positions.max()) + 1) // _GRAIN) * _GRAIN
         self._biases: dict[int | None, Tensor] = {}
+        self._cells: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self._positions)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
     ) -> Tensor:
-        rows, kv_heads = len(self._positions), k.shape[1]
+        rows, kv_heads, head_dim = k.shape
         keys, values = self._cache.layer(layer, k)
-        keys[self._rows, :, self._positions] = k[:rows]
-        values[self._rows, :, self._positions] = v[:rows]
+        if self._cells is None:
+            head = torch.arange(rows * kv_heads).view(rows, kv_heads)
+            self._cells = (head * keys.shape[2] + self._positions[:, None]).flatten()
+        keys.view(-1, head_dim).index_copy_(0, self._cells, k.reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self._cells, v.reshape(-1, head_dim))
         if window not in self._biases:
-            self._biases[window] = self._bias(window, q.dtype)
+            distance = self._positions[:, None] - torch.arange(self._width)
+            self._biases[window] = _visible(distance, window, q.dtype)[:, None, None]
         # The queries that share a key head stand in for a query sequence: keys are never repeated.
         out = F.scaled_dot_product_attention(
-            q[:rows].reshape(rows, kv_heads, -1, q.shape[2]),
+            q.reshape(rows, kv_heads, -1, head_dim),
             keys[:rows, :, : self._width],
             values[:rows, :, : self._width],
             attn_mask=self._biases[window],
             scale=scaling,
         )
-        return F.pad(out.reshape(rows, *q.shape[1:]), (0, 0, 0, 0, 0, q.shape[0] - rows))
+        return out.reshape(q.shape)
 
-    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        distance = self._positions[:, None] - torch.arange(self._width)
-        seen = distance >= 0
-        if window is not None:
-            seen &= distance < window
-        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[
-            :, None, None
-        ]
+
+class JointLayout:
+    """Running sequences, one token each, then new prompts, then rows that only fill up."""
+
+    def __init__(self, decode: DecodeLayout | None, prefill: PrefillLayout | None) -> None:
+        self._decode = decode
+        self._prefill = prefill
+        self._running = len(decode) if decode else 0
+        self._used = self._running + (len(prefill.positions) if prefill else 0)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+    ) -> Tensor:
+        parts = []
+        for layout, begin, end in (
+            (self._decode, 0, self._running),
+            (self._prefill, self._running, self._used),
+        ):
+            if layout is not None:
+                mine = (x[begin:end] for x in (q, k, v))
+                parts.append(layout.attend(*mine, layer=layer, scaling=scaling, window=window))
+        if self._used < len(q):
+            parts.append(q.new_zeros(len(q) - self._used, *q.shape[1:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _visible(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a key at this distance before the query is seen, -inf where not."""
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))

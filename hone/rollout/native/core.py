@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class NativeCore:
             self._forward.refresh()
         lengths = [len(prompt) for prompt in leaders]
         ids = [r.token_ids[-1] for r in self._active]
-        last = [*range(len(ids)), *(len(ids) - 1 + end for end in _running_sum(lengths))]
+        last = [*range(len(ids)), *(len(ids) - 1 + end for end in accumulate(lengths))]
         ids += [token for prompt in leaders for token in prompt]
         layout, positions = self._layout(list(leaders.values()), lengths)
         hidden = self._hidden(ids, positions, layout)
@@ -165,11 +166,3 @@ class NativeCore:
                 self._active[slot] = last
         self._rows = None
         return finished
-
-
-def _running_sum(values: list[int]) -> list[int]:
-    total, sums = 0, []
-    for value in values:
-        total += value
-        sums.append(total)
-    return sums

@@ -39,7 +39,9 @@ def is_plain(policy: PolicyModel) -> bool:
     silu = config.hidden_act in ("silu", "swish")
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
     linears = (m for layer in decoder.layers for m in _linears(layer))
-    return silu and rope in _FIXED_ROPES and not hooked and all(type(m) is nn.Linear for m in linears)
+    return (
+        silu and rope in _FIXED_ROPES and not hooked and all(type(m) is nn.Linear for m in linears)
+    )
 
 
 def _linears(layer: Any) -> tuple[nn.Module, ...]:
