@@ -81,11 +81,21 @@ def load_object(target: str) -> Any:
         path, _, name = target.rpartition(".")
     if not path:
         raise PluginError(f"{target!r} names no object; write pkg.mod:object or file.py:object")
-    found: Any = load_module(path)
+    return load_extern_object(path, name)
+
+
+def load_extern_object(
+    module_path: str, object_name: str | None = None, *, class_name: str | None = None
+) -> Any:
+    """`object_name` (dotted names reach inside) of the module at `module_path`; the family's name."""
+    name = object_name or class_name
+    if not name:
+        raise PluginError(f"name the object to load from {module_path!r}")
+    found: Any = load_module(module_path)
     for part in name.split("."):
         if not hasattr(found, part):
             offered = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))[:12])
-            raise PluginError(f"{path!r} has no {name!r}; it has {offered or 'nothing'}")
+            raise PluginError(f"{module_path!r} has no {name!r}; it has {offered or 'nothing'}")
         found = getattr(found, part)
     return found
 

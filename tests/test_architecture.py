@@ -150,6 +150,8 @@ def _wrong_way(package: Path, path: str, found: Import) -> str | None:
     here, there = room_of(path), parts[1]
     if here == there:
         return None
+    if (here, there) == ("__init__", "compat"):
+        return None  # installs the lazy table of the family's paths; loads no room
     if here in LAZY_ROOTS:
         return f"imports {found.target} when it loads; do it lazily" if found.at_load else None
     if there not in LEVELS:
@@ -297,6 +299,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             {"engine/a.py": "from .b import X", "engine/b.py": "X = 1"},
             {"ops/a.py": "from hone import __version__", "__init__.py": "__version__ = '1'"},
             {"compat.py": "def f():\n    import hone.cli", "cli.py": ""},
+            {"__init__.py": "from hone.compat import install", "compat.py": "install = 1"},
             {
                 "ops/a.py": "if TYPE_CHECKING:\n    from hone.engine import fsdp",
                 "engine/fsdp.py": "",

@@ -64,8 +64,13 @@ def collate_outputs(
     if all(o.response_logprobs is not None for o in outputs):
         log_probs = _right([o.response_logprobs or [] for o in outputs], length, 0.0, torch.float32)
         tensors["rollout_log_probs"] = log_probs * response_mask
-    scored = [o.reward_score is not None for o in outputs]
-    if any(scored):
+    scored = sum(o.reward_score is not None for o in outputs)
+    if 0 < scored < len(outputs):
+        raise BadTrajectory(
+            f"{scored} of {len(outputs)} trajectories have a reward_score; the others would count as 0: "
+            "either every agent loop of a batch scores its trajectories, or none does"
+        )
+    if scored:
         tensors["rm_scores"] = _scores_on_last_policy_token(outputs, response_mask)
     return DataProto.from_dict(tensors=tensors, non_tensors=_facts(outputs))
 

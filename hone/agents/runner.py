@@ -28,6 +28,10 @@ from hone.plugins import load_object
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
 
+class AgentLoopFailed(RuntimeError):
+    """A loop raised; the message says which loop, on which row, and what."""
+
+
 LoopFactory = Callable[..., AgentLoopBase]
 Widths = Callable[[int, int], tuple[int, int]]
 """(longest prompt, longest response) here to the widths to pad to: ranks agree on the largest."""
@@ -75,6 +79,7 @@ class LoopRunner:
         except BaseException:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
     async def _run_one(self, row: Mapping[str, Any], sampling: dict[str, Any]) -> AgentLoopOutput:
@@ -86,9 +91,15 @@ class LoopRunner:
             seed=fold_seed(self._run_seed, row["uid"], row["sample_index"]),
             max_tokens=rollout.response_length,
         )
-        loop = factory(self._config, manager, self._tokenizer, None)
-        output = await loop.run(sampling, **row)
-        check_output(output, name)
+        try:
+            loop = factory(self._config, manager, self._tokenizer, None)
+            output = await loop.run(sampling, **row)
+            check_output(output, name)
+        except Exception as error:
+            raise AgentLoopFailed(
+                f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return _cut(output, rollout.response_length)
 
 

@@ -145,7 +145,9 @@ def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
     arguments: dict[str, Any] = {"lr": config.lr}
     overrides = dict(config.override_optimizer_config or {})
     offered = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
-    if not {"foreach", "capturable", "differentiable"} & set(overrides):  # these exclude fusing
+    sharded = any(hasattr(p, "full_tensor") for p in parameters)
+    fusable = not sharded or cls in (torch.optim.Adam, torch.optim.AdamW)
+    if fusable and not {"foreach", "differentiable"} & set(overrides):  # these exclude fusing
         offered["fused"] = True
     arguments.update({name: value for name, value in offered.items() if name in known})
     arguments.update(overrides)

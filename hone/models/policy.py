@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.ops.logprobs import linear_log_probs
+from hone.ops.logprobs import linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 
 
@@ -43,6 +43,11 @@ class PolicyModel(nn.Module):
         lm = self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
         return getattr(lm, lm.base_model_prefix)
 
+    @property
+    def plain_head(self) -> bool:
+        """Whether logits are the head's product alone, neither capped nor scaled."""
+        return self._softcap is None and self._logit_scale == 1.0
+
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
         """Whole logits: for decoding, where a step has few tokens."""
         head = self.lm.get_output_embeddings()
@@ -52,23 +57,30 @@ class PolicyModel(nn.Module):
         return z * self._logit_scale if self._logit_scale != 1.0 else z
 
     def forward(
-        self, packed: PackedRows, *, temperature: float, with_entropy: bool = False
+        self,
+        packed: PackedRows,
+        *,
+        temperature: float,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
-        hidden = hidden_states(self.decoder, packed)
+        hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "bias": head.bias,
+            "softcap": self._softcap,
+            "logit_scale": self._logit_scale,
+        }
         log_probs, entropy = linear_log_probs(
-            hidden.index_select(0, packed.source),
-            head.weight,
-            packed.target,
-            temperature=temperature,
-            bias=head.bias,
-            softcap=self._softcap,
-            logit_scale=self._logit_scale,
-            with_entropy=with_entropy,
+            hidden, head.weight, packed.target, with_entropy=with_entropy, **options
         )
         out = {"log_probs": packed.unpack(log_probs)}
         if with_entropy:
             out["entropy"] = packed.unpack(entropy)
+        if with_sum_pi_squared:
+            squares = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
+            out["sum_pi_squared"] = packed.unpack(squares)
         return out
 
 

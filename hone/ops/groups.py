@@ -50,7 +50,7 @@ class Groups:
 
     def sum(self, x: Tensor) -> Tensor:
         """[N, ...] → [G, ...]."""
-        x = x if x.dtype == torch.float64 else x.double()
+        x = x.double()
         return x.new_zeros((self.count, *x.shape[1:])).index_add_(0, self.ids, x)
 
     def max(self, x: Tensor) -> Tensor:

@@ -35,6 +35,24 @@ def linear_log_probs(
     )
 
 
+@torch.no_grad()
+def linear_sum_pi_squared(
+    hidden: Tensor,  # [M, d]
+    weight: Tensor,  # [V, d]
+    *,
+    temperature: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """Σ p² of softmax(logits / temperature), [M] float32; without gradient, its reader needs none."""
+    total = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    for part in _chunks(hidden.shape[0], weight.shape[0]):
+        z, _ = _logits(hidden[part], weight, bias, softcap, logit_scale / temperature)
+        total[part] = torch.softmax(z, -1).square().sum(-1)
+    return total
+
+
 def _chunks(tokens: int, vocabulary: int) -> list[slice]:
     size = max(8, _CHUNK_LOGITS // vocabulary)
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.varlen import varlen_attention
+
 
 class _Pad(NamedTuple):
     """How packed segments become a padded rectangle and back."""
@@ -76,7 +78,7 @@ class SegmentLayout:
         scaling: float,
         window: int | None,
     ) -> Tensor:  # [N, H, D]
-        if q.is_cuda and not self.children:
+        if q.is_cuda and q.dtype != torch.float32 and not self.children:
             return self._attend_varlen(q, k, v, scaling, window)
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
@@ -147,12 +149,9 @@ class SegmentLayout:
     def _attend_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         assert self.cu_seqlens is not None
         longest = max(self.root_lengths)
-        left = window - 1 if window is not None else -1
-        out = varlen_attn(
+        return varlen_attention(
             q,
             k,
             v,
@@ -160,12 +159,9 @@ class SegmentLayout:
             self.cu_seqlens,
             longest,
             longest,
-            scale=scaling,
-            window_size=(left, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
+            scaling=scaling,
+            window=window,
         )
-        assert isinstance(out, Tensor)
-        return out
 
 
 def _pad_index(lengths: list[int], start: int) -> _Pad:

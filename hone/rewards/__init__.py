@@ -19,7 +19,7 @@ _EXPORTS = {
     "default_compute_score": "hone.rewards.scores.table",
     "get_custom_reward_fn": "hone.rewards.loading",
     "get_reward_manager_cls": "hone.rewards.managers.registry",
-    "load_extern_object": "hone.rewards.extern",
+    "load_extern_object": "hone.plugins",
     "load_reward_manager": "hone.rewards.loading",
     "register": "hone.rewards.managers.registry",
     "register_score": "hone.rewards.scores.table",

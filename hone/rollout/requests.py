@@ -25,6 +25,8 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None
+    cancelled: bool = False
+    """Nobody waits any more: it ends at its next token."""
     owner: Any = None
     """Whoever waits for it; engines' cores never look at it."""
 
@@ -82,6 +84,8 @@ class RequestRules:
 
     def stop_reason(self, request: Request) -> StopReason | None:
         """Why the newest token is the last one, or None."""
+        if request.cancelled:
+            return StopReason.ABORT
         sampling, token = request.sampling, request.token_ids[-1]
         if token in self.eos_ids and not sampling.ignore_eos:
             return StopReason.STOP

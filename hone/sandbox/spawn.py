@@ -18,6 +18,7 @@ SETUP_FAILED = 126
 # Ignored by Python or by the warden; ordinary programs expect them as they come.
 _ORDINARY = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLOSE_RANGE, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
+_SET_PARENT_DEATH_SIGNAL = 1
 _LIBC = ctypes.CDLL(None)
 Standard = tuple[int, int, int]
 
@@ -61,6 +62,7 @@ def fork(
             signal.signal(number, signal.SIG_DFL)
         limit(0, order)
         drop()
+        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         last()
         os.execve(argv[0], argv, environment)
     except BaseException as error:  # whatever it was, the child must not go on as a second warden

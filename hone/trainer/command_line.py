@@ -1,25 +1,105 @@
-"""Hydra's command line for our programs: `--config-path`, `--config-name`, then `key=value` overrides."""
+"""The command line of our programs: `--config-path`, `--config-name`, then `key=value` overrides.
+
+Also where a mistake of the user becomes one sentence and exit code 2; anything else keeps its traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
 
-from hone.config import load_config
+from hone.config import Composed, compose
+
+EXIT_CODE = 2
+
+_MISTAKES = (
+    "hone.config.errors:ConfigError",
+    "hone.plugins:PluginError",
+    "hone.data.rows:DataError",
+    "hone.data.prompts:PromptError",
+    "hone.data.hub:HubError",
+    "hone.models.load:ModelNotFound",
+    "hone.models.fetch:FetchError",
+    "hone.engine.checkpoint:CheckpointMissing",
+    "hone.rollout.contract:RolloutError",
+    "hone.rewards.failures:SetupError",
+    "hone.rewards.failures:RewardError",
+    "hone.rewards.pool:PoolError",
+    "hone.sandbox.result:SandboxError",
+    "hone.tracking.contract:TrackerError",
+    "hone.trainer.ppo.checkpoint:CheckpointError",
+    "hone.trainer.ranks:LaunchError",
+    "hone.trainer.generation:GenerationError",
+    "hone.trainer.evaluation:EvaluationError",
+    "hone.trainer.export:ExportError",
+)
+"""What the user can mend. Only classes of modules that are loaded can have been raised."""
 
 
-def config_of(arguments: Sequence[str], *, config_name: str, program: str) -> Any:
-    """The configuration a command line asks for."""
+def composed_of(arguments: Sequence[str], *, tree: str, program: str) -> Composed:
+    """The configuration a command line asks for, with the origin of each value.
+
+    `tree` is the schema, also of a user's YAML that names none in its defaults list.
+    """
     parser = argparse.ArgumentParser(
-        prog=program, description="Overrides are key=value; `hone config show` lists the keys."
+        prog=program,
+        allow_abbrev=False,
+        description=f"Overrides are key=value; `hone config show --tree {tree}` lists the keys.",
     )
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
-    parser.add_argument(
-        "--config-name", "-cn", default=config_name, help="which YAML to start from"
-    )
+    parser.add_argument("--config-name", "-cn", default=tree, help="which YAML to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     chosen = parser.parse_intermixed_args(list(arguments))
-    return load_config(
-        chosen.overrides, config_name=chosen.config_name, config_path=chosen.config_path
+    return compose(
+        chosen.overrides,
+        config_name=chosen.config_name,
+        config_path=chosen.config_path,
+        schema=tree,
     )
+
+
+def announce(composed: Composed) -> None:
+    """Say once which of the given keys have no effect here, and why."""
+    if not composed.notes:
+        return
+    from hone.tracking.console import screen
+
+    show = screen()
+    show.line("set, but without effect here:")
+    for note in composed.notes:
+        show.line(f"  {note}")
+
+
+def finish(program: Callable[[], int | None]) -> int:
+    """Run a program; the exit code, with a user's mistake told in a sentence."""
+    try:
+        return program() or 0
+    except Exception as error:
+        sentence = mistake_in_words(error)
+        if sentence is None:
+            raise
+        sys.stderr.write(f"{type(error).__name__}: {sentence}\n")
+        return EXIT_CODE
+
+
+def mistake_in_words(error: BaseException) -> str | None:
+    """The sentence of an error that the user can mend; None for any other."""
+    if isinstance(error, _mistakes()):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    if isinstance(error, FileNotFoundError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno is None:  # transformers: no such model
+        return str(error).strip().partition("\n")[0]
+    return None
+
+
+def _mistakes() -> tuple[type[BaseException], ...]:
+    found = []
+    for target in _MISTAKES:
+        module, _, name = target.partition(":")
+        if module in sys.modules and hasattr(sys.modules[module], name):
+            found.append(getattr(sys.modules[module], name))
+    return tuple(found)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hone.config import PPOTrainerConfig
-from hone.trainer.command_line import config_of
+from hone.config import PPOTrainerConfig, config_to_dict
+from hone.trainer.command_line import announce, composed_of, finish
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
-    run(config_of(given, config_name="ppo_trainer", program="hone train"))
+    composed = composed_of(given, tree="ppo_trainer", program="hone train")
+    announce(composed)
+    run(composed.config, composed.origins)
 
 
-def run(config: PPOTrainerConfig) -> None:
-    """Train as configured, in this process or on Ray."""
+def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> None:
+    """Train as configured, in this process or on Ray; `origins` say where values came from."""
     from hone.models.load import load_tokenizer
     from hone.trainer.ppo.trainer import PPOTrainer
 
@@ -28,10 +30,12 @@ def run(config: PPOTrainerConfig) -> None:
     trainer = PPOTrainer(config, tokenizer)
     trainer.init_workers()
     try:
+        if origins is not None:
+            trainer.run.write_config(config_to_dict(trainer.config), origins)
         trainer.fit()
     finally:
         trainer.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(finish(main))

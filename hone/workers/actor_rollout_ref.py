@@ -22,6 +22,7 @@ from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.rollout.build import build_rollout
 from hone.workers.device import pick_device, pick_dtype
+from hone.workers.external import import_external
 from hone.workers.objectives import PolicyObjective, update_in_minibatches
 
 
@@ -38,6 +39,7 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         whole, config = self.config, self.config.actor_rollout_ref
         self.device = pick_device(whole.trainer.device, self.local_rank)
+        import_external(config.model.external_lib)
         self.tokenizer = load_tokenizer(
             config.model.tokenizer_path or config.model.path,
             trust_remote_code=config.model.trust_remote_code,
@@ -66,15 +68,7 @@ class ActorRolloutRefWorker(Worker):
         actor = config.actor
         policy = self._load_policy(pick_dtype(actor.fsdp_config.dtype, self.device))
         if config.model.uses_lora:
-            policy.lm = wrap_lora(
-                policy.lm,
-                rank=config.model.lora_rank,
-                alpha=config.model.lora_alpha,
-                dropout=config.model.lora_dropout,
-                target_modules=config.model.target_modules,
-                exclude_modules=config.model.exclude_modules,
-                adapter_path=config.model.lora_adapter_path,
-            )
+            policy.lm = self._with_adapters(policy.lm)
         self.policy = policy
         self.engine: Engine = build_engine(
             policy,
@@ -93,9 +87,22 @@ class ActorRolloutRefWorker(Worker):
         )
         ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)
         self.rollout = build_rollout(rollout, policy, self.tokenizer, ends, self.device)
-        self.runner = LoopRunner(
-            self.config, self.rollout, self.tokenizer, run_seed=self.config.trainer.seed
-        )
+        run_seed = self.config.trainer.seed if rollout.seed is None else rollout.seed
+        self.runner = LoopRunner(self.config, self.rollout, self.tokenizer, run_seed=run_seed)
+
+    def _with_adapters(self, lm: Any) -> Any:
+        model = self.config.actor_rollout_ref.model
+        with torch.random.fork_rng():  # new weights follow from the run's seed, on every rank alike
+            torch.manual_seed(self.config.trainer.seed)
+            return wrap_lora(
+                lm,
+                rank=model.lora_rank,
+                alpha=model.lora_alpha,
+                dropout=model.lora_dropout,
+                target_modules=model.target_modules,
+                exclude_modules=model.exclude_modules,
+                adapter_path=model.lora_adapter_path,
+            )
 
     def _build_reference(self) -> Engine | None:
         """The policy as it was loaded, or the actor with its adapters off."""
@@ -132,9 +139,15 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        options = {"temperature": data.meta_info["temperature"], "with_entropy": True}
-        out = self.engine.infer(data, **options)
-        return DataProto.from_dict({"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
+        """Log-probs and entropies; with `meta_info["with_sum_pi_squared"]` also Σπ² a token."""
+        out = self.engine.infer(
+            data,
+            temperature=data.meta_info["temperature"],
+            with_entropy=True,
+            with_sum_pi_squared=bool(data.meta_info.get("with_sum_pi_squared")),
+        )
+        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        return DataProto.from_dict({names.get(name, name): x for name, x in out.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.build import build_engine
@@ -14,6 +16,7 @@ from hone.models.lora import wrap_lora
 from hone.models.policy import ValueModel
 from hone.protocol import DataProto
 from hone.workers.device import pick_device, pick_dtype
+from hone.workers.external import import_external
 from hone.workers.objectives import ValueObjective, update_in_minibatches
 
 
@@ -26,6 +29,7 @@ class CriticWorker(Worker):
     def init_model(self) -> None:
         whole, config = self.config, self.config.critic
         device = pick_device(whole.trainer.device, self.local_rank)
+        import_external(config.model.external_lib)
         lm: Any = load_causal_lm(
             config.model.path or whole.actor_rollout_ref.model.path,
             dtype=pick_dtype(config.model.fsdp_config.dtype, device),
@@ -36,15 +40,17 @@ class CriticWorker(Worker):
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         model = ValueModel(lm)
         if config.model.lora_rank > 0:
-            model.lm = wrap_lora(
-                model.lm,
-                rank=config.model.lora_rank,
-                alpha=config.model.lora_alpha,
-                dropout=0.0,
-                target_modules=config.model.target_modules,
-                exclude_modules=None,
-                adapter_path=None,
-            )
+            with torch.random.fork_rng():  # new weights follow from the run's seed
+                torch.manual_seed(whole.trainer.seed)
+                model.lm = wrap_lora(
+                    model.lm,
+                    rank=config.model.lora_rank,
+                    alpha=config.model.lora_alpha,
+                    dropout=0.0,
+                    target_modules=config.model.target_modules,
+                    exclude_modules=None,
+                    adapter_path=None,
+                )
         self.engine = build_engine(
             model.to(device),
             optim=config.optim,

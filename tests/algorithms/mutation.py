@@ -206,6 +206,8 @@ def run_mutant(mutant: Mutant, workspace: Path) -> bool:
     """True when some test noticed."""
     target = workspace / mutant.path
     original = target.read_text()
+    for compiled in (target.parent / "__pycache__").glob(f"{target.stem}.*.pyc"):
+        compiled.unlink()  # its time stamp counts seconds: it could pass for the mutant's
     target.write_text(mutated_source(mutant))
     try:
         return run_tests(selection(mutant.path), workspace) != 0
@@ -219,7 +221,7 @@ def selection(path: str) -> tuple[str, ...]:
     return (*TESTS[path], *(("-k", words) if words else ()))
 
 
-def run_tests(tests: tuple[str, ...], workspace: Path) -> int:
+def run_tests(tests: tuple[str, ...], workspace: Path, keep_compiled: bool = False) -> int:
     """Exit status of pytest in a forked process that sees the workspace's package only."""
     child = os.fork()
     if child == 0:
@@ -229,6 +231,7 @@ def run_tests(tests: tuple[str, ...], workspace: Path) -> int:
             os.dup2(null, 1)
             os.dup2(null, 2)
             os.chdir(workspace)
+            sys.dont_write_bytecode = not keep_compiled
             sys.path.insert(0, str(workspace))
             signal.alarm(SECONDS_A_MUTANT)
             import pytest
@@ -264,7 +267,7 @@ def _worker(mutants: list[Mutant], results: dict[str, bool]) -> None:
     workspace = make_workspace()
     try:
         for tests in sorted({selection(mutant.path) for mutant in mutants}):
-            if run_tests(tests, workspace) != 0:
+            if run_tests(tests, workspace, keep_compiled=True) != 0:
                 raise RuntimeError(f"{tests} fail without any change")
         for done, mutant in enumerate(mutants):
             if done % 20 == 0:
@@ -325,7 +328,6 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
         print("\n".join(m.key for m in mutants))
         return []
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.dont_write_bytecode = True
     for heavy in ("hypothesis", "pytest", "hydra", "omegaconf", "numpy.testing", "tensordict"):
         importlib.import_module(heavy)  # once here, not in each fork
     import torch

@@ -116,8 +116,8 @@ def test_mistakes_in_the_names_are_explained(
 ) -> None:
     path = write_jsonl(make_rows(5))
     for chosen, message in [
-        (CustomClassConfig("no/such.py", "X"), "does not exist"),
-        (CustomClassConfig("no_such_module", "X"), "cannot import"),
+        (CustomClassConfig("no/such.py", "X"), "no such file"),
+        (CustomClassConfig("no_such_module", "X"), "neither a file"),
         (CustomClassConfig(plug_in, "Shoting"), "has no 'Shoting'; it has .*Shouting"),
         (CustomClassConfig(plug_in, None), "needs data.custom_cls.name"),
         (CustomClassConfig(plug_in, "NotAnything"), "__len__ and"),

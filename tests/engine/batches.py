@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hone.ops.packing import PackedRows, pack_rows
 from hone.protocol import DataProto
 
 VOCABULARY = 40
@@ -47,3 +48,8 @@ def rows(count: int = len(ROWS), *, prompt_pad: int = 0, response_pad: int = 0) 
         for name in ("advantages", "values", "returns"):
             batch[name][i, :n] = torch.randn(n, generator=random)
     return DataProto.from_dict(batch)
+
+
+def packed_of(batch: DataProto, share: bool) -> PackedRows:
+    columns = (batch.batch[n] for n in ("prompts", "responses", "attention_mask", "response_mask"))
+    return pack_rows(*columns, share_prompts=share)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.batches import ROWS, VOCABULARY, rows
 
 from hone.models.policy import PolicyModel, ValueModel, hidden_states
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import pack_rows
+from tests.engine.batches import ROWS, VOCABULARY, packed_of, rows
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -23,11 +22,6 @@ def decoder_of(family, **changes):
             if parameter.dim() > 1:
                 parameter.mul_(8)
     return lm
-
-
-def packed_of(batch, share):
-    columns = (batch.batch[n] for n in ("prompts", "responses", "attention_mask", "response_mask"))
-    return pack_rows(*columns, share_prompts=share)
 
 
 def one_by_one(lm, batch):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hone.rewards.extern import ExternError, load_extern_object, load_object
+from hone.plugins import PluginError, load_extern_object, load_object
 
 
 def test_a_file_is_loaded_once_and_keeps_its_identity(scorer_file: Callable[[str], str]) -> None:
@@ -40,7 +40,7 @@ def test_modules_are_found_by_name_and_by_pkg() -> None:
     ],
 )
 def test_what_is_missing_is_said(path: str, name: str, words: str) -> None:
-    with pytest.raises(ExternError, match=words):
+    with pytest.raises(PluginError, match=words):
         load_extern_object(path, name)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hone.config import load_config
 from hone.protocol import DataProto
 from hone.rewards import compute_reward, load_reward_manager
-from hone.rewards.extern import ExternError
+from hone.plugins import PluginError
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
@@ -148,7 +148,7 @@ def test_repetitive_responses_lose_their_reward_when_told_so(
 
 
 def test_a_users_function_that_is_not_there_is_an_error(load: Callable[..., Any]) -> None:
-    with pytest.raises(ExternError, match="no such file"):
+    with pytest.raises(PluginError, match="no such file"):
         load("custom_reward_function.path=/nowhere/reward.py")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.rewards.calling import call_scorer
-from hone.rewards.extern import load_object
+from hone.plugins import load_object
 from hone.rewards.failures import SetupError
 
 _HERE = "hone.rewards.scores"

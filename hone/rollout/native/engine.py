@@ -60,7 +60,10 @@ class NativeRollout:
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append(request)
-        return await future
+        try:
+            return await future
+        finally:
+            request.cancelled = future.cancelled()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._between_steps():

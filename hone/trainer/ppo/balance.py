@@ -1,4 +1,4 @@
-"""Even work for every rank: rows are shared out by length inside each mini-batch.
+"""Which rank computes which rows: each gets its part of every mini-batch, by length where wanted.
 
 Mini-batches keep their rows, so the updates are those of one rank; only who computes what changes.
 """
@@ -14,7 +14,7 @@ from hone.protocol import DataProto
 
 
 def balance(
-    batch: DataProto, *, ranks: int, rows_per_update: int
+    batch: DataProto, *, ranks: int, rows_per_update: int, by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
     """Reorder so that rank r's contiguous share holds its part of every mini-batch."""
     lengths = batch.batch["attention_mask"].sum(1)
@@ -22,8 +22,7 @@ def balance(
         return batch, {}
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for rows in torch.arange(len(batch)).split(rows_per_update):
-        work = calculate_workload(lengths[rows].tolist())
-        parts = get_seqlen_balanced_partitions(work, ranks, equal_size=len(rows) % ranks == 0)
+        parts = _parts(lengths[rows], ranks, by_length)
         for share, part in zip(shares, parts, strict=True):
             share += rows[part].tolist()
     order = [row for share in shares for row in share]
@@ -32,6 +31,14 @@ def balance(
     metrics = _spread("", lengths, plain) | _spread("balanced_", lengths, shares)
     metrics["global_seqlen/mean"] = lengths.sum().item() / ranks
     return batch.select_idxs(torch.tensor(order)), metrics
+
+
+def _parts(lengths: torch.Tensor, ranks: int, by_length: bool) -> list[list[int]]:
+    """Rows of one mini-batch for each rank."""
+    if not by_length:
+        return [part.tolist() for part in torch.arange(len(lengths)).tensor_split(ranks)]
+    work = calculate_workload(lengths.tolist())
+    return get_seqlen_balanced_partitions(work, ranks, equal_size=len(lengths) % ranks == 0)
 
 
 def _spread(

@@ -6,6 +6,7 @@ before it is used.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
@@ -21,18 +22,19 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
+_UNFINISHED = ".tmp"
 _BLOCK = 1 << 20
 
 
 class CheckpointError(RuntimeError):
-    """No usable checkpoint where one was asked for."""
+    """No usable checkpoint where one was asked for, or one that could not be written."""
 
 
 @contextmanager
 def writing(run: RunFolder, step: int) -> Iterator[Path]:
     """A folder to fill; on success it becomes `global_step_N` and the latest."""
     final = run.checkpoint(step)
-    temporary = final.with_name(f".{final.name}.tmp")
+    temporary = final.with_name(f".{final.name}{_UNFINISHED}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -42,10 +44,31 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-    except BaseException:
+    except BaseException as error:  # torch's own checkpoint errors are no Exception
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        if not _is_disk_full(error):
+            raise
+        raise CheckpointError(_disk_full(run, step)) from error
     atomic_write_text(run.latest_file, str(step))
+
+
+def remove_unfinished(run: RunFolder) -> None:
+    """Delete what a killed process left half written."""
+    for folder in run.path.glob(f".global_step_*{_UNFINISHED}"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside_after(run: RunFolder, step: int) -> None:
+    """Checkpoints beyond the step a run continues from are another past: none may be resumed next.
+
+    They are kept as `global_step_N.earlier`; of an older one by that name the newer stays.
+    """
+    for number, folder in run.checkpoints():
+        if number > step:
+            aside = folder.with_name(f"{folder.name}.earlier")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            log.warning("%s is not what this run continues from; kept as %s", folder, aside.name)
 
 
 def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
@@ -96,11 +119,45 @@ def prune(run: RunFolder, keep: int | None) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    (folder / STATE).write_text(json.dumps(state))
+    (folder / STATE).write_text(json.dumps(state, default=_plain))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / STATE).read_text())
+
+
+def _plain(value: Any) -> Any:
+    """Rows that a data set grew may hold numpy values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(
+        f"a checkpoint cannot hold a {type(value).__name__}; rows, samplers and data generators must "
+        "give plain values (numbers, text, lists, dicts) in their state"
+    )
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Also where torch or safetensors wrapped it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        ranks = getattr(error, "failures", None)  # torch.distributed.checkpoint: one a rank
+        if isinstance(ranks, dict) and any(_is_disk_full(found[0]) for found in ranks.values()):
+            return True
+        if "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _disk_full(run: RunFolder, step: int) -> str:
+    kept = run.checkpoints()
+    left = f"{kept[-1][1].name} is untouched" if kept else "there is no earlier checkpoint"
+    return (
+        f"the disk is full: step {step} could not be saved in {run.path}; {left}. Free space, set "
+        "trainer.max_actor_ckpt_to_keep (or leave hf_model out of "
+        "actor_rollout_ref.actor.checkpoint.save_contents), and start the same command again: it resumes"
+    )
 
 
 def _files(folder: Path) -> list[Path]:

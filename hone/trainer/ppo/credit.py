@@ -10,7 +10,7 @@ from hone.algorithms import advantages
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
 from hone.algorithms.shaping import normalise_advantages, pf_ppo_rows
-from hone.columns import require, write
+from hone.columns import REWARD_PREFIX, require, write
 from hone.config.algorithm import AlgorithmConfig
 from hone.ops.counter_rng import fold_seed
 from hone.protocol import DataProto
@@ -61,7 +61,7 @@ def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[st
 def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
     """Write `advantages` and `returns`; the estimator gets the columns it declares."""
     name = algorithm.adv_estimator
-    columns: dict[str, Any] = {c: require(batch, c) for c in advantages.needs(name, algorithm)}
+    columns = {c: _required(batch, c) for c in advantages.needs(name, algorithm)}
     for column in advantages.optional(name):
         if batch.has_column(column):
             columns[column] = batch.column(column)
@@ -77,6 +77,14 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
         advantage = normalise_advantages(advantage, mask)
     write(batch, "advantages", advantage)
     write(batch, "returns", returns)
+
+
+def _required(batch: DataProto, name: str) -> Any:
+    """A column; a reward part may also be a number a row that the score function gave beside it."""
+    extra = name.removeprefix(REWARD_PREFIX)
+    if batch.has_column(name) or extra not in batch.meta_info.get("reward_extra_names", ()):
+        return require(batch, name)
+    return torch.tensor([float(value) for value in batch.non_tensor_batch[extra]])
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:

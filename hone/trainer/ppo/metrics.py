@@ -58,8 +58,8 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
         metrics["critic/vf_explained_var"] = 1.0 - error.item()
     extras = batch.non_tensor_batch
-    if "acc" in extras:
-        metrics["accuracy"] = float(sum(float(a) for a in extras["acc"]) / len(batch))
+    if known := [float(a) for a in extras.get("acc", ()) if a is not None]:
+        metrics["accuracy"] = sum(known) / len(known)
     turns = torch.tensor([float(t) for t in extras.get("num_turns", [])])
     return metrics | spread("num_turns", turns)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hone.algorithms.advantages import needs
-from hone.config import PPOTrainerConfig
+from hone.config import ConfigError, PPOTrainerConfig
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,16 @@ class Plan:
     """Columns the advantage estimator reads beyond rewards, mask and uid."""
     reference: bool
     critic: bool
+    reward_model: bool
     old_log_probs: bool
     """Whether a pass before the update computes them; else the update's own forward gives them,
     which is the same when each batch is used for exactly one update."""
+    sum_pi_squared: bool
+
+    @property
+    def log_prob_pass(self) -> bool:
+        """Whether the actor runs over the batch before the update."""
+        return self.old_log_probs or self.sum_pi_squared
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
@@ -28,6 +35,10 @@ class Plan:
         one_update = (
             actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
         )
+        if config.reward_model.enable and config.reward_model.type == "prm":
+            raise ConfigError(
+                "reward_model.type=prm: process reward models are not built; use reward_model.type=orm"
+            )
         correction = algorithm.rollout_correction
         reads_old = (
             "old_log_probs" in columns
@@ -40,5 +51,8 @@ class Plan:
             columns=columns,
             reference=algorithm.use_kl_in_reward or actor.use_kl_loss,
             critic=critic,
-            old_log_probs=reads_old or not one_update,
+            reward_model=config.reward_model.enable,
+            # In bypass mode the rollout's own log-probs stand for them.
+            old_log_probs=not correction.bypass_mode and (reads_old or not one_update),
+            sum_pi_squared="sum_pi_squared" in columns or actor.calculate_sum_pi_squared,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from hone.config import ConfigError, PPOTrainerConfig
@@ -29,6 +30,10 @@ def default_roles(plan: Plan) -> dict[Role, type]:
         from hone.workers.critic import CriticWorker
 
         roles[Role.Critic] = CriticWorker
+    if plan.reward_model:
+        from hone.workers.reward_model import RewardModelWorker
+
+        roles[Role.RewardModel] = RewardModelWorker
     return roles
 
 
@@ -63,25 +68,32 @@ def start_workers(
     roles: Mapping[Role, type],
     pools: ResourcePoolManager,
     group_cls: type[WorkerGroup],
-) -> tuple[dict[Role, WorkerGroup], list[WorkerGroup]]:
-    """One group a role; roles of one pool share its processes. Also the groups to shut down."""
+) -> tuple[dict[Role, WorkerGroup], ExitStack]:
+    """One group a role; roles of one pool share its processes. Closing the stack stops them all."""
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, cls in roles.items():
         arguments: dict[str, Any] = {"config": config}
         if role in (Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
             arguments["role"] = str(role)
         by_pool.setdefault(pools.mapping[role], {})[str(role)] = ClassWithInitArgs(cls, **arguments)
+    running = ExitStack()
+    if group_cls is not LocalWorkerGroup:
+        from hone.controller.ray import start_ray, stop_ray
+
+        if start_ray(vars(config.ray_kwargs.ray_init)):
+            running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
     groups: dict[Role, WorkerGroup] = {}
-    owned: list[WorkerGroup] = []
     for pool_name, members in by_pool.items():
         pool = pools.create_resource_pool()[pool_name]
         shared: Any = group_cls(  # type: ignore[call-arg]
-            resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(members)
+            resource_pool=pool,
+            ray_cls_with_init=create_colocated_worker_cls(members),
+            start_deadline_s=config.trainer.ray_wait_register_center_timeout,
         )
-        owned.append(shared)
+        running.callback(shared.shutdown)
         for name, group in shared.spawn(prefix_set=members).items():
             groups[Role.from_string(name)] = group
-    return groups, owned
+    return groups, running
 
 
 def _uses_gpu(config: PPOTrainerConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.config.rollout import RolloutConfig, ValKwargs
+from hone.config.rollout import RolloutConfig
 
 
 def training_sampling(rollout: RolloutConfig) -> dict[str, Any]:
@@ -17,12 +17,14 @@ def training_sampling(rollout: RolloutConfig) -> dict[str, Any]:
         "stop": tuple(rollout.stop or ()),
         "stop_token_ids": tuple(rollout.stop_token_ids or ()),
         "ignore_eos": rollout.ignore_eos,
+        "max_tokens": rollout.max_tokens_per_turn,
     }
 
 
-def validation_sampling(wanted: ValKwargs) -> dict[str, Any]:
-    """`sampling_params` in validation: greedy unless `do_sample`."""
-    return {
+def validation_sampling(rollout: RolloutConfig) -> dict[str, Any]:
+    """`sampling_params` in validation: greedy unless `do_sample`; a turn ends as in training."""
+    wanted = rollout.val_kwargs
+    return training_sampling(rollout) | {
         "temperature": wanted.temperature if wanted.do_sample else 0.0,
         "top_k": wanted.top_k,
         "top_p": wanted.top_p,

@@ -13,6 +13,7 @@ import numpy as np
 
 from hone.columns import write
 from hone.controller import WorkerGroup
+from hone.ops.counter_rng import fold_seed
 from hone.protocol import DataProto
 from hone.trainer.ppo.widths import concat_padded
 
@@ -20,8 +21,9 @@ from hone.trainer.ppo.widths import concat_padded
 class TrajectorySource:
     """Trajectories of the current policy, through a rollout worker group."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup, *, run_seed: int) -> None:
         self._workers = workers
+        self._run_seed = run_seed
         self._pending: list[DataProto] = []
 
     def submit(
@@ -34,8 +36,12 @@ class TrajectorySource:
         index = np.tile(np.arange(samples), len(rows) // samples).astype(object)
         write(rows, "sample_index", index)
         uids = rows.non_tensor_batch["uid"]
-        names = [f"{uid}-{i}" for uid, i in zip(uids, index, strict=True)]
+        attempts = list(zip(uids, index, strict=True))
+        names = [f"{uid}-{i}" for uid, i in attempts]
         write(rows, "trajectory_id", np.array(names, dtype=object))
+        # What the loop runner folds into the sampling of each trajectory: kept for a replay.
+        seeds = [fold_seed(self._run_seed, uid, i) for uid, i in attempts]
+        write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
         self._pending.append(rows)
 

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hone.ops.at_n import best_at, majority_at, sizes, worst_at
+from hone.protocol import DataProto
+
+
+@dataclass
+class Attempts:
+    """What validation batches said, row by row; a value that a row lacks is None."""
+
+    sources: list[str] = field(default_factory=list)
+    uids: list[str] = field(default_factory=list)
+    variables: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, batch: DataProto) -> None:
+        facts, before = batch.non_tensor_batch, len(self.uids)
+        found = {name: list(facts[name]) for name in batch.meta_info["reward_extra_names"]}
+        found["reward"] = batch.batch["token_level_scores"].sum(-1).tolist()
+        self.sources += list(facts["data_source"])
+        self.uids += list(facts["uid"])
+        for name in {*self.variables, *found}:
+            values = self.variables.setdefault(name, [None] * before)
+            values += found.get(name, [None] * len(batch))
+
+    def metrics(self) -> dict[str, float]:
+        return validation_metrics(self.sources, self.uids, self.variables)
 
 
 @dataclass
@@ -22,42 +45,48 @@ class Group:
 
 
 def validation_metrics(
-    sources: list[str], uids: list[str], variables: Mapping[str, list[Any]]
+    sources: Sequence[str], uids: Sequence[str], variables: Mapping[str, Sequence[Any]]
 ) -> dict[str, float]:
     """`val-core/<source>/<variable>/…` for the core variable (acc, else reward), `val-aux/…` else."""
     groups: dict[str, Group] = {}
     predictions = variables.get("pred")
-    numeric = {name: values for name, values in variables.items() if _is_numeric(values)}
+    numeric = sorted(name for name, values in variables.items() if _is_numeric(values))
     for row, (source, uid) in enumerate(zip(sources, uids, strict=True)):
         group = groups.setdefault(uid, Group(source))
-        for name, values in numeric.items():
-            group.variables[name].append(float(values[row]))
+        for name in numeric:
+            if (value := variables[name][row]) is not None:
+                group.variables[name].append(float(value))
         if predictions is not None:
             group.answers.append(str(predictions[row]))
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
         of_source = [g for g in groups.values() if g.source == source]
-        core = "acc" if "acc" in numeric else "reward"
-        for name in numeric:
-            statistics = _statistics([(g.variables[name], g.answers) for g in of_source])
-            largest = max(len(g.variables[name]) for g in of_source)
-            for statistic, value in statistics.items():
-                is_core = name == core and _attempts(statistic) == largest
+        with_values = {n for g in of_source for n in g.variables}
+        core = "acc" if "acc" in with_values else "reward"
+        for name in sorted(with_values):
+            attempts = max(len(g.variables[name]) for g in of_source)
+            seen = [(g.variables[name], g.answers) for g in of_source if g.variables[name]]
+            for statistic, value in _statistics(seen, attempts).items():
+                is_core = name == core and _attempts(statistic) == attempts
                 prefix = "val-core" if is_core else "val-aux"
                 metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
     return metrics
 
 
-def _statistics(groups: list[tuple[list[float], list[Hashable]]]) -> dict[str, float]:
-    """Mean over prompts of each statistic over a prompt's attempts."""
+def _statistics(
+    groups: Sequence[tuple[list[float], list[Hashable]]], attempts: int
+) -> dict[str, float]:
+    """Mean over prompts of each statistic over a prompt's attempts.
+
+    A prompt that lacks some values (a score function that failed) counts in the mean alone.
+    """
     collected: dict[str, list[float]] = defaultdict(list)
     for values, answers in groups:
-        n_all = len(values)
-        collected[f"mean@{n_all}"].append(float(np.mean(values)))
-        if n_all == 1:
+        collected[f"mean@{attempts}"].append(float(np.mean(values)))
+        if attempts == 1 or len(values) < attempts:
             continue
-        collected[f"std@{n_all}"].append(float(np.std(values)))
-        for n in sizes(n_all):
+        collected[f"std@{attempts}"].append(float(np.std(values)))
+        for n in sizes(attempts):
             collected[f"best@{n}/mean"].append(best_at(values, n))
             collected[f"worst@{n}/mean"].append(worst_at(values, n))
             if answers:
@@ -69,5 +98,6 @@ def _attempts(statistic: str) -> int:
     return int(statistic.split("@")[1].split("/")[0])
 
 
-def _is_numeric(values: list[Any]) -> bool:
-    return bool(values) and all(isinstance(v, (bool, int, float, np.number)) for v in values)
+def _is_numeric(values: Sequence[Any]) -> bool:
+    known = [v for v in values if v is not None]
+    return bool(known) and all(isinstance(v, (bool, int, float, np.number)) for v in known)

@@ -1,16 +1,23 @@
-"""The supervised loop: shuffled rows, packed, token-weighted loss; small because the engine does the work."""
+"""The supervised loop: shuffled rows, packed, token-weighted loss; small because the engine does the work.
+
+Each rank runs this loop on its share of every batch. Run folder, checkpoints and trackers are run.py's.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.engine.engine import Engine
+from hone.ops.balancing import get_seqlen_balanced_partitions
 from hone.protocol import DataProto
+from hone.trainer.ranks import sum_over_ranks
+from hone.trainer.sft.order import RowOrder
 from hone.workers.objectives import SupervisedObjective
+
+EncodedRow = dict[str, list[int]]
 
 
 class EncodedRows(Protocol):
@@ -18,10 +25,10 @@ class EncodedRows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]: ...
+    def __getitem__(self, index: int) -> EncodedRow: ...
 
 
-def collate(rows: Sequence[dict[str, list[int]]], pad_token_id: int) -> DataProto:
+def collate(rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
     """Everything before the first learnt token is the prompt; the rest is the response."""
     outputs = []
     for row in rows:
@@ -37,13 +44,21 @@ class SFTTrainer:
     """Minimises the mean negative log-likelihood of the learnt tokens."""
 
     def __init__(
-        self, engine: Engine, rows: EncodedRows, *, pad_token_id: int, batch_rows: int, seed: int
+        self,
+        engine: Engine,
+        rows: EncodedRows,
+        *,
+        pad_token_id: int,
+        batch_rows: int,
+        seed: int,
+        shuffle: bool = True,
+        balance_tokens: bool = True,
     ) -> None:
         self.engine = engine
         self._rows = rows
         self._pad = pad_token_id
-        self._batch_rows = batch_rows
-        self._batches = self._endless(seed)
+        self._balance = balance_tokens
+        self.order = RowOrder(len(rows), batch_rows, seed=seed, shuffle=shuffle)
         self.step_number = 0
 
     def fit(
@@ -56,7 +71,9 @@ class SFTTrainer:
                 return
 
     def step(self) -> dict[str, float]:
-        batch = collate([self._rows[i] for i in next(self._batches)], self._pad)
+        rows = [self._rows[i] for i in self.order.next_batch()]
+        tokens = sum(len(row["input_ids"]) for row in rows)
+        batch = collate(self._share(rows), self._pad)
         measured = self.engine.train_minibatch(batch, SupervisedObjective())
         assert self.engine.optimizer is not None
         self.engine.optimizer.advance_schedule()
@@ -65,13 +82,38 @@ class SFTTrainer:
             "train/loss": measured["train/loss"],
             "train/grad_norm": measured["grad_norm"],
             "train/lr": measured["lr"],
-            "train/global_tokens": float(batch.batch["attention_mask"].sum()),
+            "train/skipped_updates": measured["skipped_updates"],
+            "train/global_tokens": float(tokens),
         }
 
-    def _endless(self, seed: int) -> Iterator[list[int]]:
-        chooser = random.Random(seed)
-        while True:
-            order = list(range(len(self._rows)))
-            chooser.shuffle(order)
-            for start in range(0, len(order) - self._batch_rows + 1, self._batch_rows):
-                yield order[start : start + self._batch_rows]
+    def validation_loss(
+        self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
+    ) -> float:
+        """Mean negative log-likelihood of the learnt tokens of all rows, on all ranks."""
+        rank, ranks = self.engine.data_parallel_rank, self.engine.data_parallel_size
+        total = tokens = 0.0
+        for start in range(0, len(rows), batch_rows):
+            numbers = range(start, min(start + batch_rows, len(rows)))
+            # A rank that has run out takes a row that does not count: all meet in each collective.
+            mine = list(numbers[rank::ranks])
+            batch = collate([rows[i] for i in mine or [start]], self._pad)
+            log_probs = self.engine.infer(batch, **SupervisedObjective().options)["log_probs"]
+            if mine:
+                mask = batch.batch["response_mask"]
+                total -= float((log_probs.double() * mask).sum())
+                tokens += float(mask.sum())
+            if on_batch is not None:
+                on_batch(len(numbers))
+        total, tokens = sum_over_ranks(total, tokens)
+        return total / tokens
+
+    def _share(self, rows: list[EncodedRow]) -> list[EncodedRow]:
+        """This rank's rows of the batch."""
+        rank, ranks = self.engine.data_parallel_rank, self.engine.data_parallel_size
+        if ranks == 1:
+            return rows
+        if not self._balance:
+            return rows[rank::ranks]
+        lengths = [len(row["input_ids"]) for row in rows]
+        parts = get_seqlen_balanced_partitions(lengths, ranks, equal_size=True)
+        return [rows[i] for i in parts[rank]]

@@ -8,7 +8,7 @@ import pytest
 
 from hone.protocol import DataProto
 from hone.rewards.calling import ScorerSignatureError
-from hone.rewards.extern import load_extern_object
+from hone.plugins import load_extern_object
 from hone.rewards.failures import FailurePolicy, RewardError
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager

@@ -1,0 +1,121 @@
+"""One decode step, as a recorded graph for each batch size, or eagerly where graphs are unwanted.
+
+A graph holds the whole step: forward, logits, draw, and the state for the next step, so that many
+replays run back to back without the host. Rows are padded up to the next recorded size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.models.policy import PolicyModel
+from hone.rollout.native.paged_cache import PagedCache
+from hone.rollout.native.paged_layouts import PagedDecode
+from hone.rollout.native.paged_rows import RowState
+
+_PROGRAMS = 512
+"""Attention programs that fill a large GPU; a small batch is split over keys to reach it."""
+_MOST_SPLITS = 16
+
+
+def bucket_sizes(most: int, given: Sequence[int] | None) -> list[int]:
+    """Batch sizes worth a graph: fine where small, in steps of a quarter where large."""
+    if given:
+        return sorted({min(size, most) for size in given} | {most})
+    sizes = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256}
+    sizes |= set(range(320, most + 1, 64))
+    return sorted(size for size in sizes | {most} if size <= most)
+
+
+def splits_for(rows: int, kv_heads: int) -> int:
+    wanted = _PROGRAMS // max(rows * kv_heads, 1)
+    return min(_MOST_SPLITS, 1 << max(0, int(math.log2(max(wanted, 1)))))
+
+
+class DecodeStep:
+    """Runs decode steps over the first `n` rows of the state."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        forward: Callable[[Tensor, Tensor, Any], Tensor],
+        cache: PagedCache,
+        rows: RowState,
+        kernels: Any,
+        *,
+        sizes: Sequence[int],
+        graphs: bool,
+    ) -> None:
+        self._policy, self._forward, self._cache, self._rows = policy, forward, cache, rows
+        self._kernels = kernels
+        self._sizes = list(sizes)
+        self._use_graphs = graphs
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+
+    def forget(self) -> None:
+        """Drop the recordings: parameters have moved."""
+        self._graphs.clear()
+
+    def size_for(self, rows: int) -> int:
+        """The batch size that `rows` are padded to."""
+        return next(size for size in self._sizes if size >= rows)
+
+    def run(self, rows: int, *, draw: bool) -> Tensor:
+        """One step; with `draw` the rows move on, else the caller draws from the logits [size, V]."""
+        size = self.size_for(rows)
+        if not self._use_graphs:
+            return self._compute(size, draw)
+        if (size, draw) not in self._graphs:
+            self._graphs[size, draw] = self._record(size, draw)
+        graph, logits = self._graphs[size, draw]
+        graph.replay()
+        return logits
+
+    def _compute(self, size: int, draw: bool) -> Tensor:
+        rows = self._rows.rows(0, size)
+        layout = PagedDecode(
+            self._cache,
+            self._kernels,
+            table=rows.table,
+            positions=rows.position,
+            slots=rows.slot,
+            splits=splits_for(size, self._cache.kv_heads),
+        )
+        hidden = self._forward(rows.token, rows.position, layout)
+        logits = head_logits(self._policy, hidden)
+        if draw:
+            self._kernels.sample(logits, rows, self._cache.page_size)
+        return logits
+
+    def _record(self, size: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Warm up (kernels compile, libraries take their workspaces), then record."""
+        kept = self._rows.state.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._rows.state[5].fill_(1)  # finished rows draw nothing
+            for _ in range(2):
+                self._compute(size, draw)
+        torch.cuda.current_stream().wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._compute(size, draw)
+        self._rows.state.copy_(kept)
+        return graph, logits
+
+
+def head_logits(policy: PolicyModel, hidden: Tensor) -> Tensor:
+    """Logits before temperature, in the model's dtype where the head is a plain product."""
+    if not policy.plain_head:
+        return policy.logits(hidden)
+    head = policy.lm.get_output_embeddings()
+    return F.linear(hidden, head.weight, head.bias)

@@ -1,0 +1,142 @@
+"""One forward of a plain decoder in few kernels: nine a layer, from the module's own parameters.
+
+Query, key and value weights lie in one block of memory, gate and up weights in another, and the
+module's parameters are views of the blocks: one matrix product each, and still nothing to synchronise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.models.policy import PolicyModel
+
+
+class _Layer(NamedTuple):
+    qkv: tuple[Tensor, Tensor | None]
+    out: tuple[Tensor, Tensor | None]
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+    norm_in: tuple[Tensor, float]
+    norm_mlp: tuple[Tensor, float]
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    scaling: float
+    window: int | None
+
+
+class FusedDecoder:
+    """A `Forward` over paged layouts, for the families that decoder.py calls plain."""
+
+    def __init__(self, policy: PolicyModel, kernels: Any, max_positions: int) -> None:
+        self._policy, self._kernels = policy, kernels
+        decoder: Any = policy.decoder
+        like = decoder.embed_tokens.weight[:1]
+        cos, sin = decoder.rotary_emb(like, torch.arange(max_positions, device=like.device)[None])
+        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # [W, D]
+        self._layers: list[_Layer] = []
+        self._read()
+
+    def refresh(self) -> bool:
+        """Look the parameters up anew if their memory has changed; true if it had."""
+        if self._addresses == self._current_addresses():
+            return False
+        self._read()
+        return True
+
+    def _current_addresses(self) -> list[int]:
+        return [p.data_ptr() for p in self._policy.parameters()]
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        decoder: Any = self._policy.decoder
+        # Parameters made in inference mode could not be trained.
+        with torch.inference_mode(False):
+            self._layers = [_read_layer(layer) for layer in decoder.layers]
+        self._embedding: Tensor = decoder.embed_tokens.weight
+        self._norm: Tensor = decoder.norm.weight
+        self._eps: float = decoder.norm.variance_epsilon
+        self._addresses = self._current_addresses()
+
+    def __call__(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+        kernels = self._kernels
+        x = F.embedding(ids, self._embedding)
+        h, residual = kernels.add_rms_norm(x, None, *self._layers[0].norm_in)
+        for index, layer in enumerate(self._layers):
+            q, k, v = kernels.rope_store(
+                F.linear(h, *layer.qkv),
+                self._cos,
+                self._sin,
+                positions,
+                layout.slots,
+                layout.cache,
+                index,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=self._eps,
+                keep_keys=layout.keep_keys,
+            )
+            out = layout.attend_stored(
+                q, k, v, layer=index, scaling=layer.scaling, window=layer.window
+            )
+            o = F.linear(out.flatten(1), *layer.out)
+            h, residual = kernels.add_rms_norm(o, residual, *layer.norm_mlp)
+            mlp = F.linear(kernels.silu_mul(F.linear(h, *layer.gate_up)), *layer.down)
+            last = index + 1 == len(self._layers)
+            norm = (self._norm, self._eps) if last else self._layers[index + 1].norm_in
+            h, residual = kernels.add_rms_norm(mlp, residual, *norm)
+        return h
+
+
+def _read_layer(layer: Any) -> _Layer:
+    a, m = layer.self_attn, layer.mlp
+    return _Layer(
+        _joined([a.q_proj, a.k_proj, a.v_proj]),
+        (a.o_proj.weight, a.o_proj.bias),
+        _joined([m.gate_proj, m.up_proj]),
+        (m.down_proj.weight, m.down_proj.bias),
+        (layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon),
+        (layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon),
+        a.q_norm.weight if hasattr(a, "q_norm") else None,
+        a.k_norm.weight if hasattr(a, "k_norm") else None,
+        a.scaling,
+        getattr(a, "sliding_window", None),
+    )
+
+
+def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One weight (and bias) whose rows are the given ones'; they become views of it."""
+    weight = _join([m.weight for m in linears])
+    biases = [m.bias for m in linears if m.bias is not None]
+    return weight, _join(biases) if len(biases) == len(linears) else None
+
+
+def _join(parameters: list[nn.Parameter]) -> Tensor:
+    first = parameters[0].detach()
+    if _adjacent(parameters):
+        rows = sum(len(p) for p in parameters)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    block = torch.cat([p.detach() for p in parameters])
+    for parameter, piece in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
+        parameter.data = piece
+    return block
+
+
+def _adjacent(parameters: list[nn.Parameter]) -> bool:
+    """Whether each lies right behind the one before it, in one block of memory."""
+    pairs = zip(parameters, parameters[1:], strict=False)
+    return all(
+        b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+        and b.data_ptr() == a.data_ptr() + a.nbytes
+        for a, b in pairs
+    )
+
+
+def can_join(policy: PolicyModel) -> bool:
+    """Whether the parameters are whole, plain tensors whose memory may be arranged."""
+    return all(type(p) is nn.Parameter for p in policy.parameters()) and all(
+        type(p.data) is Tensor for p in policy.parameters()
+    )

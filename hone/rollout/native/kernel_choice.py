@@ -1,0 +1,25 @@
+"""Which kernels a device gets: Triton's on a GPU, the torch reference elsewhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_NAMES = ("add_rms_norm", "silu_mul", "rope_store", "store", "decode_attention")
+_SAMPLING = ("sample", "advance")
+
+
+def kernels_for(device: torch.device) -> Any:
+    """An object with one function a kernel."""
+    if device.type != "cuda":
+        from hone.rollout.native import kernels_reference
+
+        return kernels_reference
+    from hone.rollout.native import kernels_triton, sampling_triton
+
+    return SimpleNamespace(
+        **{name: getattr(kernels_triton, name) for name in _NAMES},
+        **{name: getattr(sampling_triton, name) for name in _SAMPLING},
+    )

@@ -1,0 +1,131 @@
+"""What the GPU kernels compute, in plain torch: the CPU lane runs it, the gpu lane compares with it.
+
+Function for function the namesakes of kernels_triton.py and sampling_triton.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.ops.counter_rng import uniform
+
+if TYPE_CHECKING:
+    from hone.rollout.native.paged_cache import PagedCache
+    from hone.rollout.native.paged_rows import RowState
+
+
+def add_rms_norm(
+    x: Tensor,  # [N, d]
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, and that sum."""
+    total = x if residual is None else x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:  # [N, 2 F] -> [N, F]
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rope_store(
+    qkv: Tensor,  # [N, (H + 2 KV) D]
+    cos: Tensor,  # [W, D]
+    sin: Tensor,
+    positions: Tensor,  # [N]
+    slots: Tensor,  # [N] page * page_size + offset
+    cache: PagedCache,
+    layer: int,
+    *,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    keep_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries and keys, and values; keys and values are in the cache afterwards."""
+    kv, d = cache.kv_heads, cache.head_dim
+    q, k, v = qkv.unflatten(1, (-1, d)).split([qkv.shape[1] // d - 2 * kv, kv, kv], 1)
+    if q_norm is not None and k_norm is not None:
+        q, k = F.rms_norm(q, (d,), q_norm, eps), F.rms_norm(k, (d,), k_norm, eps)
+    cosine, sine = cos[positions][:, None], sin[positions][:, None]
+    q, k = (x * cosine + _half_turned(x) * sine for x in (q, k))
+    store(k, v, slots, cache, layer)
+    return q, k, v
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
+    """Keys and values [N, KV, D] into their cells."""
+    keys, values = cache.layer(layer)
+    page, offset = slots // cache.page_size, slots % cache.page_size
+    keys[page, :, offset] = k[: len(slots)]
+    values[page, :, offset] = v[: len(slots)]
+
+
+def decode_attention(
+    q: Tensor,  # [N, H, D]
+    cache: PagedCache,
+    layer: int,
+    table: Tensor,  # [N, W] pages
+    positions: Tensor,  # [N] of the newest key
+    *,
+    scaling: float,
+    window: int | None,
+    splits: int,
+) -> Tensor:
+    """One query a row over the row's pages, its newest key included."""
+    keys, values = cache.layer(layer)
+    rows, heads, d = q.shape
+    width = (int(positions.max()) // cache.page_size + 1) * cache.page_size
+    pages = table[:, : width // cache.page_size].long()
+    kk, vv = (
+        x[pages].permute(0, 2, 1, 3, 4).reshape(rows, cache.kv_heads, width, d)
+        for x in (keys, values)
+    )
+    distance = positions[:, None] - torch.arange(width, device=q.device)
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    out = F.scaled_dot_product_attention(
+        q.reshape(rows, cache.kv_heads, -1, d), kk, vv, attn_mask=seen[:, None, None], scale=scaling
+    )
+    return out.reshape(rows, heads, d)
+
+
+def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
+    """Draw one token a row by inverting the cumulative distribution, and move the rows on."""
+    z = logits.float() * rows.inverse_temperature[:, None]
+    log_p = torch.log_softmax(z, -1)
+    cumulative = log_p.exp().cumsum(-1)
+    threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
+    token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
+    token = torch.where(rows.greedy != 0, z.argmax(-1), token.clamp(max=z.shape[-1] - 1))
+    advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), rows, page_size)
+
+
+def advance(tokens: Tensor, log_probs: Tensor, rows: RowState, page_size: int) -> None:
+    """Write drawn tokens and move their rows on; finished rows stay as they are."""
+    running = (rows.finished == 0).nonzero().flatten()
+    at = rows.count[running]
+    rows.tokens_out[running, at] = tokens[running].to(rows.tokens_out.dtype)
+    rows.log_probs_out[running, at] = log_probs[running]
+    rows.count[running] += 1
+    stopped = (rows.stops[running] == tokens[running, None]).any(1)
+    position = rows.position[running] + 1
+    finished = stopped | (position + 1 >= rows.limit[running])
+    rows.finished[running] = finished.long()
+    moving, position = running[~finished], position[~finished]
+    rows.token[moving] = tokens[moving]
+    rows.position[moving] = position
+    page = rows.table[moving, position // page_size].long()
+    rows.slot[moving] = page * page_size + position % page_size

@@ -1,0 +1,140 @@
+"""Attention over pages, as the layout that the model's attention asks: prompts at once, then steps.
+
+Both write the new keys and values first. `attend` is what any Hugging Face model calls; `attend_stored`
+is for callers that have written them already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.ops.varlen import varlen_attention
+from hone.rollout.native.paged_cache import PagedCache
+
+
+class PagedPrefill:
+    """New tokens of several sequences, each after the tokens its pages already hold."""
+
+    keep_keys = True
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        kernels: Any,
+        pages: list[list[int]],
+        starts: list[int],
+        lengths: list[int],
+        device: torch.device,
+    ) -> None:
+        self.cache, self._kernels = cache, kernels
+        size = cache.page_size
+        ends = [a + n for a, n in zip(starts, lengths, strict=True)]
+        whole = [
+            torch.tensor(p, dtype=torch.int64).repeat_interleave(size)[:end] * size
+            + torch.arange(end) % size
+            for p, end in zip(pages, ends, strict=True)
+        ]
+        self.positions = torch.cat(
+            [torch.arange(a, b) for a, b in zip(starts, ends, strict=True)]
+        ).to(device)
+        self.slots = torch.cat([w[a:] for w, a in zip(whole, starts, strict=True)]).to(device)
+        self._seen = torch.cat(whole).to(device) if any(starts) else None
+        self._starts, self._lengths, self._ends = starts, lengths, ends
+        self._cu_q, self._cu_k = (
+            torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            for n in (lengths, ends)
+        )
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+    ) -> Tensor:
+        self._kernels.store(k, v, self.slots, self.cache, layer)
+        return self.attend_stored(q, k, v, layer=layer, scaling=scaling, window=window)
+
+    def attend_stored(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+    ) -> Tensor:
+        if self._seen is not None:
+            k, v = self._gathered(layer)
+        if q.is_cuda and q.dtype != torch.float32:
+            longest = max(self._lengths), max(self._ends)
+            return varlen_attention(
+                q, k, v, self._cu_q, self._cu_k, *longest, scaling=scaling, window=window
+            )
+        return self._attend_one_by_one(q, k, v, scaling, window)
+
+    def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the sequences from their first token on, packed."""
+        assert self._seen is not None
+        page, offset = self._seen // self.cache.page_size, self._seen % self.cache.page_size
+        keys, values = self.cache.layer(layer)
+        return keys[page, :, offset], values[page, :, offset]
+
+    def _attend_one_by_one(
+        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Where there is no variable-length kernel: on a CPU, and in float32."""
+        out = torch.empty_like(q)
+        at_q = at_k = 0
+        for start, length, end in zip(self._starts, self._lengths, self._ends, strict=True):
+            distance = (
+                torch.arange(start, end, device=q.device)[:, None]
+                - torch.arange(end, device=q.device)
+            )
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
+            out[at_q : at_q + length] = F.scaled_dot_product_attention(
+                q[at_q : at_q + length].transpose(0, 1)[None],
+                k[at_k : at_k + end].transpose(0, 1)[None],
+                v[at_k : at_k + end].transpose(0, 1)[None],
+                attn_mask=seen,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )[0].transpose(0, 1)
+            at_q, at_k = at_q + length, at_k + end
+        return out
+
+
+class PagedDecode:
+    """One new token for each row of a batch."""
+
+    keep_keys = False
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        kernels: Any,
+        *,
+        table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        splits: int,
+    ) -> None:
+        self.cache, self._kernels = cache, kernels
+        self._table, self.positions, self.slots = table, positions, slots
+        self._splits = splits
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+    ) -> Tensor:
+        self._kernels.store(k, v, self.slots, self.cache, layer)
+        return self.attend_stored(q, k, v, layer=layer, scaling=scaling, window=window)
+
+    def attend_stored(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+    ) -> Tensor:
+        return self._kernels.decode_attention(
+            q,
+            self.cache,
+            layer,
+            self._table,
+            self.positions,
+            scaling=scaling,
+            window=window,
+            splits=self._splits,
+        )

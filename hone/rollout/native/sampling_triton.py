@@ -1,0 +1,198 @@
+"""The engine's GPU sampling: two passes over the logits draw a token, its log-probability, and move on.
+
+The first pass reads the logits once, in chunks; the second reads only the chunk the draw falls into.
+Top-k, top-p and min-p are not here: such rows are drawn by sampler.py, and `advance` moves them on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hone.rollout.native.paged_rows import RowState
+
+_CHUNK = 4096
+"""Logits one program of the first pass reads."""
+
+
+@triton.jit
+def _logit_stats(
+    logits_ptr: Any,
+    inverse_temperature_ptr: Any,
+    top_ptr: Any,
+    mass_ptr: Any,
+    best_ptr: Any,
+    vocabulary: Any,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = tl.load(logits_ptr + row * vocabulary + i, i < vocabulary, other=float("-inf"))
+    z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
+    z = tl.where(i < vocabulary, z, float("-inf"))
+    top = tl.max(z, 0)
+    at = row * CHUNKS + chunk
+    tl.store(top_ptr + at, top)
+    tl.store(mass_ptr + at, tl.sum(tl.exp(z - top), 0))
+    tl.store(best_ptr + at, chunk * CHUNK + tl.argmax(z, 0))
+
+
+@triton.jit
+def _mix64(z):  # type: ignore[no-untyped-def]
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _advance(  # type: ignore[no-untyped-def]
+    row,
+    token,
+    log_prob,
+    state_ptr,
+    state_stride,
+    log_prob_ptr,
+    token_out_ptr,
+    table_ptr,
+    table_stride,
+    stops_ptr,
+    STOPS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Write one drawn token and move its row on; a finished row stays as it is."""
+    position = tl.load(state_ptr + 1 * state_stride + row)
+    limit = tl.load(state_ptr + 4 * state_stride + row)
+    running = tl.load(state_ptr + 5 * state_stride + row) == 0
+    count = tl.load(state_ptr + 6 * state_stride + row)
+    stops = tl.load(stops_ptr + row * STOPS + tl.arange(0, STOPS))
+    stopped = tl.sum((stops == token).to(tl.int32), 0) > 0
+    position += 1
+    finished = stopped | (position + 1 >= limit)
+    tl.store(token_out_ptr + row * ROOM + count, token, running)
+    tl.store(log_prob_ptr + row * ROOM + count, log_prob, running)
+    tl.store(state_ptr + 6 * state_stride + row, count + 1, running)
+    tl.store(state_ptr + 5 * state_stride + row, finished.to(tl.int64), running)
+    moving = running & (not finished)
+    page = tl.load(table_ptr + row * table_stride + position // PAGE, moving, other=0).to(tl.int64)
+    tl.store(state_ptr + row, token, moving)
+    tl.store(state_ptr + 1 * state_stride + row, position, moving)
+    tl.store(state_ptr + 2 * state_stride + row, page * PAGE + position % PAGE, moving)
+
+
+@triton.jit
+def _pick(
+    logits_ptr: Any,
+    inverse_temperature_ptr: Any,
+    greedy_ptr: Any,
+    top_ptr: Any,
+    mass_ptr: Any,
+    best_ptr: Any,
+    vocabulary: Any,
+    state_ptr: Any,
+    state_stride: Any,
+    log_prob_ptr: Any,
+    token_out_ptr: Any,
+    table_ptr: Any,
+    table_stride: Any,
+    stops_ptr: Any,
+    CHUNKS: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STOPS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROOM: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHUNKS_PAD)
+    tops = tl.load(top_ptr + row * CHUNKS + c, c < CHUNKS, other=float("-inf"))
+    masses = tl.load(mass_ptr + row * CHUNKS + c, c < CHUNKS, other=0.0)
+    top = tl.max(tops, 0)
+    weight = masses * tl.exp(tops - top)
+    total = tl.sum(weight, 0)
+    norm = top + tl.log(total)
+    position = tl.load(state_ptr + 1 * state_stride + row)
+    seed = tl.load(state_ptr + 3 * state_stride + row).to(tl.uint64, bitcast=True)
+    golden: tl.constexpr = 0x9E3779B97F4A7C15
+    bits = _mix64(_mix64(seed + golden) + (position + 1).to(tl.uint64, bitcast=True) * golden)
+    uniform = (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+    threshold = (uniform * total.to(tl.float64)).to(tl.float32)
+    # First the chunk in which the cumulative mass passes the threshold, then the token inside it.
+    before = tl.cumsum(weight, 0)
+    last = tl.max(tl.where(weight > 0, c, 0), 0)
+    chunk = tl.minimum(tl.sum((before <= threshold).to(tl.int32), 0), last)
+    here = tl.sum(tl.where(c == chunk, before - weight, 0.0), 0)
+    i = tl.arange(0, CHUNK)
+    at = chunk * CHUNK + i
+    z = tl.load(logits_ptr + row * vocabulary + at, at < vocabulary, other=float("-inf"))
+    z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
+    p = tl.where(at < vocabulary, tl.exp(z - top), 0.0)
+    inside = tl.cumsum(p, 0)
+    final = tl.max(tl.where(p > 0, i, 0), 0)
+    offset = tl.minimum(tl.sum((inside <= threshold - here).to(tl.int32), 0), final)
+    log_prob = tl.sum(tl.where(i == offset, z, 0.0), 0) - norm
+    token = (chunk * CHUNK + offset).to(tl.int64)
+    if tl.load(greedy_ptr + row) != 0:
+        winner = tl.argmax(tops, 0)
+        token = tl.load(best_ptr + row * CHUNKS + winner).to(tl.int64)
+        log_prob = top - norm
+    _advance(
+        row, token, log_prob, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr,
+        table_stride, stops_ptr, STOPS, PAGE, ROOM,
+    )  # fmt: skip
+
+
+def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
+    count, vocabulary = logits.shape
+    chunks = triton.cdiv(vocabulary, _CHUNK)
+    top = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
+    mass = torch.empty_like(top)
+    best = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
+    _logit_stats[(count, chunks)](
+        logits, rows.inverse_temperature, top, mass, best, vocabulary,
+        CHUNKS=chunks, CHUNK=_CHUNK, num_warps=4,
+    )  # fmt: skip
+    _pick[(count,)](
+        logits, rows.inverse_temperature, rows.greedy, top, mass, best, vocabulary,
+        rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
+        rows.table, rows.table.stride(0), rows.stops,
+        CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK,
+        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1], num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _advance_rows(
+    token_ptr: Any,
+    new_log_prob_ptr: Any,
+    state_ptr: Any,
+    state_stride: Any,
+    log_prob_ptr: Any,
+    token_out_ptr: Any,
+    table_ptr: Any,
+    table_stride: Any,
+    stops_ptr: Any,
+    STOPS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROOM: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    _advance(
+        row, tl.load(token_ptr + row), tl.load(new_log_prob_ptr + row), state_ptr, state_stride,
+        log_prob_ptr, token_out_ptr, table_ptr, table_stride, stops_ptr, STOPS, PAGE, ROOM,
+    )  # fmt: skip
+
+
+def advance(tokens: Tensor, log_probs: Tensor, rows: RowState, page_size: int) -> None:
+    _advance_rows[(tokens.shape[0],)](
+        tokens, log_probs, rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
+        rows.table, rows.table.stride(0), rows.stops,
+        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1], num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,298 @@
+"""Responses for a file of prompts: every row's samples appended as they end, one file at the end.
+
+What is drawn depends on (seed, row, sample) only, so a killed run that resumes writes the same file.
+Leaves out agent loops: each response is one completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from hone.config.generation import GenerationConfig
+from hone.config.rollout import SamplingConfig
+from hone.controller.threads import fix_threads, thread_count
+from hone.data.loader import row_uid
+from hone.data.prompts import PromptError, render_prompt
+from hone.data.rows import BadRows, DataError, Row, RowStore, read_rows, write_parquet
+from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
+from hone.models.lora import wrap_lora
+from hone.models.policy import PolicyModel
+from hone.ops.counter_rng import fold_seed
+from hone.rollout.build import build_rollout
+from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput
+from hone.tracking import atomic_write_text, progress
+from hone.tracking.console import Bar
+from hone.trainer.ranks import Ranks
+from hone.trainer.sft.run import build_tokenizer
+from hone.workers.device import pick_device, pick_dtype
+
+log = logging.getLogger(__name__)
+
+PARTS_SUFFIX = ".parts"
+JOB = "job.json"
+
+
+class GenerationError(ValueError):
+    """A generation run that cannot be done as asked."""
+
+
+class Parts:
+    """What is finished so far: a folder beside the output, one file of lines a rank."""
+
+    def __init__(self, output: Path, job: str, rank: int) -> None:
+        self.folder = output.with_name(output.name + PARTS_SUFFIX)
+        self._job = job
+        self._file = self.folder / f"rank_{rank}.jsonl"
+
+    def open(self) -> None:
+        """Keep what an interrupted run of the same job left; drop another job's."""
+        stamp = self.folder / JOB
+        if stamp.is_file() and stamp.read_text() == self._job:
+            return
+        if self.folder.exists():
+            log.warning(
+                "%s is of another run (other data, model or sampling); dropped", self.folder
+            )
+            shutil.rmtree(self.folder)
+        atomic_write_text(stamp, self._job)
+
+    def finished(self) -> dict[int, Row]:
+        """Row number to its new columns, from the files of all ranks."""
+        found: dict[int, Row] = {}
+        for file in sorted(self.folder.glob("rank_*.jsonl")):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # what a killed writer left of its last line
+                    continue
+                found[entry["row"]] = entry["columns"]
+        return found
+
+    def append(self, row: int, columns: Row) -> None:
+        line = json.dumps({"row": row, "columns": columns}) + "\n"
+        with self._file.open("a", encoding="utf-8") as stream:
+            if stream.tell() and not _ends_whole(self._file):
+                stream.write("\n")
+            stream.write(line)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder)
+
+
+def _ends_whole(file: Path) -> bool:
+    with file.open("rb") as stream:
+        stream.seek(-1, 2)
+        return stream.read(1) == b"\n"
+
+
+class Generation:
+    """One `hone generate`, as one rank of it."""
+
+    def __init__(self, config: GenerationConfig, ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
+        self.output = Path(config.data.output_path).expanduser()
+        if self.output.suffix not in (".parquet", ".jsonl"):
+            raise GenerationError(
+                f"data.output_path={config.data.output_path} must end in .parquet or .jsonl"
+            )
+        self.rows: RowStore = read_rows(config.data.path, BadRows("raise"))
+        self.count = len(self.rows)
+        if config.data.max_samples > 0:
+            self.count = min(self.count, config.data.max_samples)
+        self.tokenizer = build_tokenizer(config.model)
+        self.parts = Parts(self.output, self._job(), ranks.rank)
+
+    def run(self) -> Path:
+        """Generate what is missing, then write the output in the order of the rows."""
+        if self.ranks.is_first:
+            self.parts.open()
+        self.ranks.wait_for_all()
+        done = self.parts.finished()
+        todo = [i for i in range(self.count) if i not in done]
+        mine = todo[self.ranks.rank :: self.ranks.world_size]
+        if mine:
+            self._generate(mine)
+        self.ranks.wait_for_all()
+        if self.ranks.is_first:
+            self._write()
+        return self.output
+
+    def _generate(self, rows: list[int]) -> None:
+        prompts = self._prompts(rows)
+        engine = self._build_engine()
+        with progress("generate", self.count) as bar:
+            bar.update(self.count - len(rows) if self.ranks.world_size == 1 else 0)
+            try:
+                asyncio.run(self._generate_all(engine, prompts, _Meter(bar)))
+            finally:
+                engine.close()
+
+    def _prompts(self, rows: list[int]) -> list[tuple[int, list[int]]]:
+        """Row number and token ids; a prompt that does not fit stops the run before it begins."""
+        data, longest = self.config.data, self.config.rollout.prompt_length
+        found = []
+        for number in rows:
+            row = self.rows[number]
+            if data.prompt_key not in row:
+                raise DataError(
+                    f"{self.rows.where(number)} has no column {data.prompt_key!r} "
+                    f"(data.prompt_key); it has {', '.join(row)}"
+                )
+            try:
+                ids = render_prompt(
+                    row[data.prompt_key],
+                    self.tokenizer,
+                    data.prompt_format,
+                    template_kwargs=data.apply_chat_template_kwargs,
+                )
+            except PromptError as error:
+                raise DataError(f"{self.rows.where(number)}: {error}") from error
+            if not 0 < len(ids) <= longest or len(ids) >= self.config.rollout.max_total_tokens:
+                raise DataError(
+                    f"{self.rows.where(number)} has {len(ids)} prompt tokens; 1 to {longest} fit "
+                    "(rollout.prompt_length, and below rollout.max_model_len where that is set)"
+                )
+            found.append((number, ids))
+        return found
+
+    def _build_engine(self) -> RolloutEngine:
+        config, model = self.config, self.config.model
+        fix_threads(thread_count(self.ranks.local_world_size))
+        device = pick_device(config.trainer.device, self.ranks.local_rank)
+        dtype = pick_dtype(config.rollout.dtype, device)
+        lm: Any = load_causal_lm(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code)
+        policy = PolicyModel(lm.to(device).eval())
+        ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)
+        if model.lora_adapter_path:
+            policy.lm = wrap_lora(
+                policy.lm,
+                rank=0,
+                alpha=0.0,
+                dropout=0.0,
+                target_modules=(),
+                exclude_modules=None,
+                adapter_path=model.lora_adapter_path,
+            )
+        policy.requires_grad_(False).eval()
+        # The two blocks name their fields alike; the builder reads only those.
+        rollout: Any = config.rollout
+        return build_rollout(rollout, policy, self.tokenizer, ends, device)
+
+    async def _generate_all(
+        self, engine: RolloutEngine, prompts: Sequence[tuple[int, list[int]]], meter: _Meter
+    ) -> None:
+        """`data.batch_size` prompts in flight; a row is written when its last sample ends."""
+        slots = asyncio.Semaphore(self.config.data.batch_size)
+
+        async def one(number: int, ids: list[int]) -> None:
+            async with slots:
+                outputs = await asyncio.gather(
+                    *(
+                        engine.generate(ids, sampling, f"{number}/{i}")
+                        for i, sampling in enumerate(self._samplings(number, len(ids)))
+                    )
+                )
+            self.parts.append(number, self._columns(outputs))
+            meter.row(sum(len(output.token_ids) for output in outputs))
+
+        tasks = [asyncio.create_task(one(number, ids)) for number, ids in prompts]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+    def _samplings(self, number: int, prompt_tokens: int) -> Iterator[Sampling]:
+        rollout = self.config.rollout
+        name, row = self.rows.key(number)
+        uid = row_uid(name, row, 0, 0)
+        seed = rollout.seed if rollout.seed is not None else self.config.trainer.seed
+        longest = min(rollout.response_length, rollout.max_total_tokens - prompt_tokens)
+        for index in range(self.config.data.n_samples):
+            yield Sampling(
+                max_tokens=min(longest, rollout.max_tokens_per_turn or longest),
+                temperature=rollout.temperature if rollout.do_sample else 0.0,
+                seed=fold_seed(seed, uid, index),
+                top_k=rollout.top_k if rollout.top_k > 0 else -1,
+                top_p=rollout.top_p,
+                min_p=rollout.min_p,
+                stop=(rollout.stop,) if isinstance(rollout.stop, str) else tuple(rollout.stop),
+                stop_token_ids=tuple(rollout.stop_token_ids),
+                ignore_eos=rollout.ignore_eos,
+            )
+
+    def _columns(self, outputs: Sequence[TokenOutput]) -> Row:
+        columns: Row = {
+            "responses": [
+                self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+                for output in outputs
+            ],
+            "response_lengths": [len(output.token_ids) for output in outputs],
+            "stop_reasons": [output.stop_reason.value for output in outputs],
+        }
+        if self.config.rollout.calculate_log_probs:
+            columns["log_probs"] = [list(output.log_probs) for output in outputs]
+        return columns
+
+    def _write(self) -> None:
+        done = self.parts.finished()
+        rows = [{**self.rows[i], **done[i]} for i in range(self.count)]
+        if self.output.suffix == ".parquet":
+            write_parquet(rows, self.output)
+        else:
+            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            atomic_write_text(self.output, "".join(lines))
+        self.parts.remove()
+
+    def _job(self) -> str:
+        """What decides the responses: rows, model, sampling. Another of these is another job."""
+        config, rollout = self.config, asdict(self.config.rollout)
+        names = [field.name for field in fields(SamplingConfig)] + _DECIDES
+        data = asdict(config.data)
+        for name in ("path", "output_path", "batch_size", "max_samples"):  # the rows have a hash
+            del data[name]
+        facts = {
+            "rows": [self.rows.fingerprint, self.count],
+            "model": {**asdict(config.model), "files": _files(config.model.path)},
+            "sampling": {name: rollout[name] for name in names},
+            "data": data,
+            "seed": config.trainer.seed,
+        }
+        text = json.dumps(facts, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+_DECIDES = ["prompt_length", "response_length", "max_model_len", "dtype", "calculate_log_probs"]
+"""Keys of the rollout block, beside the sampling's, on which the output depends."""
+
+
+def _files(path: str) -> list[tuple[str, int]]:
+    """Name and size of a model's files; empty for a hub name."""
+    folder = Path(resolve_model_path(path))
+    if not folder.is_dir():
+        return []
+    return sorted((file.name, file.stat().st_size) for file in folder.iterdir() if file.is_file())
+
+
+class _Meter:
+    """Tokens a second beside the bar."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._tokens = 0
+        self._started = time.perf_counter()
+
+    def row(self, tokens: int) -> None:
+        self._tokens += tokens
+        rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
+        self._bar.advance(note=f"{rate:,.0f} tokens/s")

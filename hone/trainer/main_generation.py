@@ -1,0 +1,51 @@
+"""`python -m hone.trainer.main_generation key=value …`: responses for a file of prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hone.config.errors import ConfigError
+from hone.config.generation import GenerationConfig
+from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.ranks import Ranks, launch, must_launch
+
+_MODULE = "hone.trainer.main_generation"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
+    composed = composed_of(given, tree="generation", program="hone generate")
+    config: GenerationConfig = composed.config
+    if Ranks.here().is_first:
+        announce(composed)
+    if config.trainer.controller == "ray":
+        raise ConfigError(
+            "trainer.controller=ray: the ranks of `hone generate` are plain processes; leave it at "
+            "auto, or start them on the cluster's machines with torchrun"
+        )
+    if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
+        launch(config.world_size, _MODULE, given)
+        return
+    written = run(config)
+    if Ranks.here().is_first:
+        from hone.tracking.console import screen
+
+        screen().line(f"wrote {written}")
+
+
+def run(config: GenerationConfig) -> Path:
+    """Generate as configured, as this rank; the file that was written."""
+    from hone.trainer.generation import Generation
+
+    ranks = Ranks.here()
+    ranks.join()
+    try:
+        return Generation(config, ranks).run()
+    finally:
+        ranks.leave()
+
+
+if __name__ == "__main__":
+    sys.exit(finish(main))

@@ -1,0 +1,53 @@
+"""`python -m hone.trainer.main_sft key=value …`: supervised fine-tuning from the command line.
+
+One process, or as many as torchrun or `trainer.n_gpus_per_node` start.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from hone.config.errors import ConfigError
+from hone.config.sft import SFTConfig
+from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.ranks import Ranks, launch, must_launch
+
+_MODULE = "hone.trainer.main_sft"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
+    composed = composed_of(given, tree="sft_trainer", program="hone sft")
+    config: SFTConfig = composed.config
+    if Ranks.here().is_first:
+        announce(composed)
+    if config.trainer.controller == "ray":
+        raise ConfigError(
+            "trainer.controller=ray: the ranks of `hone sft` are plain processes; leave it at auto, "
+            "or start them on the cluster's machines with torchrun"
+        )
+    if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
+        launch(config.world_size, _MODULE, given)
+    else:
+        run(config, composed.origins)
+
+
+def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
+    """Train as configured, as this rank."""
+    from hone.trainer.sft.run import SFTRun
+
+    ranks = Ranks.here()
+    if config.data.train_batch_size % ranks.world_size:
+        raise ConfigError(
+            f"data.train_batch_size={config.data.train_batch_size} is not divisible by "
+            f"{ranks.world_size} ranks"
+        )
+    try:
+        SFTRun(config, ranks, origins).fit()
+    finally:
+        ranks.leave()
+
+
+if __name__ == "__main__":
+    sys.exit(finish(main))

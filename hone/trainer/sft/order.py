@@ -1,0 +1,78 @@
+"""The order of rows: every epoch another permutation of one seed; a checkpoint resumes it exactly.
+
+The rows that fill no batch at the end of an epoch are left out of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from hone.data.rows import DataError
+
+
+class RowOrder:
+    """Endless batches of row numbers."""
+
+    def __init__(self, rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
+        if rows < batch_rows:
+            raise DataError(
+                f"there are {rows} rows, fewer than one batch of {batch_rows} "
+                f"(data.train_batch_size); use at most {rows}"
+            )
+        self.rows, self.batch_rows = rows, batch_rows
+        self._seed, self._shuffle = seed, shuffle
+        self.epoch = 0
+        self.batch = 0
+        self._start()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.rows // self.batch_rows
+
+    def next_batch(self) -> list[int]:
+        if self.batch == self.batches_per_epoch:
+            self.epoch, self.batch = self.epoch + 1, 0
+            self._order = self._next_order()
+        first = self.batch * self.batch_rows
+        self.batch += 1
+        return self._order[first : first + self.batch_rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "rows": self.rows,
+            "batch_rows": self.batch_rows,
+            "seed": self._seed if self._shuffle else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the last batch handed out; another data set or order is an error."""
+        now = self.state_dict()
+        for name, meaning in (
+            ("rows", "number of rows"),
+            ("batch_rows", "data.train_batch_size"),
+            ("seed", "data.seed (or data.shuffle)"),
+        ):
+            if state[name] != now[name]:
+                raise DataError(
+                    f"the checkpoint was made with {meaning} {state[name]}, this run has "
+                    f"{now[name]}; restore it, or start anew with trainer.resume_mode=disable"
+                )
+        self._start()
+        for _ in range(state["epoch"]):  # permutations follow each other: draw them again
+            self._order = self._next_order()
+        self.epoch, self.batch = state["epoch"], state["batch"]
+
+    def _start(self) -> None:
+        self.epoch, self.batch = 0, 0
+        self._chooser = random.Random(self._seed)
+        self._order = self._next_order()
+
+    def _next_order(self) -> list[int]:
+        order = list(range(self.rows))
+        if self._shuffle:
+            self._chooser.shuffle(order)
+        return order

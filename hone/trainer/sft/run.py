@@ -1,0 +1,251 @@
+"""A supervised run: model, data and engine from the config; steps, validation, checkpoints, trackers.
+
+The loop itself is trainer.py's. Every rank runs this; the first alone writes what is not a shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hone.config import config_to_dict, replace
+from hone.config.model import ModelConfig
+from hone.config.sft import SFTConfig
+from hone.controller.threads import fix_threads, thread_count
+from hone.data.create import create_sft_dataset
+from hone.data.rows import DataError
+from hone.engine.build import build_engine, export_hf
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.load import load_causal_lm, load_tokenizer
+from hone.models.lora import wrap_lora
+from hone.models.policy import PolicyModel
+from hone.plugins import load_module
+from hone.tracking import RunFolder, Tracking, progress
+from hone.trainer.ppo import checkpoint
+from hone.trainer.ppo.interrupt import GracefulStop
+from hone.trainer.ranks import Ranks, sum_over_ranks
+from hone.trainer.sft.trainer import SFTTrainer
+from hone.workers.device import pick_device, pick_dtype
+
+log = logging.getLogger(__name__)
+
+Numbers = dict[str, float]
+
+
+class SFTRun:
+    """Everything around the loop of one `hone sft`."""
+
+    def __init__(
+        self, config: SFTConfig, ranks: Ranks, origins: Mapping[str, str] | None = None
+    ) -> None:
+        self.ranks = ranks
+        self._origins = origins
+        self.folder = RunFolder(config.trainer.default_local_dir)
+        fix_threads(thread_count(ranks.local_world_size))
+        self.tokenizer = build_tokenizer(config.model)
+        data = config.data
+        self.rows = create_sft_dataset(
+            data.train_files, data, self.tokenizer, data.train_max_samples
+        )
+        self.val_rows = None
+        if data.val_files:
+            self.val_rows = create_sft_dataset(
+                data.val_files, data, self.tokenizer, data.val_max_samples
+            )
+        if len(self.rows) < data.train_batch_size:
+            raise DataError(
+                f"data.train_files have {len(self.rows)} rows, fewer than one batch; use "
+                f"data.train_batch_size={len(self.rows)} or less"
+            )
+        epochs = len(self.rows) // data.train_batch_size * config.trainer.total_epochs
+        self.total_steps = config.trainer.total_training_steps or epochs
+        if config.optim.total_training_steps <= 0:
+            config = replace(config, "optim.total_training_steps", self.total_steps)
+        self.config = config
+        self.policy = self._load_policy()
+        self.trainer = self._build_trainer()
+
+    def _load_policy(self) -> PolicyModel:
+        model, trainer = self.config.model, self.config.trainer
+        device = pick_device(trainer.device, self.ranks.local_rank)
+        lm: Any = load_causal_lm(
+            model.path,
+            dtype=pick_dtype(self.config.engine.dtype, device),
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+        )
+        if model.enable_gradient_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = PolicyModel(lm.to(device))
+        if model.uses_lora:
+            policy.lm = build_lora(policy.lm, model, trainer.seed)
+        return policy
+
+    def _build_trainer(self) -> SFTTrainer:
+        config, data = self.config, self.config.data
+        rule = MicroBatchRule(
+            data.sequences_per_micro_batch(self.ranks.world_size), data.max_token_len_per_gpu
+        )
+        engine = build_engine(
+            self.policy,
+            optim=config.optim,
+            grad_clip=config.optim.clip_grad,
+            fsdp=config.engine,
+            train_rule=rule,
+            infer_rule=rule,
+            response_width=data.max_length,
+            world_size=self.ranks.world_size,
+        )
+        return SFTTrainer(
+            engine,
+            self.rows,
+            pad_token_id=self.tokenizer.pad_token_id,
+            batch_rows=data.train_batch_size,
+            seed=data.seed if data.seed is not None else config.trainer.seed,
+            shuffle=data.shuffle,
+            balance_tokens=data.balance_dp_token,
+        )
+
+    def fit(self) -> None:
+        """Train to the last step; resumes where an earlier process stopped."""
+        self.resume()
+        with GracefulStop() as stop, self._tracking() as tracking:
+            while self.trainer.step_number < self.total_steps:
+                measured = self._timed_step() | self.validate_if_due()
+                step = self.trainer.step_number
+                if tracking is not None:
+                    tracking.log(measured, step)
+                (stopping,) = sum_over_ranks(float(stop.requested))
+                self.save_if_due(now=stopping > 0)
+                if stopping:
+                    stop.requested = True
+                    stop.raise_if_requested(step)
+
+    def _timed_step(self) -> Numbers:
+        started = time.perf_counter()
+        measured = self.trainer.step()
+        seconds = time.perf_counter() - started
+        return measured | {
+            "train/epoch": float(self.trainer.order.epoch),
+            "timing_s/step": seconds,
+            "perf/throughput": measured["train/global_tokens"] / seconds / self.ranks.world_size,
+        }
+
+    def validate_if_due(self) -> Numbers:
+        step, every = self.trainer.step_number, self.config.trainer.test_freq
+        due = step >= self.total_steps or (every > 0 and step % every == 0)
+        return self.validate() if due else {}
+
+    def validate(self) -> Numbers:
+        """The loss on every validation row."""
+        if self.val_rows is None:
+            return {}
+        count = self.config.data.train_batch_size
+        with progress("validate", len(self.val_rows)) as bar:
+            return {"val/loss": self.trainer.validation_loss(self.val_rows, count, bar.advance)}
+
+    @contextmanager
+    def _tracking(self) -> Iterator[Tracking | None]:
+        """The trackers, on the first rank."""
+        if not self.ranks.is_first:
+            yield None
+            return
+        resolved, trainer = config_to_dict(self.config), self.config.trainer
+        self.folder.write_config(resolved, self._origins)
+        with Tracking(
+            trainer.logger,
+            trainer.project_name,
+            trainer.experiment_name,
+            resolved,
+            self.folder,
+            total_steps=self.total_steps,
+            resumed_from=self.trainer.step_number or None,
+        ) as tracking:
+            yield tracking
+
+    # -- state --------------------------------------------------------------------------------
+
+    def save_if_due(self, now: bool = False) -> None:
+        step, every = self.trainer.step_number, self.config.trainer.save_freq
+        if now or step >= self.total_steps or (every > 0 and step % every == 0):
+            self.save()
+
+    def save(self) -> None:
+        """Everything the next process needs to go on as if nothing had happened."""
+        step, contents = self.trainer.step_number, self.config.checkpoint.save_contents
+        with self._writing(step) as folder:
+            self.trainer.engine.save(folder, contents)
+            if "hf_model" in contents:
+                export_hf(
+                    self.trainer.engine, self.policy.lm, self.tokenizer, folder, self.ranks.rank
+                )
+            if self.ranks.is_first:
+                state = {"step": step, "order": self.trainer.order.state_dict()}
+                checkpoint.write_state(folder, state)
+            self.ranks.wait_for_all()
+        if self.ranks.is_first:
+            checkpoint.prune(self.folder, self.config.trainer.max_ckpt_to_keep)
+        self.ranks.wait_for_all()
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[Path]:
+        """The folder that all ranks fill; the first makes it, and seals it when all are done."""
+        first = self.ranks.is_first
+        with checkpoint.writing(self.folder, step) if first else nullcontext() as folder:
+            self.ranks.wait_for_all()
+            final = self.folder.checkpoint(step)
+            yield folder if folder is not None else final.with_name(f".{final.name}.tmp")
+
+    def resume(self) -> None:
+        """Load the newest sound checkpoint, and forget what was logged after it."""
+        found = self._checkpoint_to_resume()
+        if found is not None:
+            step, folder = found
+            self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
+            self.trainer.order.load_state_dict(checkpoint.read_state(folder)["order"])
+            self.trainer.step_number = step
+            log.info("resumed from %s", folder)
+        if self.ranks.is_first and self.folder.metrics_file.exists():
+            self.folder.cut_back(self.trainer.step_number if found else -1)
+
+    def _checkpoint_to_resume(self) -> tuple[int, Path] | None:
+        trainer = self.config.trainer
+        if trainer.resume_mode == "disable":
+            return None
+        if trainer.resume_mode == "auto":
+            return checkpoint.newest_sound(self.folder)
+        return checkpoint.at_path(trainer.resume_from_path)
+
+
+def build_tokenizer(model: Any) -> Any:
+    """The tokenizer of a model block, after the modules it wants imported first."""
+    names = model.external_lib or ()
+    for name in [names] if isinstance(names, str) else names:
+        load_module(name)
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+    )
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def build_lora(lm: Any, model: ModelConfig, seed: int) -> Any:
+    """Adapters over the frozen model, drawn from the run's seed so that ranks agree."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return wrap_lora(
+            lm,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            dropout=model.lora_dropout,
+            target_modules=model.target_modules,
+            exclude_modules=model.exclude_modules,
+            adapter_path=model.lora_adapter_path,
+        )

@@ -1,0 +1,224 @@
+"""How requests begin, end and fail; what abort, sleep and close do to them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+
+from .engine_contract import Factory, ask, ask_all, clause, play
+from .models import EOS, POSITIONS, TOKENIZER, VOCABULARY, policy, prompts
+
+LONG = Sampling(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True)
+PROMPT = prompts(1, 7, 7, seed=9)[0]
+
+
+def free_text(factory: Factory, tokens: int = 24, seed: int = 2) -> list[int]:
+    """What the engine says when nothing stops it."""
+    with factory.engine(policy()) as engine:
+        return ask(engine, PROMPT, Sampling(tokens, 1.0, seed, ignore_eos=True)).token_ids
+
+
+@clause()
+def tokens_come_back_as_integers_with_one_log_prob_and_version_each(factory: Factory) -> None:
+    with factory.engine(policy()) as engine:
+        for out in ask_all(engine, prompts(3), [Sampling(9, 1.0, i) for i in range(3)]):
+            assert isinstance(out, TokenOutput)
+            assert all(type(t) is int and 0 <= t < VOCABULARY for t in out.token_ids)
+            assert all(isinstance(x, float) and x <= 0 for x in out.log_probs)
+            assert 1 <= len(out.token_ids) == len(out.log_probs) == len(out.versions)
+
+
+@clause()
+def the_prompt_is_not_echoed(factory: Factory) -> None:
+    long = prompts(1, 40, 40)[0]
+    with factory.engine(policy()) as engine:
+        out = ask(engine, long, Sampling(6, 1.0, 0, ignore_eos=True))
+    assert len(out.token_ids) == 6
+    assert out.token_ids != long[:6]
+
+
+@clause()
+def max_tokens_ends_a_response_with_reason_length(factory: Factory) -> None:
+    text = free_text(factory)
+    with factory.engine(policy()) as engine:
+        for n in (1, 2, 7):
+            out = ask(engine, PROMPT, Sampling(n, 1.0, 2, ignore_eos=True))
+            assert out.token_ids == text[:n]
+            assert out.stop_reason is StopReason.LENGTH
+
+
+@clause()
+def a_stop_token_is_the_last_token(factory: Factory) -> None:
+    text = free_text(factory)
+    stop = next(t for i, t in enumerate(text) if i >= 3 and t != EOS)
+    with factory.engine(policy()) as engine:
+        sampling = Sampling(24, 1.0, 2, stop_token_ids=(stop,), ignore_eos=True)
+        out = ask(engine, PROMPT, sampling)
+    assert out.token_ids == text[: text.index(stop) + 1]
+    assert out.stop_reason is StopReason.STOP
+
+
+@clause()
+def the_end_token_ends_a_response_unless_ignored(factory: Factory) -> None:
+    """Looks for a seed whose free text holds an end token, then asks again with it honoured."""
+    rows = prompts(16, 3, 12, seed=8)
+    with factory.engine(policy()) as engine:
+        free = ask_all(engine, rows, [Sampling(24, 1.0, i, ignore_eos=True) for i in range(16)])
+        ended = ask_all(engine, rows, [Sampling(24, 1.0, i) for i in range(16)])
+    found = [i for i, out in enumerate(free) if EOS in out.token_ids[:-1]]
+    assert found, "no response had an end token to go past: ignore_eos did nothing"
+    for i in found:
+        text = free[i].token_ids
+        assert len(text) == 24
+        assert ended[i].token_ids == text[: text.index(EOS) + 1]
+        assert ended[i].stop_reason is StopReason.STOP
+
+
+@clause()
+def the_token_that_completes_a_stop_string_is_the_last(factory: Factory) -> None:
+    """Also when the string is spread over several tokens."""
+    text = free_text(factory)
+    begin = next(i for i in range(2, 20) if EOS not in text[i : i + 3])
+    for length in (1, 3):
+        wanted = TOKENIZER.decode(text[begin : begin + length])
+        whole = [TOKENIZER.decode(text[:n]) for n in range(1, len(text) + 1)]
+        end = next(n for n, said in enumerate(whole, 1) if wanted in said)
+        with factory.engine(policy()) as engine:
+            sampling = Sampling(24, 1.0, 2, stop=("never said!", wanted), ignore_eos=True)
+            out = ask(engine, PROMPT, sampling)
+        assert out.token_ids == text[:end]
+        assert out.stop_reason is StopReason.STOP
+
+
+@clause()
+def every_token_carries_the_version_it_was_drawn_with(factory: Factory) -> None:
+    with factory.engine(policy()) as engine:
+        for version in (0, 4, 5):
+            engine.update_weights((), version)
+            out = ask(engine, PROMPT, Sampling(5, 1.0, version, ignore_eos=True))
+            assert out.versions == [version] * 5
+
+
+@clause()
+def abort_returns_what_was_said_so_far(factory: Factory) -> None:
+    with factory.engine(policy()) as engine:
+
+        async def interrupted() -> list[TokenOutput]:
+            jobs = [asyncio.create_task(engine.generate(PROMPT, LONG, f"a{i}")) for i in range(3)]
+            await asyncio.sleep(0.05)
+            engine.abort()
+            return list(await asyncio.gather(*jobs))
+
+        cut = play(interrupted())
+        engine.resume()
+        for out in cut:
+            n = len(out.token_ids)
+            assert out.stop_reason is StopReason.ABORT
+            assert n < LONG.max_tokens
+            assert n == len(out.log_probs) == len(out.versions)
+        n = max(len(out.token_ids) for out in cut)
+        assert n > 0, "the tokens drawn before the abort are lost"
+        again = ask(engine, PROMPT, Sampling(n, 1.0, 1, ignore_eos=True))
+        assert again.token_ids == next(o.token_ids for o in cut if len(o.token_ids) == n)
+
+
+@clause()
+def requests_after_an_abort_wait_for_resume(factory: Factory) -> None:
+    with factory.engine(policy()) as engine:
+
+        async def waits() -> TokenOutput:
+            engine.abort()
+            job = asyncio.create_task(engine.generate(PROMPT, Sampling(3, 1.0, 0), "w"))
+            done, _ = await asyncio.wait([job], timeout=0.2)
+            assert not done, "a request was answered between abort and resume"
+            engine.resume()
+            return await job
+
+        out = play(waits())
+        assert out.stop_reason is not StopReason.ABORT
+        assert out.token_ids
+
+
+@clause("memory")
+def sleep_gives_memory_back_and_waking_restores(factory: Factory) -> None:
+    sampling = Sampling(8, 1.0, 3)
+    with factory.engine(policy()) as engine:
+        before = ask(engine, PROMPT, sampling)
+        assert factory.held_bytes(engine) > 0
+        engine.sleep()
+        assert factory.held_bytes(engine) == 0
+        engine.wake_up()
+        assert ask(engine, PROMPT, sampling).token_ids == before.token_ids
+
+
+@clause()
+def a_wrong_request_fails_alone_with_a_sentence(factory: Factory) -> None:
+    good, few = PROMPT, Sampling(4, 1.0, 0)
+    wrong = [([], few, "empty prompt")]
+    if "model" in factory.traits:
+        wrong += [
+            (PROMPT, Sampling(POSITIONS, 1.0, 0), f"{POSITIONS} positions"),
+            ([5, VOCABULARY], few, f"token id {VOCABULARY}"),
+        ]
+    with factory.engine(policy()) as engine:
+
+        async def mixed() -> list[TokenOutput | BaseException]:
+            jobs = [engine.generate(good, few, "good-1")]
+            jobs += [engine.generate(p, s, f"bad-{i}") for i, (p, s, _) in enumerate(wrong)]
+            jobs += [engine.generate(good, few, "good-2")]
+            return list(await asyncio.gather(*jobs, return_exceptions=True))
+
+        first, *failed, last = play(mixed())
+    assert isinstance(first, TokenOutput)
+    assert isinstance(last, TokenOutput)
+    assert first.token_ids == last.token_ids
+    for i, (error, (_, _, words)) in enumerate(zip(failed, wrong, strict=True)):
+        assert isinstance(error, RolloutError), f"expected a refusal about {words!r}, got {error}"
+        assert words in str(error)
+        assert f"bad-{i}" in str(error)
+
+
+@clause("thread")
+def a_failure_of_the_engine_reaches_every_waiter(factory: Factory) -> None:
+    with factory.engine(policy(), max_num_seqs=2) as engine:
+        factory.sabotage(engine)
+
+        async def doomed() -> list[TokenOutput | BaseException]:
+            jobs = [engine.generate(PROMPT, LONG, f"d{i}") for i in range(5)]
+            return list(await asyncio.gather(*jobs, return_exceptions=True))
+
+        assert all(isinstance(e, Exception) and "boom" in str(e) for e in play(doomed()))
+        later = play(doomed())
+        assert all(isinstance(e, RolloutError) and "boom" in repr(e.__cause__) for e in later)
+
+
+@clause()
+def closing_leaves_nobody_waiting(factory: Factory) -> None:
+    engine = factory.build(policy())
+
+    async def closed_under() -> list[TokenOutput | BaseException]:
+        jobs = [asyncio.create_task(engine.generate(PROMPT, LONG, f"c{i}")) for i in range(2)]
+        await asyncio.sleep(0.02)
+        engine.close()
+        jobs.append(asyncio.create_task(engine.generate(PROMPT, Sampling(2, 1.0, 0), "late")))
+        return list(await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 20))
+
+    *running, late = play(closed_under())
+    for out in running:
+        ended = isinstance(out, TokenOutput) and out.stop_reason is StopReason.ABORT
+        assert ended or isinstance(out, RolloutError)
+    assert isinstance(late, RolloutError)
+    assert "closed" in str(late)
+    engine.close()
+
+
+@clause()
+def images_are_refused_by_engines_that_read_text(factory: Factory) -> None:
+    with factory.engine(policy()) as engine:
+        try:
+            play(engine.generate(PROMPT, Sampling(2, 1.0, 0), "pic", {"image": [object()]}))
+        except RolloutError as error:
+            assert "image" in str(error)
+        else:
+            raise AssertionError("an image was dropped in silence")

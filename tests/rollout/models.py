@@ -1,0 +1,89 @@
+"""Tiny policies whose next token truly depends on what came before, and where it stood."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from hone.models.policy import PolicyModel
+from hone.models.tiny import character_tokenizer, tiny_lm
+from hone.ops.packing import pack_rows
+from hone.ops.segments import SegmentLayout
+
+TOKENIZER = character_tokenizer("abcdefghijklmnop +-=.")
+EOS = TOKENIZER.eos_token_id
+VOCABULARY = len(TOKENIZER)
+POSITIONS = 1024
+
+
+@lru_cache(maxsize=None)
+def _sharp_lm(family: str, seed: int) -> Any:
+    lm = tiny_lm(VOCABULARY, hidden=32, mlp=64, max_positions=POSITIONS, family=family, seed=seed)
+    if family == "mistral":
+        lm.config.sliding_window = 12
+        for layer in lm.model.layers:
+            layer.self_attn.sliding_window = 12
+    with torch.no_grad():
+        for parameter in lm.parameters():  # the usual tiny initialisation says nearly the same always
+            if parameter.dim() == 2:
+                parameter.mul_(6.0)
+    return lm.eval()
+
+
+def policy(family: str = "qwen2", seed: int = 0) -> PolicyModel:
+    """A policy of one's own: changing it does not disturb other tests."""
+    return PolicyModel(copy.deepcopy(_sharp_lm(family, seed)))
+
+
+def prompts(count: int, shortest: int = 1, longest: int = 24, seed: int = 0) -> list[list[int]]:
+    """Random prompts without end tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def hf_greedy(model: PolicyModel, prompt: list[int], new_tokens: int) -> list[int]:
+    """What `transformers.generate` says, with transformers' own attention."""
+    lm = copy.deepcopy(model.lm)
+    lm.set_attn_implementation("sdpa")
+    ids = torch.tensor([prompt])
+    out = lm.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def trainer_log_probs(
+    model: PolicyModel, prompt: list[int], response: list[int], temperature: float
+) -> list[float]:
+    """The number the trainer computes: the policy on a packed row."""
+    prompts, responses = torch.tensor([prompt]), torch.tensor([response])
+    attention = torch.ones(1, len(prompt) + len(response), dtype=torch.int64)
+    packed = pack_rows(
+        prompts, responses, attention, torch.ones_like(responses), share_prompts=False
+    )
+    with torch.no_grad():
+        return model(packed, temperature=temperature)["log_probs"][0].tolist()
+
+
+def next_probabilities(model: PolicyModel, prompt: list[int], temperature: float) -> torch.Tensor:
+    """The whole next-token distribution [V] in float64, by a plain forward."""
+    ids = torch.tensor(prompt)
+    with torch.no_grad():
+        hidden = model.decoder(
+            input_ids=ids[None],
+            position_ids=torch.arange(len(ids))[None],
+            use_cache=False,
+            layout=SegmentLayout.build([len(ids)], []),
+        ).last_hidden_state[0]
+        return torch.softmax(model.logits(hidden[-1:])[0].double() / temperature, -1)
+
+

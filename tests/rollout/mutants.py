@@ -1,0 +1,272 @@
+"""Engines broken on purpose, each in one way, and the clause that must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.native.core import NativeCore
+from hone.rollout.native.engine import NativeRollout
+from hone.rollout.requests import Request
+
+from .factories import NativeFactory
+
+
+class Mutant(NativeFactory):
+    """A native engine with a broken core or a broken shell."""
+
+    def __init__(
+        self, core: type[NativeCore] = NativeCore, engine: type[NativeRollout] = NativeRollout
+    ) -> None:
+        self.name = (core if core is not NativeCore else engine).__name__
+        self.core_class, self.engine_class = core, engine
+
+
+# -- broken cores ----------------------------------------------------------------------------
+
+
+class LogProbsAtTemperatureOne(NativeCore):
+    def _draw(self, logits: Tensor) -> None:
+        requests = list(self._active)
+        super()._draw(logits)
+        for row, request in zip(torch.log_softmax(logits, -1), requests, strict=True):
+            request.log_probs[-1] = float(row[request.token_ids[-1]])
+
+
+class LogProbsAfterTruncation(NativeCore):
+    def _draw(self, logits: Tensor) -> None:
+        requests = list(self._active)
+        super()._draw(logits)
+        for row, request in zip(logits, requests, strict=True):
+            if request.sampling.top_k > 0:
+                best = row.topk(request.sampling.top_k).values
+                request.log_probs[-1] = float(row[request.token_ids[-1]] - best.logsumexp(0))
+
+
+class DrawsAtHalfTheTemperature(NativeCore):
+    def _draw(self, logits: Tensor) -> None:
+        super()._draw(logits * 2)
+
+
+class DrawsDependOnTheBatch(NativeCore):
+    def _draw(self, logits: Tensor) -> None:
+        self._rows = None
+        asked = [r.sampling for r in self._active]
+        for request in self._active:
+            request.sampling = replace(
+                request.sampling, seed=request.sampling.seed + len(self._active)
+            )
+        requests = list(self._active)
+        super()._draw(logits)
+        for request, sampling in zip(requests, asked, strict=True):
+            request.sampling = sampling
+
+
+class DrawsAtThePositionInTheResponse(NativeCore):
+    def _draw(self, logits: Tensor) -> None:
+        prompts = [r.prompt_ids for r in self._active]
+        requests = list(self._active)
+        for request in requests:
+            request.prompt_ids = []
+        super()._draw(logits)
+        for request, prompt in zip(requests, prompts, strict=True):
+            request.prompt_ids = prompt
+
+
+class DecodePositionsOffByOne(NativeCore):
+    def _hidden(self, ids: list[int], positions: Tensor, layout: Any) -> Tensor:
+        return super()._hidden(ids, positions + 1 if len(positions) == len(self._active) else positions, layout)
+
+
+class PaddingLeaksIntoShortPrompts(NativeCore):
+    """Reads the logits one row too early when several prompts are computed together."""
+
+    def _compute(self, admitted: list[Request]) -> Tensor:
+        logits = super()._compute(admitted)
+        return logits.roll(1, 0) if len(admitted) > 1 else logits
+
+
+class StopStringsWithinOneTokenOnly(NativeCore):
+    def _draw(self, logits: Tensor) -> None:
+        requests = list(self._active)
+        super()._draw(logits)
+        for request in requests:
+            said = self.rules.tokenizer.decode(request.token_ids[-1:])
+            reason, stops = request.stop_reason, request.sampling.stop
+            if reason is StopReason.STOP and stops and not any(s in said for s in stops):
+                request.stop_reason = None
+
+
+class EndTokenGoesUnnoticed(NativeCore):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "eos_ids": ()})
+
+
+class VersionStaysBehind(NativeCore):
+    def _draw(self, logits: Tensor) -> None:
+        requests = list(self._active)
+        super()._draw(logits)
+        for request in requests:
+            request.versions[-1] = max(request.versions[-1] - 1, 0)
+
+
+class EveryPromptComputedAnew(NativeCore):
+    def _admit(self) -> list[Request]:
+        return [self._waiting.popleft()] if self._waiting else []
+
+
+# -- broken shells ---------------------------------------------------------------------------
+
+
+class _Altered(NativeRollout):
+    def request(self, sampling: Sampling) -> Sampling:
+        return sampling
+
+    def answer(self, prompt: list[int], out: TokenOutput) -> TokenOutput:
+        return out
+
+    async def generate(
+        self, prompt_ids: Any, sampling: Sampling, request_id: str, multi_modal_data: Any = None
+    ) -> TokenOutput:
+        wanted = self.request(sampling)
+        out = await super().generate(prompt_ids, wanted, request_id, multi_modal_data)
+        return self.answer(list(prompt_ids), out)
+
+
+class SeedIgnored(_Altered):
+    def request(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, seed=0)
+
+
+class TopKIgnored(_Altered):
+    def request(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, top_k=-1)
+
+
+class TopPIgnored(_Altered):
+    def request(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, top_p=1.0)
+
+
+class MinPIgnored(_Altered):
+    def request(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, min_p=0.0)
+
+
+class IgnoreEosIgnored(_Altered):
+    def request(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, ignore_eos=False)
+
+
+class OneTokenTooMany(_Altered):
+    def request(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, max_tokens=sampling.max_tokens + 1)
+
+
+class GreedyIsSampled(_Altered):
+    def request(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, temperature=sampling.temperature or 1.0)
+
+
+class StopTokenDropped(_Altered):
+    def answer(self, prompt: list[int], out: TokenOutput) -> TokenOutput:
+        cut = slice(None, -1 if out.stop_reason is StopReason.STOP else None)
+        return replace(
+            out,
+            token_ids=out.token_ids[cut],
+            log_probs=out.log_probs[cut],
+            versions=out.versions[cut],
+        )
+
+
+class PromptEchoed(_Altered):
+    def answer(self, prompt: list[int], out: TokenOutput) -> TokenOutput:
+        return replace(out, token_ids=prompt + out.token_ids)
+
+
+class AbortForgetsWhatWasSaid(_Altered):
+    def answer(self, prompt: list[int], out: TokenOutput) -> TokenOutput:
+        if out.stop_reason is StopReason.ABORT:
+            return replace(out, token_ids=[], log_probs=[], versions=[])
+        return out
+
+
+class AbortDoesNotHoldNewRequests(NativeRollout):
+    def abort(self) -> None:
+        super().abort()
+        self.resume()
+
+
+class WeightsAreDropped(NativeRollout):
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().update_weights(list(weights)[1:], version)
+
+
+class UnknownWeightsAreSkipped(NativeRollout):
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for item in weights:
+            try:
+                super().update_weights([item], version)
+            except RolloutError:
+                continue
+
+
+class SleepKeepsTheCache(NativeRollout):
+    def sleep(self) -> None:
+        """Sleeps with one eye open."""
+
+
+class FailuresAreSwallowed(NativeRollout):
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, RolloutError):
+            super()._fail(error)
+
+
+class CloseForgetsWaiters(NativeRollout):
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, RolloutError):
+            super()._fail(error)
+
+
+class EmptyPromptsAreFilled(NativeRollout):
+    async def generate(
+        self, prompt_ids: Any, sampling: Sampling, request_id: str, multi_modal_data: Any = None
+    ) -> TokenOutput:
+        return await super().generate(prompt_ids or [0], sampling, request_id)
+
+
+MUTANTS: list[tuple[Mutant, str]] = [
+    (Mutant(LogProbsAtTemperatureOne), "log probs are the trainers"),
+    (Mutant(LogProbsAfterTruncation), "log probs are those before truncation"),
+    (Mutant(DrawsAtHalfTheTemperature), "temperature shapes the frequencies"),
+    (Mutant(DrawsDependOnTheBatch), "the same request gets the same tokens in any batch"),
+    (Mutant(DrawsAtThePositionInTheResponse), "a draw depends on the absolute position"),
+    (Mutant(DecodePositionsOffByOne), "log probs are the trainers"),
+    (Mutant(PaddingLeaksIntoShortPrompts), "greedy decoding equals transformers generate"),
+    (Mutant(StopStringsWithinOneTokenOnly), "the token that completes a stop string is the last"),
+    (Mutant(EndTokenGoesUnnoticed), "the end token ends a response unless ignored"),
+    (Mutant(VersionStaysBehind), "every token carries the version it was drawn with"),
+    (Mutant(EveryPromptComputedAnew), "a groups prompt is computed once"),
+    (Mutant(engine=SeedIgnored), "different seeds differ and the same seed repeats"),
+    (Mutant(engine=TopKIgnored), "top k keeps the k likeliest"),
+    (Mutant(engine=TopPIgnored), "top p keeps the smallest set that reaches p"),
+    (Mutant(engine=MinPIgnored), "min p keeps what is likely beside the likeliest"),
+    (Mutant(engine=IgnoreEosIgnored), "the end token ends a response unless ignored"),
+    (Mutant(engine=OneTokenTooMany), "max tokens ends a response with reason length"),
+    (Mutant(engine=GreedyIsSampled), "greedy decoding equals transformers generate"),
+    (Mutant(engine=StopTokenDropped), "a stop token is the last token"),
+    (Mutant(engine=PromptEchoed), "the prompt is not echoed"),
+    (Mutant(engine=AbortForgetsWhatWasSaid), "abort returns what was said so far"),
+    (Mutant(engine=AbortDoesNotHoldNewRequests), "requests after an abort wait for resume"),
+    (Mutant(engine=WeightsAreDropped), "new weights are used from the next token"),
+    (Mutant(engine=UnknownWeightsAreSkipped), "weights with unknown names are refused"),
+    (Mutant(engine=SleepKeepsTheCache), "sleep gives memory back and waking restores"),
+    (Mutant(engine=FailuresAreSwallowed), "a failure of the engine reaches every waiter"),
+    (Mutant(engine=CloseForgetsWaiters), "closing leaves nobody waiting"),
+    (Mutant(engine=EmptyPromptsAreFilled), "a wrong request fails alone with a sentence"),
+]

@@ -1,0 +1,41 @@
+"""The contract finds what is broken, and names it: one engine broken in many ways."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import clauses_lifecycle, clauses_model, clauses_sampling, engine_contract
+from .engine_contract import CLAUSES, Violation, verify, violations
+from .factories import NativeFactory
+from .mutants import MUTANTS, Mutant
+
+_ = (clauses_lifecycle, clauses_model, clauses_sampling)
+
+
+@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[m.name for m, _ in MUTANTS])
+def test_the_contract_names_the_clause_a_mutant_breaks(
+    mutant: Mutant, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "waiter" in name or "waiting" in name:  # these mutants hang: that is their fault
+        monkeypatch.setattr(engine_contract, "DEADLINE_S", 2.0)
+    with pytest.raises(Violation, match=f"^{name}: "):
+        verify(name, mutant)
+
+
+def test_mutants_cover_at_least_a_dozen_clauses() -> None:
+    assert len({name for _, name in MUTANTS}) >= 20
+    assert {name for _, name in MUTANTS} <= set(CLAUSES)
+
+
+@pytest.mark.slow
+def test_an_unbroken_engine_violates_nothing() -> None:
+    assert violations(NativeFactory()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[m.name for m, _ in MUTANTS])
+def test_the_whole_contract_lists_the_broken_clause(
+    mutant: Mutant, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_contract, "DEADLINE_S", 20.0)
+    assert name in violations(mutant)

@@ -1,0 +1,51 @@
+"""A tiny policy, a small task and a way to train in this process, made once a session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .runs import ALPHABET, REWARDS, Run, Task, task_row
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """A random policy of two layers, 24 rows to train on and 6 held out."""
+    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+
+    folder = tmp_path_factory.mktemp("task")
+    tokenizer = character_tokenizer(ALPHABET)
+    lm = tiny_lm(len(tokenizer), hidden=32, layers=2, mlp=48, max_positions=128, seed=3)
+    model = save_pretrained(lm, tokenizer, folder / "model")
+    files = {}
+    for name, numbers in (("train", range(24)), ("test", range(100, 106))):
+        files[name] = folder / f"{name}.jsonl"
+        lines = [json.dumps(task_row(i, n)) for i, n in enumerate(numbers)]
+        files[name].write_text("\n".join(lines) + "\n")
+    return Task(model, files["train"], files["test"], REWARDS)
+
+
+@pytest.fixture
+def train(task: Task, tmp_path: Path) -> Callable[..., Run]:
+    """`train(*overrides, folder=…)`: a run in this process, and what it left."""
+
+    def go(*overrides: str, folder: str = "run", **kwargs: Any) -> Run:
+        return Run(tmp_path / folder).train(task.overrides(tmp_path / folder, *overrides), **kwargs)
+
+    return go
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One cluster for all runs of this folder: starting it costs seconds."""
+    pytest.importorskip("ray")
+    from hone.controller.ray import start_ray, stop_ray
+
+    started = start_ray({"num_cpus": 4, "log_to_driver": False, "object_store_memory": 200_000_000})
+    yield
+    if started:
+        stop_ray()

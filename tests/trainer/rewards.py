@@ -1,0 +1,77 @@
+"""Score functions for tiny policies: lexical, so that a random policy already scores unevenly.
+
+Each is named on a command line by `custom_reward_function.name`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+WANTED = "abcd"
+
+
+def share(solution_str: str) -> float:
+    """Share of the characters that are wanted."""
+    return sum(c in WANTED for c in solution_str) / max(len(solution_str), 1)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    return share(solution_str)
+
+
+def detailed(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, Any]:
+    """A dict: `score` counts, the rest are columns; `pred` is what a majority votes on."""
+    return {
+        "score": share(solution_str),
+        "acc": float(solution_str[:1] in tuple(WANTED)),
+        "format": float(len(solution_str) % 2),
+        "pred": solution_str[:1],
+    }
+
+
+async def later(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    await asyncio.sleep(0)
+    return share(solution_str)
+
+
+def raises_on_a(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    if "a" in solution_str:
+        raise RuntimeError("no a, please")
+    return 1.0
+
+
+def nan_on_a(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    return float("nan") if "a" in solution_str else 1.0
+
+
+def hangs_on_row_0(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    if extra_info["index"] == 0:
+        time.sleep(600)
+    return share(solution_str)
+
+
+def always_one(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    return 1.0
+
+
+def by_row(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    """Rows with an even index always score 1: their groups carry no signal."""
+    return 1.0 if extra_info["index"] % 2 == 0 else share(solution_str)

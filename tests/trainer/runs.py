@@ -1,0 +1,125 @@
+"""Runs of the trainer in this process or in one of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from hone.config import load_config
+from hone.tracking import read_metrics
+
+ALPHABET = "abcdefghijklmnopqrstuvwx0123456789+=: \n"
+REWARDS = Path(__file__).with_name("rewards.py")
+TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
+
+
+def task_row(index: int, number: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "data_source": "lexical",
+        "prompt": f"{number}+{index}=",
+        "ability": "letters",
+        "reward_model": {"style": "rule", "ground_truth": str(number + index)},
+        "extra_info": {"index": index},
+        **changes,
+    }
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where the policy, the rows and the score functions lie."""
+
+    model: Path
+    train: Path
+    test: Path
+    rewards: Path
+
+    def overrides(self, run: Path, *more: str) -> list[str]:
+        """Two GRPO steps of 4 prompts × 2 responses; later overrides win."""
+        return [
+            "algorithm.adv_estimator=grpo",
+            f"data.train_files={self.train}",
+            "data.val_files=[]",
+            "data.prompt_format=raw",
+            "data.train_batch_size=4",
+            "data.max_prompt_length=16",
+            "data.max_response_length=6",
+            f"actor_rollout_ref.model.path={self.model}",
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+            "critic.optim.lr=1e-2",
+            "actor_rollout_ref.rollout.n=2",
+            f"custom_reward_function.path={self.rewards}",
+            "trainer.total_training_steps=2",
+            "trainer.logger=[jsonl]",
+            "trainer.device=cpu",
+            f"trainer.default_local_dir={run}",
+            f"trainer.rollout_data_dir={run}/rollouts",
+            *more,
+        ]
+
+    def validated(self) -> str:
+        return f"data.val_files={self.test}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder."""
+
+    folder: Path
+
+    def train(self, overrides: Sequence[str], **kwargs: Any) -> Run:
+        from hone.trainer.main_ppo import run
+
+        run(load_config(list(overrides)), **kwargs)
+        return self
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of training steps."""
+        return [line for line in self.metrics if "training/global_step" in line]
+
+    @property
+    def numbers(self) -> list[dict[str, Any]]:
+        """The lines without what a clock measured, NaN written so that it equals itself."""
+        return [untimed(line) for line in self.metrics]
+
+    def series(self, name: str) -> list[float]:
+        return [line[name] for line in self.steps]
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        return pq.read_table(self.folder / "rollouts" / f"step_{step}.parquet").to_pylist()
+
+    def checkpoints(self) -> list[str]:
+        return sorted(p.name for p in self.folder.glob("global_step_*"))
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}"
+
+
+def untimed(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: "nan" if value != value else value
+        for name, value in line.items()
+        if not name.startswith(TIMINGS)
+    }
+
+
+def start(overrides: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    """The same program in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hone.trainer.main_ppo", *overrides],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
