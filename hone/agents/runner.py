@@ -28,6 +28,7 @@ from hone.plugins import load_object
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
 
+
 class AgentLoopFailed(RuntimeError):
     """A loop raised; the message says which loop, on which row, and what."""
 

@@ -43,8 +43,8 @@ def correct(
         return setting(config, key, _SECTION)
 
     mask = response_mask.bool()
-    old, rollout = (masked_fill_zero(x, mask) for x in (old_log_probs, rollout_log_probs))
-    log_ratio = (old - rollout).detach()
+    old, rollout = (masked_fill_zero(x.detach(), mask) for x in (old_log_probs, rollout_log_probs))
+    log_ratio = old - rollout
     metrics = agreement_metrics(old, rollout, mask)
     weights = None
     level, threshold = option("rollout_is"), option("rollout_is_threshold")
@@ -94,4 +94,4 @@ def _normalise(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tenso
         mean = masked_mean(weights, mask)
     else:
         mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
-    return (weights / mean if mean > 1e-8 else weights), mean
+    return (weights / mean if mean > 0 else weights), mean

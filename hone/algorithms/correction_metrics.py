@@ -46,11 +46,12 @@ def weight_metrics(ratio: Tensor, mask: Tensor, band: tuple[float, float]) -> Me
     rows = mask.any(-1)
     of_row = masked_mean(ratio, mask, -1)
     bounded = ratio.clamp(low, high)
-    relative = bounded / masked_mean(bounded, mask).clamp(min=1e-8)
+    squares = masked_mean(bounded**2, mask)
     return {
         **_summary("rollout_is", ratio, mask),
         "rollout_is_std": masked_var(bounded, mask).sqrt(),
-        "rollout_is_eff_sample_size": 1 / masked_mean(relative**2, mask).clamp(min=1e-8),
+        "rollout_is_eff_sample_size": masked_mean(bounded, mask) ** 2
+        / torch.where(squares > 0, squares, 1),
         "rollout_is_ratio_fraction_high": _share(ratio > high, mask),
         "rollout_is_ratio_fraction_low": _share(ratio < low, mask),
         **_summary("rollout_is_seq", of_row, rows),

@@ -6,6 +6,8 @@ of what is still to come, or as a plain sum. Running the process reward model is
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,19 +41,18 @@ def assign_credit(
     """
     mask = step_mask.bool()
     rewards = masked_fill_zero(process_rewards, mask)
-    if isinstance(credit_assignment, str):
-        if credit_assignment in (GAMMA_DECAY, STRICT_MIN):
-            return rewards
-        try:
-            credit_assignment = float(credit_assignment)
-        except ValueError:
-            credit_assignment = -1.0
-    if not credit_assignment > 0:
+    if credit_assignment in (GAMMA_DECAY, STRICT_MIN):
+        return rewards
+    try:
+        temperature = float(credit_assignment)
+    except ValueError:
+        temperature = math.nan
+    if not temperature > 0:
         raise ValueError(
             f"reward_model.credit_assignment must be a temperature above 0, {GAMMA_DECAY!r} or "
             f"{STRICT_MIN!r}; got {credit_assignment!r}"
         )
-    share = torch.softmax(torch.where(mask, -rewards / credit_assignment, -torch.inf), dim=-1)
+    share = torch.softmax(torch.where(mask, -rewards / temperature, -torch.inf), dim=-1)
     return masked_fill_zero(share * rewards, mask)
 
 

@@ -42,7 +42,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> T
             f"algorithm.pf_ppo.reweight_method={reweight_method!r} is unknown; "
             "use pow, max_min or max_random"
         )
-    return (weights + _FLOOR).clamp(min=_FLOOR)
+    return weights + _FLOOR  # a batch of zeros can still be drawn from
 
 
 def pf_ppo_rows(

@@ -11,6 +11,7 @@ from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.optimizer import Optimizer
+from hone.models.fused import fuse
 from hone.models.load import EXPORT_FOLDER
 from hone.models.lora import ADAPTER_FOLDER, adapter_weights, is_lora, save_adapter
 
@@ -28,6 +29,8 @@ def build_engine(
 ) -> Engine:
     """Shard over the ranks where there are several, and give a trained model its optimizer."""
     device = next(module.parameters()).device
+    if device.type == "cuda":
+        fuse(module)
     shards = None
     if world_size > 1:
         from hone.engine.sharding import join_group, shard

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.optimizer import Optimizer
 from hone.models.lora import is_lora, merged_weights
 from hone.ops.packing import PackedRows, pack_rows
+from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
 if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
@@ -64,11 +66,13 @@ class Engine:
         self.module.train()
         totals: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        micros = self._micro_batches(batch, self._train_rule)
         with counted(counts):
-            for _, micro in micros:
-                terms, weight = self._forward_backward(micro, objective, counts)
-                _accumulate(totals, maxima, terms, weight)
+            made = [
+                self._forward_backward(micro, objective, counts)
+                for _, micro in self._micro_batches(batch, self._train_rule)
+            ]
+        for terms, weight in made:  # read only now: a look at a number would make the GPU wait
+            _accumulate(totals, maxima, terms, weight)
         totals = self._sum_over_ranks(totals) | self._max_over_ranks(maxima)
         return totals | self.optimizer.step()
 
@@ -76,11 +80,15 @@ class Engine:
         self, micro: DataProto, objective: Objective, counts: BatchCounts
     ) -> tuple[Terms, float]:
         """The micro-batch's terms, and its share of the mini-batch's tokens."""
+        assert self.optimizer is not None
+        weight = float(loss_mask(micro).sum()) / max(counts.tokens, 1.0)
         outputs = self._forward(micro, objective.options)
-        terms = objective(outputs, micro)
+        on_device = micro if self.device.type == "cpu" else _moved(micro, self.device)
+        terms = objective(outputs, on_device)
         # Gradients are averaged over ranks, shares are meant to be summed.
         (terms.loss * self.data_parallel_size).backward()
-        return terms, float(loss_mask(micro).sum()) / max(counts.tokens, 1.0)
+        self.optimizer.gather_gradients()
+        return replace(terms, loss=terms.loss.detach()), weight
 
     @torch.no_grad()
     def infer(self, batch: DataProto, **options: Any) -> dict[str, Tensor]:
@@ -168,12 +176,7 @@ class Engine:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
             parts = rule.split(lengths, at_least=int(most))
         columns = batch.select(non_tensor_batch_keys=[])
-        micros = [
-            (rows, columns.select_idxs(rows) if rows else _stand_in(columns)) for rows in parts
-        ]
-        if self.device.type == "cpu":
-            return micros
-        return [(rows, micro.to(self.device)) for rows, micro in micros]
+        return [(rows, columns.select_idxs(rows) if rows else _stand_in(columns)) for rows in parts]
 
     def _global_counts(self, batch: DataProto) -> BatchCounts:
         mask = loss_mask(batch)
@@ -210,6 +213,12 @@ def _stand_in(columns: DataProto) -> DataProto:
     tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in columns.batch.items()}
     tensors["attention_mask"][:, columns.batch["prompts"].shape[1] - 1] = 1
     return DataProto.from_dict(tensors, meta_info=dict(columns.meta_info))
+
+
+def _moved(micro: DataProto, device: torch.device) -> DataProto:
+    """A copy on the device, in stream order: the host does not wait for what the GPU still does."""
+    tensors = {name: send(x, device) for name, x in micro.batch.items()}
+    return DataProto.from_dict(tensors, meta_info=dict(micro.meta_info))
 
 
 def _with_columns(batch: DataProto, columns: Mapping[str, Tensor]) -> DataProto:

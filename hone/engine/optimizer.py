@@ -37,9 +37,8 @@ class Optimizer:
         self.skipped = 0
         self.schedule_step = 0
         # A module, so that torch's checkpoint code finds each master's name ('.' is not allowed in it).
-        self.masters = (
-            nn.ParameterDict()
-        )  # filled one by one: given a dict, it would sort the names
+        # Filled one by one: given a dict, it would sort the names.
+        self.masters = nn.ParameterDict()
         for name, p in trained:
             master = p if p.dtype == torch.float32 else nn.Parameter(p.float())
             self.masters[name.replace(".", "/")] = master
@@ -57,9 +56,19 @@ class Optimizer:
         for parameter, master in self._pairs():
             parameter.grad = master.grad = None
 
+    def gather_gradients(self) -> None:
+        """Add what one backward pass left to the masters: sums over passes are in float32."""
+        for parameter, master in self._pairs():
+            if parameter is not master and parameter.grad is not None:
+                if master.grad is None:
+                    master.grad = parameter.grad.float()
+                else:
+                    master.grad.add_(parameter.grad)
+                parameter.grad = None
+
     def step(self) -> dict[str, float]:
         """Clip, check, update; returns `grad_norm`, `lr` and whether the update was skipped."""
-        self._give_gradients_to_masters()
+        self.gather_gradients()
         norm = self._grad_norm()
         finite = bool(torch.isfinite(norm))
         lr = self.lr
@@ -119,12 +128,6 @@ class Optimizer:
             for master in self.masters.values():
                 if master.grad is not None:
                     master.grad.mul_(scale)
-
-    def _give_gradients_to_masters(self) -> None:
-        for parameter, master in self._pairs():
-            if parameter is not master:
-                master.grad = parameter.grad.float() if parameter.grad is not None else None
-                parameter.grad = None
 
     @torch.no_grad()
     def _take_weights_from_masters(self) -> None:

@@ -6,6 +6,7 @@ export inside it, so that one run can start from another's folder.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,14 +56,27 @@ def _step_number(path: Path) -> int:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """A fast tokenizer that can pad; the padding token falls back to the end-of-text token."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        resolve_model_path(path), trust_remote_code=trust_remote_code
-    )
+    folder = resolve_model_path(path)
+    if _is_plain_tokenizer(Path(folder)):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _is_plain_tokenizer(folder: Path) -> bool:
+    """Whether tokenizer.json says it all. The automatic choice goes by the model's family instead and
+    would rebuild such a tokenizer with that family's rules, in silence."""
+    try:
+        told = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except (OSError, ValueError):
+        return False
+    plain = told in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return plain and (folder / "tokenizer.json").is_file()
 
 
 def load_causal_lm(

@@ -27,6 +27,12 @@ def factorise(labels: Sequence[Any] | np.ndarray | Tensor) -> np.ndarray:
     return np.fromiter((seen.setdefault(x, len(seen)) for x in labels), np.int64, len(labels))
 
 
+def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integer ids of the pairs (a_i, b_i) of two factorised columns, and the first row of each id."""
+    _, first, ids = np.unique(np.stack([a, b]), axis=1, return_index=True, return_inverse=True)
+    return ids.reshape(-1).astype(np.int64), first
+
+
 @dataclass(frozen=True)
 class Groups:
     """Which group each of N members belongs to. Statistics are float64, one value a group."""

@@ -30,6 +30,11 @@ def linear_log_probs(
 
     Entropies are zero unless `with_entropy`: their sums cost a pass over the vocabulary.
     """
+    if hidden.is_cuda and bias is None and softcap is None:
+        from hone.ops.logprobs_fused import FusedLinearLogProbs
+
+        factor = logit_scale / temperature
+        return FusedLinearLogProbs.apply(hidden, weight, target, factor, with_entropy)
     return _LinearLogProbs.apply(
         hidden, weight, bias, target, temperature, softcap, logit_scale, with_entropy
     )

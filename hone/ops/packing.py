@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.segments import SegmentLayout
+from hone.ops.transfer import send
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         return PackedRows(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
+            send(self.input_ids, device),
+            send(self.position_ids, device),
             self.layout.to(device),
-            self.source.to(device),
-            self.target.to(device),
-            self.row.to(device),
-            self.column.to(device),
+            send(self.source, device),
+            send(self.target, device),
+            send(self.row, device),
+            send(self.column, device),
             self.shape,
         )
 

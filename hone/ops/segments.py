@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.transfer import send
 from hone.ops.varlen import varlen_attention
 
 
@@ -57,15 +58,15 @@ class SegmentLayout:
 
     def to(self, device: torch.device) -> SegmentLayout:
         def move(pad: _Pad) -> _Pad:
-            return pad._replace(cells=pad.cells.to(device), inverse=pad.inverse.to(device))
+            return pad._replace(cells=send(pad.cells, device), inverse=send(pad.inverse, device))
 
         return SegmentLayout(
             self.root_lengths,
             self.children,
             move(self.roots),
             move(self.kids) if self.kids else None,
-            self.kid_keys.to(device) if self.kid_keys is not None else None,
-            cu_seqlens=self.cu_seqlens.to(device) if self.cu_seqlens is not None else None,
+            send(self.kid_keys, device) if self.kid_keys is not None else None,
+            cu_seqlens=send(self.cu_seqlens, device) if self.cu_seqlens is not None else None,
         )
 
     def attend(

@@ -21,17 +21,10 @@ def build_rollout(
 ) -> RolloutEngine:
     """The configured engine over this policy."""
     if config.name == "native":
-        from hone.rollout.native.core import NativeCore
         from hone.rollout.native.engine import NativeRollout
 
-        core = NativeCore(
-            policy,
-            eos_ids=eos_ids,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            tokenizer=tokenizer,
-        )
-        return NativeRollout(core)
+        make_core = _paged_core if device.type == "cuda" else _slot_core
+        return NativeRollout(make_core(config, policy, tokenizer, eos_ids))
     if config.name == "hf":
         from hone.rollout.hf import HFRollout
 
@@ -42,3 +35,36 @@ def build_rollout(
             "hone.rollout.scripted.ScriptedRollout and give it to LoopRunner"
         )
     raise RolloutError(f"rollout.name={config.name} is not available here; use native")
+
+
+def _slot_core(
+    config: RolloutConfig, policy: PolicyModel, tokenizer: Any, eos_ids: Sequence[int]
+) -> Any:
+    from hone.rollout.native.core import NativeCore
+
+    return NativeCore(
+        policy,
+        eos_ids=eos_ids,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tokenizer=tokenizer,
+    )
+
+
+def _paged_core(
+    config: RolloutConfig, policy: PolicyModel, tokenizer: Any, eos_ids: Sequence[int]
+) -> Any:
+    from hone.rollout.native.paged_core import PagedCore
+
+    return PagedCore(
+        policy,
+        eos_ids=eos_ids,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_total_tokens,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        tokenizer=tokenizer,
+        enforce_eager=config.enforce_eager,
+        capture_sizes=config.cudagraph_capture_sizes,
+        prefix_caching=config.enable_prefix_caching,
+    )

@@ -117,6 +117,7 @@ class Generation:
             self.parts.open()
         self.ranks.wait_for_all()
         done = self.parts.finished()
+        self.ranks.wait_for_all()  # all have read before anyone writes: they share out one list
         todo = [i for i in range(self.count) if i not in done]
         mine = todo[self.ranks.rank :: self.ranks.world_size]
         if mine:

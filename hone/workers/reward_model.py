@@ -50,7 +50,9 @@ class RewardModelWorker(Worker):
         trust = config.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, trust_remote_code=trust)
         written_with = config.model.input_tokenizer
-        self.writer = load_tokenizer(written_with, trust_remote_code=trust) if written_with else None
+        self.writer = (
+            load_tokenizer(written_with, trust_remote_code=trust) if written_with else None
+        )
         self._same_tokens = (
             self.writer is None or self.writer.get_vocab() == self.tokenizer.get_vocab()
         )
@@ -77,7 +79,9 @@ class RewardModelWorker(Worker):
         columns = data.batch
         if self._same_tokens:
             kept = columns["attention_mask"].bool()
-            return [ids[keep].tolist() for ids, keep in zip(columns["input_ids"], kept, strict=True)]
+            return [
+                ids[keep].tolist() for ids, keep in zip(columns["input_ids"], kept, strict=True)
+            ]
         assert self.writer is not None
         width = columns["responses"].shape[1]
         kept = columns["attention_mask"][:, -width:].bool()

@@ -91,6 +91,13 @@ def test_weights_have_no_gradient_and_survive_huge_differences():
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+def test_the_exponent_of_a_weight_is_bounded():
+    got = importance_weights(
+        torch.tensor([[30.0, -30.0]]).double(), torch.ones(1, 2), "token", 1e12
+    )
+    np.testing.assert_allclose(got, [[math.exp(20), math.exp(-20)]])
+
+
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 def test_nothing_outside_the_mask_leaks(junk):
     setting = options(
@@ -180,6 +187,7 @@ def test_an_empty_mask_reports_finite_numbers():
     )  # fmt: skip
     assert (got == 0).all()
     assert (mask == 0).all()
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
 
 

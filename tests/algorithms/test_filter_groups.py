@@ -36,6 +36,9 @@ def test_interquartile_keeps_the_middle_of_the_batch():
     scores = [0.0, 0.25, 0.5, 0.75, 1.0]
     keep = interquartile(scores, list("abcde"), 25, 75)
     assert keep.tolist() == [False, True, True, False, False]
+    many = [i / 1000 for i in range(1001)]
+    kept = interquartile(many, list(range(1001)), 25, 75).nonzero()[:, 0]
+    assert kept.tolist() == list(range(250, 750))
     assert interquartile([1.0, 1.0], ["a", "b"], 25, 75).tolist() == [True, True]
     assert interquartile([], [], 25, 75).tolist() == []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -175,7 +177,7 @@ def test_means_are_weighted_by_tokens_and_maxima_are_the_largest():
     from hone.engine.contract import Terms
 
     class Probe:
-        options = {"temperature": 1.0}
+        options: ClassVar = {"temperature": 1.0}
         needs_batch_statistics = False
 
         def prepare(self, outputs, batch):

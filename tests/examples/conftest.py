@@ -11,10 +11,10 @@ import pytest
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCORER = '''
+SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return sum(map(ord, solution_str)) % 7 / 7
-'''
+"""
 
 
 @pytest.fixture
@@ -45,6 +45,7 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
     def overrides(*more: str) -> list[str]:
         return [
             f"data.train_files={data}",
+            f"data.val_files={data}",
             "data.train_batch_size=4",
             "data.max_prompt_length=16",
             "data.max_response_length=40",

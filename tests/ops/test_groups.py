@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops.groups import Groups, factorise
+from hone.ops.groups import Groups, factorise, factorise_pairs
 
 labels = st.sampled_from(["a", "b", 1, 2, "1", ("x", 2), None, 3.5])
 members = st.lists(st.tuples(labels, st.floats(-100, 100)), min_size=1, max_size=12)
@@ -43,6 +43,16 @@ def test_statistics_equal_numpy_a_group_at_a_time(pairs):
 def test_labels_are_equal_only_where_python_says_so():
     assert factorise(["1", 1, "a", "1"]).tolist() == [0, 1, 2, 0]
     assert len(set(factorise(np.array(["x", "y", "x"], dtype=object)))) == 2
+
+
+def test_pairs_are_equal_only_where_both_parts_are():
+    a, b = np.array([0, 2, 0, 1, 2, 0]), np.array([1, 0, 1, 0, 0, 2])
+    ids, first = factorise_pairs(a, b)
+    assert ids[0] == ids[2]
+    assert ids[1] == ids[4]
+    assert len(set(ids.tolist())) == len(first) == 4
+    assert [(a[row], b[row]) for row in first[ids]] == list(zip(a, b, strict=True))
+    assert factorise_pairs(a[:0], b[:0])[0].tolist() == []
 
 
 @pytest.mark.parametrize("as_labels", [np.array, torch.tensor, list])

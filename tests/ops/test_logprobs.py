@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.ops import logprobs
-from hone.ops.logprobs import linear_log_probs
+from hone.ops.logprobs import linear_log_probs, linear_sum_pi_squared
 
 OPTIONS = {
     "plain": {"temperature": 1.0},
@@ -164,3 +164,21 @@ def test_no_tensor_of_the_pass_grows_with_tokens_times_vocabulary(tokens, monkey
     with Largest() as naive_way:
         naive(hidden, weight, case.target, temperature=1.0)
     assert naive_way.elements == tokens * vocabulary  # the measure sees what it should
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("chunk", [1, 2**24])
+def test_the_sum_of_squared_probabilities_equals_float64(name, chunk, monkeypatch):
+    monkeypatch.setattr(logprobs, "_CHUNK_LOGITS", chunk)
+    options = dict(OPTIONS[name])
+    case = Case(21, 37, 8, bias=options.pop("bias", False))
+    found = linear_sum_pi_squared(case.hidden, case.weight, bias=case.bias, **options)
+    bias = case.bias.double() if case.bias is not None else None
+    every = [torch.full((21,), v) for v in range(37)]
+    log_p = torch.stack(
+        [
+            naive(case.hidden.double(), case.weight.double(), v, bias=bias, **options)[0]
+            for v in every
+        ]
+    )
+    torch.testing.assert_close(found.double(), (2 * log_p).exp().sum(0), rtol=2e-5, atol=1e-7)

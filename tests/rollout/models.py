@@ -27,7 +27,9 @@ def _sharp_lm(family: str, seed: int) -> Any:
         for layer in lm.model.layers:
             layer.self_attn.sliding_window = 12
     with torch.no_grad():
-        for parameter in lm.parameters():  # the usual tiny initialisation says nearly the same always
+        for (
+            parameter
+        ) in lm.parameters():  # the usual tiny initialisation says nearly the same always
             if parameter.dim() == 2:
                 parameter.mul_(6.0)
     return lm.eval()
@@ -85,5 +87,3 @@ def next_probabilities(model: PolicyModel, prompt: list[int], temperature: float
             layout=SegmentLayout.build([len(ids)], []),
         ).last_hidden_state[0]
         return torch.softmax(model.logits(hidden[-1:])[0].double() / temperature, -1)
-
-

@@ -80,7 +80,9 @@ class DrawsAtThePositionInTheResponse(NativeCore):
 
 class DecodePositionsOffByOne(NativeCore):
     def _hidden(self, ids: list[int], positions: Tensor, layout: Any) -> Tensor:
-        return super()._hidden(ids, positions + 1 if len(positions) == len(self._active) else positions, layout)
+        return super()._hidden(
+            ids, positions + 1 if len(positions) == len(self._active) else positions, layout
+        )
 
 
 class PaddingLeaksIntoShortPrompts(NativeCore):

@@ -21,7 +21,9 @@ CASES = [(c, f) for f in ENGINES for c in CLAUSES.values() if c.applies(f)]
 
 
 @pytest.mark.parametrize(
-    ("name", "factory"), [(c.name, f) for c, f in CASES], ids=[f"{f.name}-{c.name}" for c, f in CASES]
+    ("name", "factory"),
+    [(c.name, f) for c, f in CASES],
+    ids=[f"{f.name}-{c.name}" for c, f in CASES],
 )
 def test_contract(name: str, factory: Factory) -> None:
     verify(name, factory)

@@ -19,7 +19,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
     folder = tmp_path_factory.mktemp("task")
     tokenizer = character_tokenizer(ALPHABET)
-    lm = tiny_lm(len(tokenizer), hidden=32, layers=2, mlp=48, max_positions=128, seed=3)
+    lm = tiny_lm(len(tokenizer), hidden=32, layers=2, mlp=48, tie_embeddings=False, seed=3)
     model = save_pretrained(lm, tokenizer, folder / "model")
     files = {}
     for name, numbers in (("train", range(24)), ("test", range(100, 106))):

@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any
 
-WANTED = "abcd"
+WANTED = "abcdefghijkl"
 
 
 def share(solution_str: str) -> float:
@@ -70,8 +70,6 @@ def always_one(
     return 1.0
 
 
-def by_row(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
-) -> float:
+def by_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Rows with an even index always score 1: their groups carry no signal."""
     return 1.0 if extra_info["index"] % 2 == 0 else share(solution_str)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,11 @@ def task_row(index: int, number: int, **changes: Any) -> dict[str, Any]:
         "extra_info": {"index": index},
         **changes,
     }
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """The response of a rollout row as a score function sees it: without special tokens."""
+    return re.sub("<pad>|<s>|</s>", "", row["response_text"])
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Task:
             "actor_rollout_ref.rollout.n=2",
             f"custom_reward_function.path={self.rewards}",
             "trainer.total_training_steps=2",
+            "trainer.save_freq=0",
             "trainer.logger=[jsonl]",
             "trainer.device=cpu",
             f"trainer.default_local_dir={run}",
@@ -123,3 +131,18 @@ def start(overrides: Sequence[str], **environment: str) -> subprocess.Popen[str]
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@contextmanager
+def opened(overrides: Sequence[str]) -> Iterator[Any]:
+    """A trainer with its workers, before the first step: `trainer.step()` gives the batch."""
+    from hone.models.load import load_tokenizer
+    from hone.trainer.ppo.trainer import PPOTrainer
+
+    config = load_config(list(overrides))
+    trainer = PPOTrainer(config, load_tokenizer(config.actor_rollout_ref.model.path))
+    trainer.init_workers()
+    try:
+        yield trainer
+    finally:
+        trainer.shutdown()

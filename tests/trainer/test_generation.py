@@ -14,6 +14,7 @@ from hone.config import load_config
 from hone.data.rows import BadRows, DataError, read_rows
 from hone.trainer.generation import Generation, GenerationError, Parts
 from hone.trainer.ranks import Ranks
+
 from .around_fixtures import prompts, tiny_model, write_jsonl
 
 COUNT = 6
@@ -134,9 +135,7 @@ def test_two_started_ranks_write_the_same_file(settings: list[str]) -> None:
 
 def test_log_probs_are_kept_when_asked_for(settings: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    generation(
-        [*settings, "rollout.calculate_log_probs=true", f"data.output_path={out}"]
-    ).run()
+    generation([*settings, "rollout.calculate_log_probs=true", f"data.output_path={out}"]).run()
     for line in out.read_text().splitlines():
         row = json.loads(line)
         assert [len(p) for p in row["log_probs"]] == row["response_lengths"]

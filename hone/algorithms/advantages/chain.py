@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.outcome import Labels
-from hone.ops.groups import factorise
+from hone.ops.groups import factorise, factorise_pairs
 from hone.ops.masked import masked_fill_zero
 
 
@@ -32,10 +32,8 @@ class Chain:
         if trajectory_id is None:
             return None
         rows = len(like)
-        attempt = factorise(trajectory_id)
         prompt = np.zeros(rows, np.int64) if index is None else factorise(index)
-        keys = prompt * (int(attempt.max(initial=0)) + 1) + attempt
-        owner = np.unique(keys, return_inverse=True)[1].reshape(-1)
+        owner, _ = factorise_pairs(prompt, factorise(trajectory_id))
         order = np.argsort(owner, kind="stable")  # rows of one trajectory together, in batch order
         continues = owner[order][1:] == owner[order][:-1]
         after = np.full(rows, -1, np.int64)
@@ -44,7 +42,7 @@ class Chain:
         place = np.arange(rows)
         rank = np.empty(rows, np.int64)
         rank[order] = place - np.maximum.accumulate(np.where(starts, place, 0))
-        parts = (owner.astype(np.int64), rank, after)
+        parts = (owner, rank, after)
         return cls(*(torch.from_numpy(part).to(like.device) for part in parts))
 
     def backwards(self) -> Iterator[tuple[Tensor, Tensor]]:

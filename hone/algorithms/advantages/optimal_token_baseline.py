@@ -60,7 +60,7 @@ def tir_optimal_token_baseline(
     """The same, with positions counted in tokens the policy wrote."""
     chain = Chain.of(index, trajectory_id, response_mask)
     written = response_mask.bool().long()
-    nth = written.cumsum(-1) - 1
+    nth = written.cumsum(-1)
     if chain is not None:
         nth = nth + chain.earlier(written.sum(-1)).unsqueeze(-1)
     energy = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)

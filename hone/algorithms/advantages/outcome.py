@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.groups import Groups, factorise
+from hone.ops.groups import Groups, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum, zero_one
 
 _BLOCK = 256  # rows
@@ -82,11 +82,8 @@ def outcomes(
     if trajectory_id is None:
         return Outcomes(token_level_rewards, mask, None, Groups.of(index, device))
     prompt = factorise(index)
-    attempt = factorise(trajectory_id)
-    _, first, rows = np.unique(
-        prompt * (int(attempt.max(initial=0)) + 1) + attempt, return_index=True, return_inverse=True
-    )
-    owner = torch.from_numpy(rows.reshape(-1)).to(device)
+    rows, first = factorise_pairs(prompt, factorise(trajectory_id))
+    owner = torch.from_numpy(rows).to(device)
     return Outcomes(token_level_rewards, mask, owner, Groups.of(prompt[first], device))
 
 

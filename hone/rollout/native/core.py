@@ -21,8 +21,9 @@ from hone.rollout.native.decoder import decoder_forward
 from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request, RequestRules
 
-_MIN_ROWS = 8
-"""Matrix products with fewer rows take another path with other rounding; rows are padded up to this."""
+_ROW_GRAIN = 8
+"""Matrix products that leave a thread a few odd rows take another path for them, with other rounding:
+the number of rows is rounded up to this."""
 
 
 class NativeCore:
@@ -124,15 +125,15 @@ class NativeCore:
         return JointLayout(decode, prefill), positions
 
     def _hidden(self, ids: list[int], positions: Tensor, layout: JointLayout) -> Tensor:
-        short = _MIN_ROWS - len(ids)
-        if short > 0:
+        short = -len(ids) % _ROW_GRAIN
+        if short:
             positions = torch.nn.functional.pad(positions, (0, short))
         return self._forward(torch.tensor(ids + [0] * short), positions, layout)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = len(hidden)
-        if rows < _MIN_ROWS:
-            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, _MIN_ROWS - rows))
+        if short := -rows % _ROW_GRAIN:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, short))
         return self.policy.logits(hidden)[:rows]
 
     def _draw(self, logits: Tensor) -> None:

@@ -7,7 +7,7 @@ captured graph outlives the memory it was captured with.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -22,17 +22,17 @@ _KEYS = 64
 
 
 @triton.jit
-def _add_rms_norm(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    sum_ptr: Any,
-    eps: Any,
+def _add_rms_norm(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    eps,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ADD: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     real = column < WIDTH
@@ -71,15 +71,15 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_mul(x_ptr: Any, out_ptr: Any, width: Any, BLOCK: tl.constexpr) -> None:
+def _silu_mul(x_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < width
     gate = tl.load(x_ptr + row * 2 * width + column, real, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + column, real, other=0.0)
     # The gate is rounded before the product, as the module's own two steps do.
-    gate = (gate * tl.sigmoid(gate)).to(up.dtype)
-    tl.store(out_ptr + row * width + column, gate * up, real)
+    gate = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + column, (gate * up.to(tl.float32)).to(up.dtype), real)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -91,20 +91,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rope_store(
-    qkv_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    position_ptr: Any,
-    slot_ptr: Any,
-    q_out_ptr: Any,
-    k_out_ptr: Any,
-    base_ptr: Any,
-    k_at: Any,
-    v_at: Any,
-    q_norm_ptr: Any,
-    k_norm_ptr: Any,
-    eps: Any,
+def _rope_store(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    base_ptr,
+    k_at: tl.int64,
+    v_at: tl.int64,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -112,7 +112,7 @@ def _rope_store(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -189,22 +189,22 @@ def rope_store(
 
 
 @triton.jit
-def _store(
-    k_ptr: Any,
-    v_ptr: Any,
-    slot_ptr: Any,
-    base_ptr: Any,
-    k_at: Any,
-    v_at: Any,
-    k_stride: Any,
-    v_stride: Any,
-    k_head_stride: Any,
-    v_head_stride: Any,
+def _store(  # type: ignore[no-untyped-def]
+    k_ptr,
+    v_ptr,
+    slot_ptr,
+    base_ptr,
+    k_at: tl.int64,
+    v_at: tl.int64,
+    k_stride,
+    v_stride,
+    k_head_stride,
+    v_head_stride,
     KV: tl.constexpr,
     D: tl.constexpr,
     PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, PADDED)
@@ -212,8 +212,12 @@ def _store(
     slot = tl.load(slot_ptr + token)
     cell = ((slot // PAGE) * KV + head) * PAGE + slot % PAGE
     base = tl.load(base_ptr).to(tl.pointer_type(k_ptr.dtype.element_ty)) + cell * D
-    tl.store(base + k_at + i, tl.load(k_ptr + token * k_stride + head * k_head_stride + i, real), real)
-    tl.store(base + v_at + i, tl.load(v_ptr + token * v_stride + head * v_head_stride + i, real), real)
+    tl.store(
+        base + k_at + i, tl.load(k_ptr + token * k_stride + head * k_head_stride + i, real), real
+    )
+    tl.store(
+        base + v_at + i, tl.load(v_ptr + token * v_stride + head * v_head_stride + i, real), real
+    )
 
 
 def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
@@ -226,20 +230,20 @@ def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) ->
 
 
 @triton.jit
-def _decode_attention(
-    q_ptr: Any,
-    base_ptr: Any,
-    table_ptr: Any,
-    position_ptr: Any,
-    out_ptr: Any,
-    lse_ptr: Any,
-    k_at: Any,
-    v_at: Any,
-    scaling: Any,
-    table_stride: Any,
-    window: Any,
-    q_stride: Any,
-    q_head_stride: Any,
+def _decode_attention(  # type: ignore[no-untyped-def]
+    q_ptr,
+    base_ptr,
+    table_ptr,
+    position_ptr,
+    out_ptr,
+    lse_ptr,
+    k_at: tl.int64,
+    v_at: tl.int64,
+    scaling,
+    table_stride,
+    window,
+    q_stride,
+    q_head_stride,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -250,7 +254,7 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -304,14 +308,14 @@ def _decode_attention(
 
 
 @triton.jit
-def _combine(
-    part_ptr: Any,
-    lse_ptr: Any,
-    out_ptr: Any,
+def _combine(  # type: ignore[no-untyped-def]
+    part_ptr,
+    lse_ptr,
+    out_ptr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
-) -> None:
+):
     head = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, D_PAD)

@@ -31,7 +31,9 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # findable, held by no one; oldest first
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
-        self._name_of: dict[int, int] = {}  # a page's content has a number no other content ever had
+        self._name_of: dict[
+            int, int
+        ] = {}  # a page's content has a number no other content ever had
         self._names = 0
 
     @property
@@ -87,7 +89,9 @@ class PagePool:
             key = (name, piece)
             known = self._page_of.get(key)
             if known is None:
-                if page in self._key_of:  # holds another key's content: cannot happen to a sound caller
+                if (
+                    page in self._key_of
+                ):  # holds another key's content: cannot happen to a sound caller
                     return
                 self._page_of[key], self._key_of[page] = page, key
                 self._names += 1
@@ -180,9 +184,7 @@ class PagedCache:
         self._memory[:, :, target] = self._memory[:, :, source]
 
 
-def pages_for(
-    *, wanted: int, bytes_per_page: int, share: float, device: torch.device
-) -> int:
+def pages_for(*, wanted: int, bytes_per_page: int, share: float, device: torch.device) -> int:
     """`wanted` pages, or as many as the share of the device's memory holds."""
     if device.type != "cuda":
         return wanted

@@ -42,10 +42,34 @@ class Row:
     """Its end is not seen by the GPU alone: stop strings, or too many stop tokens."""
     known: int = field(default=0)
     """Tokens whose keys were found in the cache when it was admitted."""
+    version: int = 0
+    """Weights its first keys were computed with."""
 
     @property
     def limit(self) -> int:
         return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+
+@dataclass(frozen=True)
+class PagedRules(RequestRules):
+    """The rules of every engine, and no more tokens than the pages were laid out for."""
+
+    longest: int = field(kw_only=True)
+    pages: int = field(kw_only=True)
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        reach = len(request.prompt_ids) + request.sampling.max_tokens
+        if reach > self.longest:
+            raise RolloutError(
+                f"request {request.request_id} may reach {reach} tokens, but the engine was built "
+                f"for {self.longest}; raise rollout.max_model_len"
+            )
+        if -(-reach // PAGE_SIZE) >= self.pages:
+            raise RolloutError(
+                f"request {request.request_id} may reach {reach} tokens, more than the whole cache "
+                f"of {self.pages} pages of {PAGE_SIZE}; raise rollout.gpu_memory_utilization"
+            )
 
 
 class PagedCore:
@@ -71,9 +95,8 @@ class PagedCore:
         weight = next(policy.parameters())
         self.device = weight.device
         self.policy = policy
-        self.rules = RequestRules.of(config, eos_ids, tokenizer)
         self._max_rows, self._prefill_limit = max_num_seqs, max_num_batched_tokens
-        self._max_len, self._prefix_caching = max_model_len, prefix_caching
+        self._prefix_caching = prefix_caching
         self._kernels = kernels_for(self.device)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -95,6 +118,8 @@ class PagedCore:
             dtype=weight.dtype,
             device=self.device,
         )
+        common = vars(RequestRules.of(config, eos_ids, tokenizer))
+        self.rules = PagedRules(**common, longest=max_model_len, pages=self.cache.pages)
         self._forward: Any = ModuleDecoder(policy)
         if is_plain(policy) and can_join(policy):
             self._forward = FusedDecoder(policy, self._kernels, max_model_len)
@@ -109,12 +134,15 @@ class PagedCore:
             sizes=bucket_sizes(max_num_seqs, capture_sizes),
             graphs=self.device.type == "cuda" and not enforce_eager,
         )
+        self._spare = max_num_seqs * (STEPS_PER_CHUNK // PAGE_SIZE)
+        """Pages kept for the next chunk of every other row before one may take ahead."""
         self._version = 0
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; a group's prompt counts once."""
         self.preempted = 0
         self._waiting: deque[Request] = deque()
         self._active: list[Row] = []
+        self._placed: list[tuple[int, int]] = []
 
     # -- the surface that engine.py drives -----------------------------------------------------
 
@@ -130,17 +158,6 @@ class PagedCore:
 
     def add(self, request: Request) -> None:
         self.rules.check(request)
-        longest = len(request.prompt_ids) + request.sampling.max_tokens
-        if longest > self._max_len:
-            raise RolloutError(
-                f"request {request.request_id} may reach {longest} tokens, but the engine was built "
-                f"for {self._max_len}; raise rollout.max_model_len"
-            )
-        if -(-longest // PAGE_SIZE) >= self.cache.pages:
-            raise RolloutError(
-                f"request {request.request_id} may reach {longest} tokens, more than the whole cache "
-                f"of {self.cache.pages} pages of {PAGE_SIZE}; raise rollout.gpu_memory_utilization"
-            )
         self._waiting.append(request)
 
     @property
@@ -154,7 +171,7 @@ class PagedCore:
             self.cache.pool.release(row.pages)
         for request in ended:
             request.stop_reason = StopReason.ABORT
-        self._active = []
+        self._active, self._placed = [], []
         self._waiting.clear()
         return ended
 
@@ -162,7 +179,9 @@ class PagedCore:
     def step(self) -> list[Request]:
         """Admit, draw a chunk of tokens for every sequence; returns the finished ones."""
         self.cache.reserve()
-        if getattr(self._forward, "refresh", bool)():
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the decode thread starts on device 0
+        if self._forward.refresh():
             self._step.forget()
         steps = self._steps()
         self._extend_active(steps)
@@ -182,6 +201,9 @@ class PagedCore:
 
     def _pages_needed(self, row: Row, steps: int) -> int:
         """Pages to add so that `steps` more tokens can be fed after those it has."""
+        whole = -(-row.limit // PAGE_SIZE) - len(row.pages)
+        if self.cache.pool.available - whole >= self._spare:  # plenty: all it may ever need at once
+            return max(0, whole)
         reach = min(row.request.length + steps, row.limit)
         return max(0, -(-reach // PAGE_SIZE) - len(row.pages))
 
@@ -240,31 +262,41 @@ class PagedCore:
         ends = [] if sampling.ignore_eos else sorted(self.rules.eos_ids)
         stops = list(dict.fromkeys([*ends, *sampling.stop_token_ids]))
         careful = bool(sampling.stop) or len(stops) > MAX_STOPS
-        return Row(request, list(found), stops, careful, known=len(found) * PAGE_SIZE)
+        return Row(request, list(found), stops, careful, len(found) * PAGE_SIZE, self._version)
 
     # -- computing -----------------------------------------------------------------------------
 
     def _place_active(self) -> None:
-        """Row i of the state is sequence i."""
-        for index, row in enumerate(self._active):
-            self._place(index, row, row.request.length - 1)
+        """Row i of the state is sequence i; rows that only went on are already in place."""
+        if self._placed == [(id(row), len(row.pages)) for row in self._active]:
+            self._device_rows.count.zero_()
+            return
+        self._place(0, self._active)
         self._host_rows.idle_from(len(self._active))
         self._host_rows.send(self._device_rows, 0, self._max_rows)
 
-    def _place(self, index: int, row: Row, position: int) -> None:
-        request, sampling = row.request, row.request.sampling
-        page = row.pages[position // PAGE_SIZE]
-        self._host_rows.set_row(
-            index,
-            token=request.token_ids[-1] if request.token_ids else request.prompt_ids[-1],
-            position=position,
-            slot=page * PAGE_SIZE + position % PAGE_SIZE,
-            seed=sampling.seed,
-            limit=row.limit,
-            temperature=sampling.temperature,
-            stops=row.stops,
+    def _place(self, begin: int, rows: list[Row]) -> None:
+        states = []
+        for row in rows:
+            request, position = row.request, row.request.length - 1
+            states.append(
+                (
+                    request.token_ids[-1] if request.token_ids else request.prompt_ids[-1],
+                    position,
+                    row.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE,
+                    request.sampling.seed,
+                    row.limit,
+                    0,
+                    0,
+                )
+            )
+        self._host_rows.fill(
+            begin,
+            states,
+            temperatures=[row.request.sampling.temperature for row in rows],
+            stops=[row.stops for row in rows],
+            pages=[row.pages for row in rows],
         )
-        self._host_rows.set_pages(index, row.pages)
 
     def _prefill(self, admitted: list[Row]) -> None:
         """Compute each distinct prompt once, give its followers their own last page, draw for all."""
@@ -284,8 +316,7 @@ class PagedCore:
         hidden = self._prompt_hidden(chosen, list(leaders))
         self.cache.copy_pages([a for a, _ in copies], [b for _, b in copies])
         begin, end = len(self._active), len(self._active) + len(admitted)
-        for index, row in enumerate(admitted, begin):
-            self._place(index, row, row.request.length - 1)
+        self._place(begin, admitted)
         self._host_rows.send(self._device_rows, begin, end)
         logits = head_logits(self.policy, hidden[torch.tensor(rank, device=self.device)])
         self._draw(logits, [row.request for row in admitted], begin, end)
@@ -340,11 +371,13 @@ class PagedCore:
                 staying.append(row)
                 continue
             finished.append(row.request)
-            if self._prefix_caching:  # the last token was drawn but never fed
+            if self._prefix_caching and row.version == self._version:
+                # The last token was drawn but never fed.
                 ids = row.request.prompt_ids + row.request.token_ids
                 self.cache.pool.remember(ids[:-1], row.pages)
             self.cache.pool.release(row.pages)
         self._active = staying
+        self._placed = [] if finished else [(id(row), len(row.pages)) for row in staying]
         return finished
 
     def _append(self, row: Row, tokens: list[int], log_probs: list[float], flag: bool) -> None:
@@ -361,7 +394,7 @@ class PagedCore:
         request.token_ids += tokens
         request.log_probs += log_probs[: len(tokens)]
         request.versions += [self._version] * len(tokens)
-        if flag:
+        if flag or request.cancelled:
             request.stop_reason = self.rules.stop_reason(request)
 
 

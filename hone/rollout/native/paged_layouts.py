@@ -81,9 +81,8 @@ class PagedPrefill:
         out = torch.empty_like(q)
         at_q = at_k = 0
         for start, length, end in zip(self._starts, self._lengths, self._ends, strict=True):
-            distance = (
-                torch.arange(start, end, device=q.device)[:, None]
-                - torch.arange(end, device=q.device)
+            distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(
+                end, device=q.device
             )
             seen = distance >= 0
             if window is not None:

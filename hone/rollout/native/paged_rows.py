@@ -85,26 +85,26 @@ class HostRows:
         self.stops = np.full((rows, MAX_STOPS), -1, np.int64)
         self.table = np.zeros((rows, width), np.int32)
 
-    def set_row(
+    def fill(
         self,
-        row: int,
+        begin: int,
+        states: Sequence[tuple[int, ...]],
         *,
-        token: int,
-        position: int,
-        slot: int,
-        seed: int,
-        limit: int,
-        temperature: float,
-        stops: Sequence[int],
+        temperatures: Sequence[float],
+        stops: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
     ) -> None:
-        self.state[:, row] = (token, position, slot, seed, limit, 0, 0)
-        self.inverse_temperature[row] = 1.0 / temperature if temperature else 1.0
-        self.greedy[row] = temperature == 0
-        self.stops[row] = -1
-        self.stops[row, : min(len(stops), MAX_STOPS)] = list(stops)[:MAX_STOPS]
-
-    def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        self.table[row, : len(pages)] = pages
+        """Rows from `begin` on, one entry of each argument a row; a state is in the order of FIELDS."""
+        if not states:
+            return
+        at = slice(begin, begin + len(states))
+        self.state[:, at] = np.array(states, np.int64).T
+        heat = np.array(temperatures, np.float32)
+        self.greedy[at] = heat == 0
+        self.inverse_temperature[at] = 1.0 / np.where(heat == 0, 1.0, heat)
+        for row, (ids, held) in enumerate(zip(stops, pages, strict=True), begin):
+            self.stops[row] = [*ids[:MAX_STOPS], *[-1] * (MAX_STOPS - len(ids))]
+            self.table[row, : len(held)] = held
 
     def idle_from(self, row: int) -> None:
         """Rows from here on hold no sequence: they write to the spare page and draw nothing."""

@@ -6,7 +6,7 @@ Top-k, top-p and min-p are not here: such rows are drawn by sampler.py, and `adv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -21,16 +21,16 @@ _CHUNK = 4096
 
 
 @triton.jit
-def _logit_stats(
-    logits_ptr: Any,
-    inverse_temperature_ptr: Any,
-    top_ptr: Any,
-    mass_ptr: Any,
-    best_ptr: Any,
-    vocabulary: Any,
+def _logit_stats(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    inverse_temperature_ptr,
+    top_ptr,
+    mass_ptr,
+    best_ptr,
+    vocabulary,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -88,28 +88,28 @@ def _advance(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pick(
-    logits_ptr: Any,
-    inverse_temperature_ptr: Any,
-    greedy_ptr: Any,
-    top_ptr: Any,
-    mass_ptr: Any,
-    best_ptr: Any,
-    vocabulary: Any,
-    state_ptr: Any,
-    state_stride: Any,
-    log_prob_ptr: Any,
-    token_out_ptr: Any,
-    table_ptr: Any,
-    table_stride: Any,
-    stops_ptr: Any,
+def _pick(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    inverse_temperature_ptr,
+    greedy_ptr,
+    top_ptr,
+    mass_ptr,
+    best_ptr,
+    vocabulary,
+    state_ptr,
+    state_stride,
+    log_prob_ptr,
+    token_out_ptr,
+    table_ptr,
+    table_stride,
+    stops_ptr,
     CHUNKS: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
     STOPS: tl.constexpr,
     PAGE: tl.constexpr,
     ROOM: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS_PAD)
     tops = tl.load(top_ptr + row * CHUNKS + c, c < CHUNKS, other=float("-inf"))
@@ -169,20 +169,20 @@ def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
 
 
 @triton.jit
-def _advance_rows(
-    token_ptr: Any,
-    new_log_prob_ptr: Any,
-    state_ptr: Any,
-    state_stride: Any,
-    log_prob_ptr: Any,
-    token_out_ptr: Any,
-    table_ptr: Any,
-    table_stride: Any,
-    stops_ptr: Any,
+def _advance_rows(  # type: ignore[no-untyped-def]
+    token_ptr,
+    new_log_prob_ptr,
+    state_ptr,
+    state_stride,
+    log_prob_ptr,
+    token_out_ptr,
+    table_ptr,
+    table_stride,
+    stops_ptr,
     STOPS: tl.constexpr,
     PAGE: tl.constexpr,
     ROOM: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     _advance(
         row, tl.load(token_ptr + row), tl.load(new_log_prob_ptr + row), state_ptr, state_stride,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,27 @@ from torch import Tensor
 
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
+
+log = logging.getLogger(__name__)
+
+
+class SkippedUpdates:
+    """Says when an update was skipped because its gradient was not finite, and what to do."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def check(self, metrics: Mapping[str, float], step: int) -> None:
+        for name in ("actor/skipped_updates", "critic/skipped_updates"):
+            if metrics.get(name, 0.0) > self._seen.get(name, 0.0):
+                self._seen[name] = metrics[name]
+                log.warning(
+                    "step %d: a gradient was not finite, so the update was skipped (%s=%d); lower "
+                    "optim.lr or grad_clip, and look for NaN in the rewards, if it goes on",
+                    step,
+                    name,
+                    metrics[name],
+                )
 
 
 def mean_over_ranks(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The rollout file: every trajectory of a step with everything a replay needs, in a fixed schema.
 
 Parquet, written under a temporary name and renamed. The schema's version is in the file's metadata.
+A column that a run does not have is there and null; reward parts and a score function's extras follow.
 """
 
 from __future__ import annotations
@@ -16,6 +17,43 @@ from hone.protocol import DataProto
 from hone.tracking import atomic_path
 
 SCHEMA_VERSION = 1
+SCHEMA_KEY = "hone_rollout_schema"
+
+_IDS, _MASK, _NUMBERS = "list<int64>", "list<int8>", "list<float>"
+SCHEMA: dict[str, str] = {
+    "step": "int64",
+    "uid": "string",
+    "trajectory_id": "string",
+    "sample_index": "int64",
+    "seed": "uint64",
+    "data_source": "string",
+    "prompt_text": "string",
+    "response_text": "string",
+    "prompt_ids": _IDS,
+    "response_ids": _IDS,
+    "response_mask": _MASK,
+    "loss_mask": _MASK,
+    "rollout_log_probs": _NUMBERS,
+    "old_log_probs": _NUMBERS,
+    "ref_log_prob": _NUMBERS,
+    "values": _NUMBERS,
+    "sum_pi_squared": _NUMBERS,
+    "rollout_is_weights": _NUMBERS,
+    "token_level_scores": _NUMBERS,
+    "token_level_rewards": _NUMBERS,
+    "advantages": _NUMBERS,
+    "returns": _NUMBERS,
+    "versions": _IDS,
+    "stop_reason": "string",
+    "num_turns": "int64",
+    "score": "double",
+    "reward_baseline": "double",
+    "ground_truth": "string",
+    "extra_info": "string",
+    "tool_outputs": "string",
+    "timeouts": "string",
+}
+"""Column to type. Texts of ground_truth, extra_info, tool_outputs and timeouts are JSON."""
 
 
 def write_rollouts(path: Path, batch: DataProto, tokenizer: Any, *, step: int) -> None:
@@ -23,14 +61,28 @@ def write_rollouts(path: Path, batch: DataProto, tokenizer: Any, *, step: int) -
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.table(rollout_columns(batch, tokenizer, step=step))
-    table = table.replace_schema_metadata({"hone_rollout_schema": str(SCHEMA_VERSION)})
+    columns = rollout_columns(batch, tokenizer, step=step)
+    arrays = {name: pa.array(values, type=_arrow_type(name)) for name, values in columns.items()}
+    table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: str(SCHEMA_VERSION)})
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         pq.write_table(table, temporary)
 
 
+def _arrow_type(name: str) -> Any:
+    """The declared type; reward parts are numbers a token, extras are whatever their values are."""
+    import pyarrow as pa
+
+    declared = SCHEMA.get(name, _NUMBERS if name.startswith(REWARD_PREFIX) else None)
+    if declared is None:
+        return None
+    inner = declared.removeprefix("list<").removesuffix(">")
+    plain = pa.type_for_alias(inner)
+    return pa.list_(plain) if inner != declared else plain
+
+
 def rollout_columns(batch: DataProto, tokenizer: Any, *, step: int) -> dict[str, list[Any]]:
+    """The columns of `SCHEMA`, then reward parts, then extras."""
     columns, facts = batch.batch, batch.non_tensor_batch
     width = columns["prompts"].shape[1]
     prompt_length = columns["attention_mask"][:, :width].sum(1).tolist()
@@ -38,57 +90,49 @@ def rollout_columns(batch: DataProto, tokenizer: Any, *, step: int) -> dict[str,
     rows = range(len(batch))
     prompts = [columns["prompts"][i, width - prompt_length[i] :].tolist() for i in rows]
     responses = [columns["responses"][i, : length[i]].tolist() for i in rows]
-    names = set(columns.keys())
-
-    def per_token(name: str) -> list[Any]:
-        if name not in names:
-            return [None for _ in rows]
-        return [columns[name][i, : length[i]].tolist() for i in rows]
-
-    def fact(name: str) -> list[Any]:
-        return list(facts[name]) if name in facts else [None for _ in rows]
-
+    scores = columns["token_level_scores"] if batch.has_column("token_level_scores") else None
     table: dict[str, list[Any]] = {
         "step": [step for _ in rows],
-        "uid": fact("uid"),
-        "trajectory_id": fact("trajectory_id"),
-        "sample_index": [None if v is None else int(v) for v in fact("sample_index")],
-        "data_source": fact("data_source"),
         "prompt_text": [tokenizer.decode(ids) for ids in prompts],
         "response_text": [tokenizer.decode(ids) for ids in responses],
         "prompt_ids": prompts,
         "response_ids": responses,
-        "response_mask": per_token("response_mask"),
-        "rollout_log_probs": per_token("rollout_log_probs"),
-        "old_log_probs": per_token("old_log_probs"),
-        "ref_log_prob": per_token("ref_log_prob"),
-        "values": per_token("values"),
-        "advantages": per_token("advantages"),
-        "versions": fact("versions"),
-        "stop_reason": fact("stop_reason"),
-        "num_turns": [None if v is None else int(v) for v in fact("num_turns")],
-        "score": _row_sums(batch, "token_level_scores"),
-        "token_level_scores": per_token("token_level_scores"),
-        "token_level_rewards": per_token("token_level_rewards"),
-        "ground_truth": [_as_json((m or {}).get("ground_truth")) for m in fact("reward_model")],
-        "tool_outputs": [_as_json(v) for v in fact("tool_outputs")],
-        "timeouts": [_as_json(v) for v in fact("timeouts")],
+        "score": scores.sum(-1).tolist() if scores is not None else [None for _ in rows],
+        "reward_baseline": [None for _ in rows],
+        "ground_truth": [
+            _as_json((m or {}).get("ground_truth"))
+            for m in facts.get("reward_model", [None for _ in rows])
+        ],
     }
-    for name in sorted(n for n in names if n.startswith(REWARD_PREFIX)):
-        table[name] = per_token(name)
+    if batch.has_column("reward_baselines"):
+        table["reward_baseline"] = columns["reward_baselines"].tolist()
+    parts = sorted(n for n in columns.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
+    for name in [*SCHEMA, *parts]:
+        if name in table:
+            continue
+        if batch.has_column(name) and name not in facts:
+            table[name] = [columns[name][i, : length[i]].tolist() for i in rows]
+        else:
+            table[name] = [_value(name, v) for v in facts.get(name, [None for _ in rows])]
+    ordered = {name: table[name] for name in [*SCHEMA, *parts]}
     for name in batch.meta_info.get("reward_extra_names", []):
-        table.setdefault(name, [_plain(v) for v in facts[name]])
-    return table
+        if name in facts:
+            ordered.setdefault(name, [_plain(v) for v in facts[name]])
+    return ordered
 
 
-def _row_sums(batch: DataProto, name: str) -> list[float | None]:
-    if not batch.has_column(name):
-        return [None] * len(batch)
-    return batch.batch[name].sum(-1).tolist()
+def _value(name: str, value: Any) -> Any:
+    if name in ("extra_info", "tool_outputs", "timeouts"):
+        return _as_json(value)
+    return int(value) if SCHEMA[name].endswith("int64") and value is not None else value
 
 
 def _as_json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, default=str, ensure_ascii=False)
+    return None if value is None else json.dumps(value, default=_readable, ensure_ascii=False)
+
+
+def _readable(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -9,10 +9,25 @@ from torch import Tensor
 
 from hone.columns import reward_column, write
 from hone.config.reward import RewardModelConfig
+from hone.data.dataset import SINGLE_TURN_AGENT
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 
 AGENT, RULE, MODEL = "agent", "rule", "model"
+_NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
+
+
+def check_sources(reward_fn: Any, dataset: Any, *, default_loop: str) -> None:
+    """Stop where a row's data source has no score; rows that another loop plays may bring their own."""
+    if not hasattr(reward_fn, "check_rows") or not hasattr(dataset, "store"):
+        return
+    columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
+    kept = set(dataset.positions)
+    reward_fn.check_rows(
+        row if (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT else _NEEDS_NO_RULE
+        for position, row in enumerate(dataset.store.scan(columns))
+        if position in kept
+    )
 
 
 def score_parts(

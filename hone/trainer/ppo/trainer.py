@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hone.algorithms.kl import get_kl_controller
-from hone.columns import write
+from hone.columns import require, write
 from hone.config import PPOTrainerConfig, config_to_dict, replace
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_rl_dataset, create_train_loader, create_val_loader
@@ -27,10 +27,12 @@ from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
 from hone.trainer.ppo.rollout_file import write_rollouts
+from hone.trainer.ppo.samples import sample_rows
 from hone.trainer.ppo.sampling import training_sampling, validation_sampling
-from hone.trainer.ppo.scoring import score_parts, write_scores
+from hone.trainer.ppo.scoring import check_sources, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource
-from hone.trainer.ppo.validation import validation_metrics
+from hone.trainer.ppo.validation import Attempts
+from hone.trainer.ppo.widths import concat_padded
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class PPOTrainer:
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.run = RunFolder(config.trainer.default_local_dir)
         self.timers = Timers()
+        self.skipped_updates = metrics.SkippedUpdates()
         self.global_step = 0
 
     # -- setting up ---------------------------------------------------------------------------
@@ -87,7 +90,9 @@ class PPOTrainer:
     def init_workers(self) -> None:
         """Start every role and load its model."""
         with progress("load models", len(self.roles)) as bar:
-            groups, self._owned = start_workers(self.config, self.roles, self.pools, self.group_cls)
+            groups, self._running = start_workers(
+                self.config, self.roles, self.pools, self.group_cls
+            )
             for role, group in groups.items():
                 group.init_model()
                 bar.advance(note=str(role))
@@ -95,16 +100,17 @@ class PPOTrainer:
         self.reference = groups.get(Role.RefPolicy) or groups.get(Role.ActorRolloutRef)
         self.critic = groups.get(Role.Critic)
         self.reward_model = groups.get(Role.RewardModel)
-        self.source = TrajectorySource(self.actor)
+        rollout, trainer = self.config.actor_rollout_ref.rollout, self.config.trainer
+        self.source = TrajectorySource(
+            self.actor, run_seed=trainer.seed if rollout.seed is None else rollout.seed
+        )
 
     def _check_sources(self) -> None:
         """An unknown data source stops the run here, not at the first reward."""
-        for manager, dataset in (
-            (self.reward_fn, self.train_dataset),
-            (self.val_reward_fn, getattr(self, "val_dataset", None)),
-        ):
-            if hasattr(manager, "check_rows") and hasattr(dataset, "rows") and dataset is not None:
-                manager.check_rows(dataset.rows())
+        loop = self.config.actor_rollout_ref.rollout.agent.default_agent_loop
+        check_sources(self.reward_fn, self.train_dataset, default_loop=loop)
+        if self.val_loader is not None:
+            check_sources(self.val_reward_fn, self.val_dataset, default_loop=loop)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -123,8 +129,10 @@ class PPOTrainer:
             resumed_from=self.global_step or None,
         )
         with GracefulStop() as stop, tracking:
-            if self.global_step == 0 and (trainer.val_before_train or trainer.val_only):
-                tracking.log(self.validate(), 0)
+            self.tracking = tracking
+            first = self.global_step == 0 and trainer.val_before_train
+            if (first or trainer.val_only) and (measured := self.validate()):
+                tracking.log(measured, self.global_step)
             if trainer.val_only:
                 return
             while self.global_step < self.total_steps:
@@ -179,11 +187,15 @@ class PPOTrainer:
 
     def estimate(self, batch: DataProto) -> DataProto:
         """What the models say about the batch: only what the algorithm reads."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            write(batch, "old_log_probs", batch.batch["rollout_log_probs"].clone())
-        elif self.plan.old_log_probs:
+        if self.plan.log_prob_pass:
             with self.timers.timer("old_log_prob"):
-                batch = batch.union(self.actor.compute_log_prob(batch))
+                batch.meta_info["with_sum_pi_squared"] = self.plan.sum_pi_squared
+                computed = self.actor.compute_log_prob(batch)
+                if not self.plan.old_log_probs:
+                    computed.pop(batch_keys=["old_log_probs"])
+                batch = batch.union(computed)
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
         if self.plan.reference:
             with self.timers.timer("ref"):
                 assert self.reference is not None
@@ -204,13 +216,13 @@ class PPOTrainer:
             batch = credit.resample(
                 batch, algorithm, seed=self.config.trainer.seed, step=self.global_step
             )
-            if self.config.trainer.balance_batch:
-                batch, spread = balance(
-                    batch,
-                    ranks=self.actor.world_size,
-                    rows_per_update=self.config.actor_rollout_ref.actor.sequences_per_update(),
-                )
-                measured |= spread
+            batch, spread = balance(
+                batch,
+                ranks=self.actor.world_size,
+                rows_per_update=self.config.actor_rollout_ref.actor.sequences_per_update(),
+                by_length=self.config.trainer.balance_batch,
+            )
+            measured |= spread
         batch.meta_info.setdefault("metrics", {}).update(measured)
         return batch
 
@@ -226,6 +238,7 @@ class PPOTrainer:
             with self.timers.timer("update_actor"):
                 out = self.actor.update_actor(batch)
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
+        self.skipped_updates.check(measured, self.global_step)
         return measured
 
     def report(self, batch: DataProto) -> dict[str, float]:
@@ -257,46 +270,53 @@ class PPOTrainer:
                 self.tokenizer,
                 step=self.global_step,
             )
+        if trainer.log_train_generations > 0:
+            samples = sample_rows(batch, self.tokenizer, trainer.log_train_generations)
+            self.tracking.log_samples("train/generations", samples, self.global_step)
         self.loader.on_batch_end(batch)
         due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
-        return self.validate() if due or (last and trainer.test_freq > 0) else {}
+        return self.validate() if due or last else {}
 
     def validate(self) -> dict[str, float]:
         """Greedy (or as `val_kwargs` says) on every validation row."""
         if self.val_loader is None:
             return {}
-        wanted = self.config.actor_rollout_ref.rollout.val_kwargs
-        sources: list[str] = []
-        uids: list[str] = []
-        variables: dict[str, list[Any]] = {}
+        rollout = self.config.actor_rollout_ref.rollout
+        samples, sampling = rollout.val_kwargs.n, validation_sampling(rollout)
+        attempts, batches = Attempts(), []
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
-            for number, prompts in enumerate(self.val_loader.one_epoch()):
-                self.source.submit(prompts, samples=wanted.n, sampling=validation_sampling(wanted))
+            for prompts in self.val_loader.one_epoch():
+                self.source.submit(prompts, samples=samples, sampling=sampling)
                 batch = self.score(self.source.take(), self.val_reward_fn)
-                self._keep_validation(batch, number)
-                sources += list(batch.non_tensor_batch["data_source"])
-                uids += list(batch.non_tensor_batch["uid"])
-                extras = {
-                    n: batch.non_tensor_batch[n] for n in batch.meta_info["reward_extra_names"]
-                }
-                extras["reward"] = np.array(batch.batch["token_level_scores"].sum(-1).tolist())
-                for name, values in extras.items():
-                    variables.setdefault(name, []).extend(values)
-                bar.advance(len(batch) // wanted.n)
-        return validation_metrics(sources, uids, variables)
+                attempts.add(batch)
+                batches.append(batch)
+                bar.advance(len(batch) // samples)
+        self._keep_validation(concat_padded(batches))
+        failures = (
+            self.val_reward_fn.pop_metrics() if hasattr(self.val_reward_fn, "pop_metrics") else {}
+        )
+        return attempts.metrics() | {f"val-aux/{name}": n for name, n in failures.items()}
 
-    def _keep_validation(self, batch: DataProto, number: int) -> None:
-        folder = self.config.trainer.validation_data_dir
-        target = RunFolder(folder).path if folder else self.run.validation
-        name = f"step_{self.global_step}" + (f"_part{number}" if number else "")
-        write_rollouts(target / f"{name}.parquet", batch, self.tokenizer, step=self.global_step)
+    def _keep_validation(self, batch: DataProto) -> None:
+        trainer = self.config.trainer
+        folder = trainer.validation_data_dir
+        file = RunFolder(folder).path / f"step_{self.global_step}.parquet" if folder else None
+        write_rollouts(
+            file or self.run.validation_file(self.global_step),
+            batch,
+            self.tokenizer,
+            step=self.global_step,
+        )
+        if trainer.log_val_generations > 0:
+            samples = sample_rows(batch, self.tokenizer, trainer.log_val_generations)
+            self.tracking.log_samples("val/generations", samples, self.global_step)
 
     # -- state --------------------------------------------------------------------------------
 
     def save_if_due(self, now: bool) -> None:
         trainer = self.config.trainer
         due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
-        last = trainer.save_freq > 0 and self.global_step >= self.total_steps
+        last = trainer.save_freq != 0 and self.global_step >= self.total_steps
         if due or last or now:
             self.save()
 
@@ -317,17 +337,21 @@ class PPOTrainer:
                     "kl_controller": self.kl_controller.state_dict(),
                 },
             )
-        checkpoint.prune(self.run, self.config.trainer.max_actor_ckpt_to_keep)
+        trainer = self.config.trainer
+        limits = (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep)
+        checkpoint.prune(self.run, min((n for n in limits if n), default=None))
 
     def resume(self) -> None:
         """Load the newest sound checkpoint, and forget what was logged after it."""
+        checkpoint.remove_unfinished(self.run)
         found = self._checkpoint_to_resume()
+        step = 0 if found is None else found[0]
+        checkpoint.set_aside_after(self.run, step)
+        # What an earlier run in this folder logged is forgotten too: no step stands there twice.
+        self.run.cut_back(step if found is not None else -1)
         if found is None:
-            if self.config.trainer.resume_mode == "disable" or not self.run.metrics_file.exists():
-                return
-            self.run.cut_back(-1)
             return
-        step, folder = found
+        folder = found[1]
         self.actor.load_checkpoint(str(folder / "actor"))
         if self.critic is not None:
             self.critic.load_checkpoint(str(folder / "critic"))
@@ -335,7 +359,6 @@ class PPOTrainer:
         self.loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.global_step = step
-        self.run.cut_back(step)
         log.info("resumed from %s", folder)
 
     def _checkpoint_to_resume(self) -> tuple[int, Any] | None:
@@ -347,9 +370,11 @@ class PPOTrainer:
         return checkpoint.at_path(trainer.resume_from_path)
 
     def shutdown(self) -> None:
-        """Stop the workers."""
-        for group in self._owned:
-            group.shutdown()
+        """Stop the workers and the scoring processes."""
+        for manager in (self.reward_fn, self.val_reward_fn):
+            if hasattr(manager, "close"):
+                manager.close()
+        self._running.close()
 
 
 def _with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:

@@ -69,6 +69,7 @@ def test_the_strict_minimum_replaces_the_sum_of_the_process_part_only():
     np.testing.assert_allclose(summed[0, :5], [0.9, 0.9, 1.1, 1.1, 1.1])
 
 
-def test_the_strict_minimum_without_its_columns_is_refused():
+@pytest.mark.parametrize("there", [{}, {"step_mask": MASK}, {"reward/process": REWARDS}])
+def test_the_strict_minimum_without_its_columns_is_refused(there):
     with pytest.raises(ValueError, match="step_mask"):
-        rloo_token(REWARDS, MASK, INDEX, gamma=1.0, credit_assignment=STRICT_MIN)
+        rloo_token(REWARDS, MASK, INDEX, gamma=1.0, credit_assignment=STRICT_MIN, **there)

@@ -1,10 +1,81 @@
-"""The loop as a whole: what a step writes, that a seed fixes everything, and that it learns."""
+"""The loop as a whole: what a step writes, that a seed fixes everything, and how long it lasts."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from ..runs import Run
+import pytest
+import torch
+
+from hone.config import load_config
+from hone.rewards.scores.table import UnknownSourceError
+
+from ..runs import Run, Task, opened, task_row
+
+GENERATED = {
+    "uid",
+    "trajectory_id",
+    "sample_index",
+    "seed",
+    "data_source",
+    "prompts",
+    "responses",
+    "response_mask",
+    "attention_mask",
+    "input_ids",
+    "position_ids",
+    "rollout_log_probs",
+    "versions",
+    "num_turns",
+    "stop_reason",
+}
+SCORED = {"reward/rule", "token_level_scores"}
+CREDITED = {"token_level_rewards", "advantages", "returns"}
+
+
+def columns_of(task: Task, folder: Path, *overrides: str) -> set[str]:
+    with opened(task.overrides(folder, *overrides)) as trainer:
+        batch, _ = trainer.step()
+    return set(batch.column_names())
+
+
+def test_a_step_writes_the_columns_of_its_verbs_and_no_others(task: Task, tmp_path: Path) -> None:
+    columns = columns_of(task, tmp_path)
+    assert columns >= GENERATED | SCORED | CREDITED
+    estimated = {"old_log_probs", "ref_log_prob", "values", "entropys", "reward_baselines"}
+    assert not columns & estimated  # one update a batch, no KL, no critic: nobody reads them
+
+
+def test_the_models_say_what_the_algorithm_reads(task: Task, tmp_path: Path) -> None:
+    columns = columns_of(
+        task,
+        tmp_path,
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "actor_rollout_ref.rollout.n=1",
+    )
+    assert columns >= {"old_log_probs", "entropys", "ref_log_prob", "values"}
+
+
+def test_masks_and_scores_lie_where_the_columns_say(task: Task, tmp_path: Path) -> None:
+    with opened(task.overrides(tmp_path)) as trainer:
+        batch, measured = trainer.step()
+    mask, scores = batch.batch["response_mask"].bool(), batch.batch["token_level_scores"]
+    last = mask.long().cumsum(1).argmax(1)
+    elsewhere = torch.ones_like(mask)
+    elsewhere[torch.arange(len(batch)), last] = False
+    assert not scores[elsewhere].any()
+    assert scores.sum(-1).unique().numel() > 1
+    assert not batch.batch["advantages"][~mask].any()
+    assert measured["critic/score/mean"] == pytest.approx(scores.sum(-1).mean().item())
+    assert list(batch.non_tensor_batch["sample_index"]) == [0, 1] * 4
+    groups = batch.non_tensor_batch["uid"].reshape(4, 2)
+    assert (groups[:, 0] == groups[:, 1]).all()
+    assert len(set(groups[:, 0])) == 4
 
 
 def test_the_same_seed_gives_the_same_metrics(train: Callable[..., Run]) -> None:
@@ -16,3 +87,142 @@ def test_the_same_seed_gives_the_same_metrics(train: Callable[..., Run]) -> None
 def test_another_seed_gives_other_metrics(train: Callable[..., Run]) -> None:
     first, second = train(folder="a"), train("trainer.seed=2", folder="b")
     assert first.numbers != second.numbers
+
+
+def test_the_seed_of_the_rollout_alone_changes_the_responses(train: Callable[..., Run]) -> None:
+    first, second = train(folder="a"), train("actor_rollout_ref.rollout.seed=2", folder="b")
+    assert [r["uid"] for r in first.rollouts(1)] == [r["uid"] for r in second.rollouts(1)]
+    assert first.rollouts(1) != second.rollouts(1)
+
+
+def test_the_reward_rises(train: Callable[..., Run]) -> None:
+    run = train("trainer.total_training_steps=12", "actor_rollout_ref.rollout.n=8")
+    rewards = run.series("reward/mean")
+    assert sum(rewards[-3:]) / 3 > 2 * sum(rewards[:3]) / 3
+
+
+def test_a_run_without_a_length_takes_every_batch_of_every_epoch(train: Callable[..., Run]) -> None:
+    run = train("trainer.total_training_steps=null", "trainer.total_epochs=2")
+    assert [line["step"] for line in run.steps] == list(range(1, 13))  # 24 rows / 4 × 2 epochs
+    seen = [row["uid"] for step in range(1, 13) for row in run.rollouts(step)][::2]
+    assert len(set(seen)) == 48
+    assert run.series("training/epoch") == [0] * 6 + [1] * 6
+
+
+def test_the_family_finds_its_metric_names(train: Callable[..., Run]) -> None:
+    line = train("custom_reward_function.name=detailed").steps[-1]
+    for name in (
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "actor/lr",
+        "actor/entropy",
+        "critic/score/mean",
+        "critic/rewards/max",
+        "critic/advantages/min",
+        "response_length/mean",
+        "response_length/clip_ratio",
+        "prompt_length/mean",
+        "rollout_corr/kl",
+        "reward/mean",
+        "accuracy",
+        "num_turns/mean",
+        "timing_s/gen",
+        "timing_s/step",
+        "perf/total_num_tokens",
+        "perf/throughput",
+    ):
+        assert name in line, name
+    assert 0 <= line["accuracy"] <= 1
+
+
+def test_rollout_and_trainer_agree_on_log_probs(train: Callable[..., Run]) -> None:
+    lines = train("actor_rollout_ref.actor.ppo_epochs=2").steps
+    assert all(line["rollout_corr/log_prob_abs_diff_max"] < 1e-4 for line in lines)
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+def test_an_unknown_data_source_stops_before_the_first_step(
+    task: Task, tmp_path: Path, where: str
+) -> None:
+    good = task_row(0, 1, data_source="arithmetic")
+    rows = [good, good, task_row(0, 1, data_source="openai/gsm8"), good]
+    files = {"train": tmp_path / "a.jsonl", "validation": tmp_path / "b.jsonl"}
+    for name, file in files.items():
+        written = rows if name == where else [good] * 4
+        file.write_text("".join(json.dumps(row) + "\n" for row in written))
+    overrides = task.overrides(
+        tmp_path / "run",
+        f"data.train_files={files['train']}",
+        f"data.val_files={files['validation']}",
+        "custom_reward_function.path=null",
+    )
+    with pytest.raises(UnknownSourceError) as caught:
+        Run(tmp_path / "run").train(overrides)
+    said = str(caught.value)
+    assert "row 2" in said
+    assert "Did you mean 'openai/gsm8k'" in said
+    assert "arithmetic" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(
+    train: Callable[..., Run], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.workers import objectives
+
+    def broken(*arguments: Any, **_: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        return arguments[1].sum() * float("nan"), {}
+
+    monkeypatch.setattr(objectives, "get_policy_loss_fn", lambda name: broken)
+    with caplog.at_level(logging.WARNING):
+        run = train("actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    assert run.series("actor/skipped_updates") == [2.0, 4.0]
+    said = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert len(said) == 2
+    assert "lower optim.lr" in said[0]
+    first, second = ({r["uid"]: r["versions"] for r in run.rollouts(s)} for s in (1, 2))
+    assert {v for row in (*first.values(), *second.values()) for v in row} == {0}
+
+
+def test_samples_reach_the_trackers(
+    train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.tracking.jsonl import JsonlTracker
+
+    shown: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        JsonlTracker,
+        "log_samples",
+        lambda self, name, rows, step: shown.append((name, len(rows), step)),
+    )
+    train(
+        task.validated(),
+        "trainer.log_val_generations=2",
+        "trainer.log_train_generations=3",
+        "trainer.total_training_steps=1",
+    )
+    assert shown == [
+        ("val/generations", 2, 0),
+        ("train/generations", 3, 1),
+        ("val/generations", 2, 1),
+    ]
+
+
+def test_the_trainer_is_usable_from_python(task: Task, tmp_path: Path) -> None:
+    from hone.controller import LocalWorkerGroup, ResourcePoolManager, Role
+    from hone.models.load import load_tokenizer
+    from hone.trainer.ppo.trainer import PPOTrainer
+    from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+    pools = ResourcePoolManager({"mine": [1]}, {Role.ActorRollout: "mine"})
+    trainer = PPOTrainer(
+        load_config(task.overrides(tmp_path)),
+        load_tokenizer(str(task.model)),
+        {Role.ActorRollout: ActorRolloutRefWorker},
+        pools,
+        LocalWorkerGroup,
+    )
+    trainer.init_workers()
+    trainer.fit()
+    trainer.shutdown()
+    assert len(Run(tmp_path).steps) == 2

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a ratio against a peer or a limit, measured in the same run."""

@@ -1,0 +1,248 @@
+"""Supervised tokens a second beside TRL's SFTTrainer, on worked sums in words, in one run.
+
+The same rows, batch size, optimizer, threads and 8M-parameter decoder on both sides; only real tokens
+count. TRL runs as it does by default (a padded batch) and packed; each ratio is the median of
+interleaved pairs. Encoding the rows is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.config.engine import FSDPConfig, OptimConfig
+from hone.data.sft import encode_single_turn
+from hone.engine.build import build_engine
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.policy import PolicyModel
+from hone.models.tiny import tiny_lm
+from hone.trainer.sft.trainer import SFTTrainer
+
+THREADS = 2
+PAIRS = 3
+STEPS = 4
+"""Updates measured in one turn; one more before them warms up."""
+BATCH_ROWS, MAX_LENGTH, ROWS = 32, 512, 640
+VOCABULARY = 704
+SHAPE = {"hidden": 256, "layers": 8, "heads": 8, "kv_heads": 4, "mlp": 1024}
+TARGETS = {"over_trl": 1.5}
+GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl.gz"
+THINGS = ("apples", "books", "coins", "marbles", "pencils", "stamps", "tickets", "loaves")
+NAMES = ("Ana", "Ben", "Carla", "Deniz", "Emil", "Fatou", "Goran", "Hana")
+
+
+def rows() -> list[dict[str, str]]:
+    """Questions and worked answers: gsm8k's where it lies beside the repository, else made up."""
+    if GSM8K.is_file():
+        with gzip.open(GSM8K, "rt", encoding="utf-8") as lines:
+            return [json.loads(line) for line, _ in zip(lines, range(ROWS), strict=False)]
+    return [_made_up(random.Random(i)) for i in range(ROWS)]
+
+
+def _made_up(chooser: random.Random) -> dict[str, str]:
+    """One to six steps, so that lengths vary as much as gsm8k's."""
+    name, thing = chooser.choice(NAMES), chooser.choice(THINGS)
+    total = chooser.randint(2, 60)
+    question = [f"{name} starts the week with {total} {thing}."]
+    answer = []
+    for _ in range(chooser.randint(1, 6)):
+        other, change = chooser.choice(NAMES), chooser.randint(2, 40)
+        question.append(f"Then {other} comes by and gives {name} {change} more {thing}.")
+        answer.append(
+            f"With the {thing} of {other} there are {total} + {change} = "
+            f"<<{total}+{change}={total + change}>>{total + change} {thing} now."
+        )
+        total += change
+    question.append(f"How many {thing} does {name} have in the end?")
+    answer.append(f"#### {total}")
+    return {"question": " ".join(question), "answer": "\n".join(answer)}
+
+
+def build_tokenizer(texts: list[str]) -> Any:
+    """A byte-level BPE of the benchmark's vocabulary, trained on the rows."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def build_models() -> tuple[Any, Any]:
+    """The same decoder twice: ours, and with the attention transformers would choose."""
+    ours, theirs = (tiny_lm(VOCABULARY, max_positions=MAX_LENGTH, **SHAPE) for _ in range(2))  # type: ignore[arg-type]
+    theirs.set_attn_implementation("sdpa")
+    return ours, theirs
+
+
+class Ours:
+    """`hone sft`'s loop."""
+
+    def __init__(self, lm: Any, encoded: list[dict[str, list[int]]], pad: int) -> None:
+        rule = MicroBatchRule(rows=None, tokens=16384)
+        engine = build_engine(
+            PolicyModel(lm),
+            optim=OptimConfig(lr=1e-3, total_training_steps=10_000),
+            grad_clip=1.0,
+            fsdp=FSDPConfig(),
+            train_rule=rule,
+            infer_rule=rule,
+            response_width=MAX_LENGTH,
+            world_size=1,
+        )
+        self._trainer = SFTTrainer(engine, encoded, pad_token_id=pad, batch_rows=BATCH_ROWS, seed=0)
+
+    def tokens_per_s(self) -> float:
+        self._trainer.step()
+        started = time.perf_counter()
+        tokens = sum(self._trainer.step()["train/global_tokens"] for _ in range(STEPS))
+        return tokens / (time.perf_counter() - started)
+
+
+class Theirs:
+    """TRL's trainer over the same rows, timed from the first update's end to the last's."""
+
+    def __init__(self, lm: Any, tokenizer: Any, data: list[dict[str, str]], packing: bool) -> None:
+        from datasets import Dataset
+        from transformers import TrainerCallback
+        from trl import SFTConfig, SFTTrainer
+
+        self._ends: list[float] = []
+        self._tokens: list[int] = []
+        self._folder = tempfile.TemporaryDirectory()
+        arguments = SFTConfig(
+            output_dir=self._folder.name,
+            per_device_train_batch_size=BATCH_ROWS if not packing else packed_rows(data, tokenizer),
+            max_length=MAX_LENGTH,
+            packing=packing,
+            max_steps=STEPS + 1,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            dataset_num_proc=None,
+        )
+        ends = self._ends
+
+        class Clock(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                ends.append(time.perf_counter())
+
+        self._trainer = SFTTrainer(
+            model=lm,
+            args=arguments,
+            train_dataset=Dataset.from_list(
+                [{"prompt": r["question"] + "\n", "completion": r["answer"]} for r in data]
+            ),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
+        self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        """Note the real tokens of every batch on its way into the step."""
+        step, tokens = self._trainer.training_step, self._tokens
+
+        def counted(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+            attention = inputs.get("attention_mask")
+            real = attention.sum() if attention is not None else inputs["input_ids"].numel()
+            tokens.append(int(real))
+            return step(model, inputs, *rest, **more)
+
+        self._trainer.training_step = counted
+
+    def tokens_per_s(self) -> float:
+        self._ends.clear(), self._tokens.clear()
+        self._trainer.train()
+        return sum(self._tokens[1:]) / (self._ends[-1] - self._ends[0])
+
+
+def packed_rows(data: list[dict[str, str]], tokenizer: Any) -> int:
+    """Packed rows of full length with about the tokens of one of our batches."""
+    lengths = [len(ids) for ids in _encoded_lengths(data, tokenizer)]
+    return max(1, round(statistics.mean(lengths) * BATCH_ROWS / MAX_LENGTH))
+
+
+def _encoded_lengths(data: list[dict[str, str]], tokenizer: Any) -> Iterator[list[int]]:
+    for row in data:
+        yield encode_single_turn(row["question"] + "\n", row["answer"], tokenizer, "raw")[0]
+
+
+def compare(ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, float]:
+    """Median ratio of interleaved pairs, and each side's median tokens a second."""
+    ours(), theirs()
+    pairs = [(ours(), theirs()) for _ in range(PAIRS)]
+    return (
+        statistics.median(a / b for a, b in pairs),
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+    )
+
+
+def main() -> dict[str, Any]:
+    """Ratios over TRL, the target, and the tokens a second behind them."""
+    torch.set_num_threads(THREADS)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    data = rows()
+    tokenizer = build_tokenizer([r["question"] + r["answer"] for r in data])
+    data = [
+        row
+        for row, ids in zip(data, _encoded_lengths(data, tokenizer), strict=True)
+        if len(ids) <= MAX_LENGTH
+    ]
+    encoded = []
+    for row in data:
+        ids, mask = encode_single_turn(row["question"] + "\n", row["answer"], tokenizer, "raw")
+        encoded.append({"input_ids": ids, "loss_mask": mask})
+    result: dict[str, Any] = {"rows": "gsm8k" if GSM8K.is_file() else "made up"}
+    try:
+        import trl
+    except ImportError:
+        result["over_trl"] = "trl is not installed: pip install -c constraints.txt trl"
+        return result
+    result["trl"] = trl.__version__
+    for name, packing in (("over_trl", False), ("over_trl_packed", True)):
+        mine, others = build_models()
+        ours = Ours(mine, encoded, tokenizer.pad_token_id)
+        theirs = Theirs(others, tokenizer, data, packing)
+        ratio, fast, slow = compare(ours.tokens_per_s, theirs.tokens_per_s)
+        result[name] = round(ratio, 2)
+        if name in TARGETS:
+            result[f"{name}_target"] = TARGETS[name]
+        result[f"{name}_tokens_per_s"] = [round(fast), round(slow)]
+    logging.disable(logging.NOTSET)
+    return result
+
+
+if __name__ == "__main__":
+    for name, value in main().items():
+        print(f"{name}: {value}")

@@ -1,0 +1,50 @@
+"""Kernels of the gated product and its gradient. Imported only on a GPU; the reference is gated.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _forward(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = i < count
+    gate = tl.load(gate_ptr + i, real, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + i, real, other=0.0)
+    silu = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
+    tl.store(out_ptr + i, (silu * up.to(tl.float32)).to(up.dtype), real)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, g_ptr, g_gate_ptr, g_up_ptr, count, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = i < count
+    gate = tl.load(gate_ptr + i, real, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + i, real, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + i, real, other=0.0)
+    s = tl.sigmoid(gate)
+    dtype = g.dtype
+    g = g.to(tl.float32)
+    tl.store(g_up_ptr + i, (g * gate * s).to(dtype), real)
+    tl.store(g_gate_ptr + i, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), real)
+
+
+def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    grid = (triton.cdiv(gate.numel(), _BLOCK),)
+    _forward[grid](gate, up, out, gate.numel(), BLOCK=_BLOCK, num_warps=8)
+    return out
+
+
+def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    g_gate, g_up = torch.empty_like(gate), torch.empty_like(up)
+    grid = (triton.cdiv(gate.numel(), _BLOCK),)
+    _backward[grid](gate, up, g, g_gate, g_up, gate.numel(), BLOCK=_BLOCK, num_warps=8)
+    return g_gate, g_up

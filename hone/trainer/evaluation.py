@@ -1,0 +1,237 @@
+"""What responses are worth: scores by data source, pass@k, best@k, maj@k, with bootstrap intervals.
+
+Scoring runs in processes with a deadline; a response that could not be scored counts 0 and is counted.
+Leaves out generating (generation.py) and where results are shown (main_eval.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hone.config.evaluation import EvaluationConfig, EvaluationMetricsConfig
+from hone.data.rows import BadRows, DataError, read_rows
+from hone.ops.at_n import best_at, majority_at, sizes
+from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.managers.prime import usable_cores
+from hone.rewards.outcome import Row
+from hone.rewards.pool import DeadlinePool
+from hone.rewards.scores.latex import boxed_answer
+from hone.rewards.transport import row_scorer_keywords
+from hone.tracking import progress
+
+ALL = "all"
+"""The line over all rows, where there are several data sources."""
+CHUNK = 512
+"""Responses handed to the scoring processes between two moves of the progress bar."""
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_MARK = re.compile(r"####\s*([^\n]+)")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class EvaluationError(ValueError):
+    """Responses that cannot be evaluated as asked."""
+
+
+@dataclass
+class Attempts:
+    """One row: its responses' scores, and the answer each gave (for majority votes)."""
+
+    source: str
+    scores: list[float] = field(default_factory=list)
+    answers: list[Hashable] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over rows and its bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass
+class SourceResult:
+    """What one data source came to."""
+
+    rows: int
+    responses: int
+    metrics: dict[str, Estimate]
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Evaluation:
+    """Results by data source, the rows' scores, and their mean response length if it is known."""
+
+    sources: dict[str, SourceResult]
+    rows: list[dict[str, Any]]
+    """The rows as read, each with its `scores`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; `test_score/<source>` are the means by the family's name."""
+        plain: dict[str, Any] = {
+            f"test_score/{name}": result.metrics["mean"].value
+            for name, result in self.sources.items()
+            if name != ALL
+        }
+        plain["sources"] = {
+            name: {
+                "rows": result.rows,
+                "responses": result.responses,
+                "failures": result.failures,
+                "metrics": {k: vars(estimate) for k, estimate in result.metrics.items()},
+            }
+            for name, result in self.sources.items()
+        }
+        return plain
+
+
+def evaluate(config: EvaluationConfig) -> Evaluation:
+    """Read, score, summarise."""
+    rows = list(read_rows(config.data.path, BadRows("raise")).scan())
+    jobs = [_jobs(row, number, config) for number, row in enumerate(rows)]
+    scorer = get_custom_reward_fn(config)
+    if scorer is None:
+        check_sources((job[0].data_source for job in jobs if job), config.data.data_source_key)
+        scorer = default_compute_score
+    outcomes = iter(_scored([job for of_row in jobs for job in of_row], scorer, config))
+    attempts: list[Attempts] = []
+    failures: dict[str, Counter[str]] = {}
+    for row, of_row in zip(rows, jobs, strict=True):
+        one = Attempts(of_row[0].data_source)
+        for job in of_row:
+            outcome = next(outcomes)
+            if isinstance(outcome, Failed):
+                failures.setdefault(one.source, Counter())[outcome.reason] += 1
+                outcome = Scored(0.0)
+            one.scores.append(outcome.score)
+            one.answers.append(str(outcome.extras.get("pred", answer_of(job.solution_str))))
+        row["scores"] = one.scores
+        attempts.append(one)
+    return Evaluation(summarise(attempts, config.metrics, failures), rows)
+
+
+def _jobs(row: Mapping[str, Any], number: int, config: EvaluationConfig) -> list[Row]:
+    """What is scored: one a response."""
+    data = config.data
+    for key, column in (
+        ("response_key", data.response_key),
+        ("data_source_key", data.data_source_key),
+        ("reward_model_key", data.reward_model_key),
+    ):
+        if row.get(column) is None:
+            raise DataError(
+                f"row {number} has no column {column!r} (data.{key}); it has {', '.join(row)}"
+            )
+    responses = row[data.response_key]
+    responses = [responses] if isinstance(responses, str) else list(responses)
+    if not responses:
+        raise DataError(f"row {number} has no response in {data.response_key!r}")
+    reward_model = dict(row[data.reward_model_key])
+    extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
+    extra.update(row.get("extra_info") or {})
+    return [
+        Row(str(row[data.data_source_key]), text, reward_model.get("ground_truth"), extra)
+        for text in responses
+    ]
+
+
+def _scored(rows: Sequence[Row], scorer: Any, config: EvaluationConfig) -> list[Scored | Failed]:
+    options: dict[str, Any] = {}
+    if scorer is default_compute_score:
+        options["memory_limit_mb"] = config.sandbox_fusion.memory_limit_mb
+        if config.sandbox_fusion.url:
+            options["sandbox_fusion_url"] = config.sandbox_fusion.url
+    count = min(config.num_processes or usable_cores(), max(len(rows), 1))
+    message = row_scorer_keywords(scorer, options)
+    pool = DeadlinePool("hone.rewards.transport:make_row_scorer", message, count)
+    outcomes: list[Scored | Failed] = []
+    try:
+        with progress("score", len(rows)) as bar:
+            for start in range(0, len(rows), CHUNK):
+                part = [{"row": row} for row in rows[start : start + CHUNK]]
+                outcomes += pool.run(part, config.timeout_s)
+                bar.advance(len(part))
+    finally:
+        pool.close()
+    return outcomes
+
+
+def answer_of(response: str) -> str:
+    r"""What a response answers: its last <answer>, \boxed{}, #### line or number, else all of it."""
+    tagged = _TAG.findall(response)
+    if tagged:
+        return tagged[-1].strip()
+    boxed = boxed_answer(response)
+    if boxed is not None:
+        return boxed.strip()
+    for pattern in (_MARK, _NUMBER):
+        found = pattern.findall(response)
+        if found:
+            return found[-1].strip().replace(",", "")
+    return response.strip()
+
+
+def summarise(
+    attempts: Iterable[Attempts],
+    config: EvaluationMetricsConfig,
+    failures: Mapping[str, Mapping[str, int]] | None = None,
+) -> dict[str, SourceResult]:
+    """Statistics of each data source, and of all rows where there are several."""
+    everyone = list(attempts)
+    groups = {a.source: [b for b in everyone if b.source == a.source] for a in everyone}
+    failed = {name: dict(counts) for name, counts in (failures or {}).items()}
+    results = {name: _result(group, config, failed.get(name, {})) for name, group in groups.items()}
+    if len(groups) > 1:
+        total = sum((Counter(counts) for counts in failed.values()), Counter())
+        results[ALL] = _result(everyone, config, dict(total))
+    return results
+
+
+def _result(
+    group: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
+) -> SourceResult:
+    fewest = min(len(one.scores) for one in group)
+    chosen = list(config.pass_at) if config.pass_at is not None else [1, *sizes(fewest)]
+    if too_many := [k for k in chosen if not 1 <= k <= fewest]:
+        raise EvaluationError(
+            f"metrics.pass_at has {too_many[0]}, but rows of {group[0].source} have {fewest} "
+            f"responses; use 1 to {fewest}, or generate more (data.n_samples)"
+        )
+    columns: dict[str, list[float]] = {"mean": [float(np.mean(one.scores)) for one in group]}
+    for k in dict.fromkeys(chosen):
+        correct = [[float(s >= config.correct_from) for s in one.scores] for one in group]
+        columns[f"pass@{k}"] = [best_at(values, k) for values in correct]
+        if k > 1:
+            columns[f"best@{k}"] = [best_at(one.scores, k) for one in group]
+            columns[f"maj@{k}"] = [majority_at(one.scores, one.answers, k) for one in group]
+    return SourceResult(
+        len(group), sum(len(one.scores) for one in group), intervals(columns, config), failures
+    )
+
+
+def intervals(
+    columns: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
+) -> dict[str, Estimate]:
+    """Means over rows with percentile intervals: rows are resampled, their responses stay together."""
+    names, values = list(columns), np.array(list(columns.values()), dtype=np.float64)
+    rows = values.shape[1]
+    chooser = np.random.default_rng(config.seed)
+    means = np.empty((config.bootstrap_samples, len(names)))
+    for sample in range(config.bootstrap_samples):
+        means[sample] = values[:, chooser.integers(rows, size=rows)].mean(axis=1)
+    tail = (1.0 - config.confidence) / 2
+    low, high = np.quantile(means, [tail, 1.0 - tail], axis=0)
+    return {
+        name: Estimate(float(values[i].mean()), float(low[i]), float(high[i]))
+        for i, name in enumerate(names)
+    }

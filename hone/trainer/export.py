@@ -1,0 +1,164 @@
+"""`hone export CHECKPOINT OUT`: a training checkpoint becomes a folder that `from_pretrained` opens.
+
+Where the checkpoint holds an export it is copied; else the weights are gathered from its shards,
+whatever the number of ranks that wrote them. LoRA comes merged, or as the adapter alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hone.config import ConfigError
+from hone.config.convert import build
+from hone.config.engine import FSDPConfig
+from hone.config.model import ModelConfig
+from hone.engine.build import build_engine, export_hf
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.load import EXPORT_FOLDER, load_causal_lm
+from hone.models.lora import ADAPTER_FOLDER
+from hone.models.policy import PolicyModel
+from hone.tracking import RunFolder
+from hone.trainer.ppo.checkpoint import newest_sound
+from hone.trainer.sft.run import build_lora, build_tokenizer
+
+SHARDS = ".metadata"
+_VALUE_HEAD = "model.value_head."
+_TOKENS = 8192
+
+
+class ExportError(ValueError):
+    """A checkpoint that cannot be exported as asked."""
+
+
+def export(checkpoint: str | Path, out: str | Path, *, adapter_only: bool = False) -> Path:
+    """Write the model of a checkpoint to `out`, an empty or new folder."""
+    source, target = find_model_folder(Path(checkpoint).expanduser()), Path(out).expanduser()
+    if target.exists() and any(target.iterdir()):
+        raise ExportError(f"{target} is not empty; name a new folder")
+    wanted = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER
+    with _finished_or_nothing(target) as temporary:
+        if (source / wanted).is_dir():
+            shutil.copytree(source / wanted, temporary, dirs_exist_ok=True)
+        elif (source / SHARDS).is_file():
+            gathered = temporary / "gathered"
+            _gather(source, gathered)
+            _take(gathered, wanted, temporary, source)
+        else:
+            raise ExportError(
+                f"{source} holds neither {wanted}/ nor sharded weights; it was saved without them "
+                "(checkpoint.save_contents)"
+            )
+    return target
+
+
+def _take(gathered: Path, wanted: str, temporary: Path, source: Path) -> None:
+    """Move the wanted export up, and drop the rest."""
+    if not (gathered / wanted).is_dir():
+        raise ExportError(f"{source} was trained without LoRA; it has no adapter to export")
+    for file in (gathered / wanted).iterdir():
+        shutil.move(file, temporary / file.name)
+    shutil.rmtree(gathered)
+
+
+@contextmanager
+def _finished_or_nothing(target: Path) -> Iterator[Path]:
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if target.exists():
+            target.rmdir()
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def find_model_folder(folder: Path) -> Path:
+    """The folder with the policy's weights in a run, a `global_step_N` or a role's folder."""
+    if not folder.is_dir():
+        raise ExportError(f"there is no checkpoint folder {folder}")
+    run = RunFolder(folder)
+    if run.checkpoints():
+        found = newest_sound(run)
+        if found is None:
+            raise ExportError(f"every checkpoint in {folder} is damaged; see the log above")
+        folder = found[1]
+    if (folder / "actor").is_dir():
+        folder = folder / "actor"
+    if folder.name == "critic" or _is_critic(folder):
+        raise ExportError(
+            f"{folder} is a critic: a value head instead of a language-model head, which no "
+            "from_pretrained class reads; export the actor beside it"
+        )
+    return folder
+
+
+def _is_critic(folder: Path) -> bool:
+    return any(name.startswith(_VALUE_HEAD) for name in _saved_tensors(folder))
+
+
+def _saved_tensors(folder: Path) -> dict[str, Any]:
+    """What the shards hold: dotted name to torch's description."""
+    if not (folder / SHARDS).is_file():
+        return {}
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+
+
+def _gather(source: Path, out: Path) -> None:
+    """Load the shards into the run's model in this process, and export it."""
+    model = _model_config(source)
+    tokenizer = build_tokenizer(model)
+    lm: Any = load_causal_lm(
+        model.path,
+        dtype=_dtype(source),
+        trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config,
+    )
+    policy = PolicyModel(lm)
+    if model.uses_lora:
+        policy.lm = build_lora(lm, model, seed=0)
+    rule = MicroBatchRule(None, _TOKENS)
+    engine = build_engine(
+        policy,
+        optim=None,
+        grad_clip=0.0,
+        fsdp=FSDPConfig(),
+        train_rule=rule,
+        infer_rule=rule,
+        response_width=1,
+        world_size=1,
+    )
+    engine.load(source, ["model"])
+    export_hf(engine, policy.lm, tokenizer, out, rank=0)
+
+
+def _dtype(source: Path) -> Any:
+    """The dtype in which the weights were saved."""
+    for name, saved in _saved_tensors(source).items():
+        if name.startswith("model.") and hasattr(saved, "properties"):
+            return saved.properties.dtype
+    raise ExportError(f"{source} holds no model weights (checkpoint.save_contents without 'model')")
+
+
+def _model_config(source: Path) -> ModelConfig:
+    """The model block of the run the checkpoint belongs to."""
+    for folder in source.parents[:3]:
+        config = RunFolder(folder).read_config()
+        block = config.get("model") or config.get("actor_rollout_ref", {}).get("model")
+        if block:
+            try:
+                return build(ModelConfig, block, {})
+            except ConfigError as error:
+                raise ExportError(f"{folder}/config.yaml: {error}") from error
+    raise ExportError(
+        f"{source} has only sharded weights, and no config.yaml of its run lies above it to say "
+        "which model they belong to; keep the checkpoint in its run folder"
+    )

@@ -1,0 +1,69 @@
+"""A small config, rows, and a runner over a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hone.agents.collate import object_array
+from hone.agents.runner import LoopRunner
+from hone.config import PPOTrainerConfig, load_config
+from hone.models.tiny import character_tokenizer
+from hone.protocol import DataProto
+from hone.rollout.contract import RolloutEngine
+
+TOKENIZER = character_tokenizer()
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return TOKENIZER
+
+
+@pytest.fixture
+def config() -> Callable[..., PPOTrainerConfig]:
+    def build(*overrides: str) -> PPOTrainerConfig:
+        return load_config(
+            [
+                "data.max_prompt_length=16",
+                "data.max_response_length=12",
+                "data.prompt_format=raw",
+                "actor_rollout_ref.model.path=unused",
+                *overrides,
+            ]
+        )
+
+    return build
+
+
+@pytest.fixture
+def rows() -> Callable[..., DataProto]:
+    """Rows of prompts; more columns by keyword."""
+
+    def build(
+        prompts: Sequence[str], sampling: dict[str, Any] | None = None, **columns: Sequence[Any]
+    ) -> DataProto:
+        n = len(prompts)
+        given: dict[str, np.ndarray] = {
+            "uid": object_array([f"u{i}" for i in range(n)]),
+            "sample_index": object_array([0] * n),
+            "trajectory_id": object_array([f"u{i}-0" for i in range(n)]),
+            "raw_prompt": object_array(list(prompts)),
+        }
+        given |= {name: object_array(list(values)) for name, values in columns.items()}
+        data = DataProto.from_dict(non_tensors=given)
+        data.meta_info["sampling_params"] = {"temperature": 1.0, **(sampling or {})}
+        return data
+
+    return build
+
+
+@pytest.fixture
+def runner(config: Callable[..., PPOTrainerConfig]) -> Callable[..., LoopRunner]:
+    def build(engine: RolloutEngine, *overrides: str, run_seed: int = 1) -> LoopRunner:
+        return LoopRunner(config(*overrides), engine, TOKENIZER, run_seed=run_seed)
+
+    return build

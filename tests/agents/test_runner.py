@@ -1,0 +1,234 @@
+"""The loop runner: seeds, order, which loop a row gets, and what happens to bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
+from hone.agents.runner import AgentLoopFailed, LoopRunner
+from hone.ops.counter_rng import fold_seed
+from hone.plugins import PluginError
+from hone.protocol import DataProto
+from hone.rollout.scripted import ScriptedRollout
+
+Rows = Callable[..., DataProto]
+Runner = Callable[..., LoopRunner]
+
+
+class FixedLoop(AgentLoopBase):
+    """Answers by itself; what, is for each test to say."""
+
+    def __init__(self, *arguments: Any, text: str = "mine", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.text = text
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        ids = self.tokenizer.encode(self.text, add_special_tokens=False)
+        return AgentLoopOutput(self.prompt_ids(row), ids, [1] * len(ids), num_turns=2)
+
+
+class BadLoop(AgentLoopBase):
+    """Returns what the row says it should."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        return AgentLoopOutput(**{"prompt_ids": [5], **row["output"]})
+
+
+class SlowOrRaising(AgentLoopBase):
+    ended: list[str] = []  # noqa: RUF012
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        if row["uid"] == "u1":
+            await asyncio.sleep(0.01)
+            raise KeyError("no such tool")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            self.ended.append(row["uid"])
+        raise AssertionError("was not cancelled")
+
+
+def here(name: str) -> str:
+    return f"{__file__}:{name}"
+
+
+def decode(tokenizer: Any, batch: DataProto) -> list[str]:
+    return [
+        tokenizer.decode(ids[mask.bool()])
+        for ids, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
+    ]
+
+
+@pytest.fixture
+def echo(tokenizer: Any) -> ScriptedRollout:
+    """Says the prompt backwards."""
+    return ScriptedRollout(lambda p: tokenizer.decode(p)[::-1], tokenizer=tokenizer)
+
+
+def test_outputs_stand_in_the_order_of_the_rows(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
+) -> None:
+    """Short and long answers finish at different times."""
+    batch = runner(echo).run(rows(["abcdefgh", "a", "xyz", "12345"]))
+    assert decode(tokenizer, batch) == ["hgfedcba</s>", "a</s>", "zyx</s>", "54321</s>"]
+    assert list(batch.non_tensor_batch["stop_reason"]) == ["stop"] * 4
+
+
+def test_a_seed_is_folded_from_run_seed_uid_and_sample_index(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    data = rows(["a", "a", "b"], uid=["p", "p", "q"], sample_index=[0, 1, 0])
+    runner(echo, run_seed=7).run(data)
+    seeds = [r.sampling.seed for r in echo.requests]
+    assert seeds == [fold_seed(7, "p", 0), fold_seed(7, "p", 1), fold_seed(7, "q", 0)]
+    assert len(set(seeds)) == 3
+
+
+def test_a_rows_seed_does_not_depend_on_its_neighbours(
+    runner: Runner, rows: Rows, tokenizer: Any
+) -> None:
+    def seeds(uids: list[str]) -> dict[str, int]:
+        engine = ScriptedRollout(lambda p: "x", tokenizer=tokenizer)
+        runner(engine).run(rows(uids, uid=uids))
+        return {tokenizer.decode(r.prompt_ids): r.sampling.seed for r in engine.requests}
+
+    assert seeds(["p", "q", "r"])["q"] == seeds(["q"])["q"] == seeds(["r", "q"])["q"]
+
+
+def test_sampling_parameters_and_the_length_limit_reach_the_engine(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    wanted = {"temperature": 0.3, "top_k": 5, "stop": ("#",), "max_tokens": 99}
+    runner(echo).run(rows(["a"], sampling=wanted))
+    sampling = echo.requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.stop) == (0.3, 5, ("#",))
+    assert sampling.max_tokens == 12
+
+
+def test_each_row_goes_through_the_loop_it_names(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
+) -> None:
+    data = rows(["ab", "ab"], agent_name=[here("FixedLoop"), None])
+    assert decode(tokenizer, runner(echo).run(data)) == ["mine", "ba</s>"]
+
+
+def test_loops_listed_in_a_yaml_file_get_their_arguments(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any, tmp_path: Path
+) -> None:
+    listing = tmp_path / "loops.yaml"
+    listing.write_text(
+        f"- name: polite\n  _target_: {here('FixedLoop')}\n  text: please\n"
+        f"- name: curt\n  _target_: {here('FixedLoop')}\n  text: nope\n"
+    )
+    key = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listing}"
+    data = rows(["a", "b", "c"], agent_name=["polite", "curt", "single_turn_agent"])
+    assert decode(tokenizer, runner(echo, key).run(data)) == ["please", "nope", "c</s>"]
+
+
+def test_a_listed_loop_without_a_target_is_refused(
+    runner: Runner, echo: ScriptedRollout, tmp_path: Path
+) -> None:
+    listing = tmp_path / "loops.yaml"
+    listing.write_text("- name: polite\n")
+    with pytest.raises(ValueError, match="every loop needs `name` and `_target_`"):
+        runner(echo, f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listing}")
+
+
+def test_an_unknown_loop_proposes_the_nearest_name(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    with pytest.raises(PluginError, match="Did you mean 'single_turn_agent'"):
+        runner(echo).run(rows(["a"], agent_name=["single_turn_agnt"]))
+
+
+def test_a_registered_loop_is_found_by_its_name(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
+) -> None:
+    LOOPS.add("fixed_for_test", FixedLoop)
+    batch = runner(echo).run(rows(["a"], agent_name=["fixed_for_test"]))
+    assert decode(tokenizer, batch) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ({"response_ids": [1, 2], "response_mask": [1]}, "2 response_ids but 1 response_mask"),
+        (
+            {"response_ids": [1], "response_mask": [1], "response_logprobs": [0.0, 0.0]},
+            "1 response_ids but 2 response_logprobs",
+        ),
+        ({"response_ids": [1], "response_mask": [1], "versions": []}, "but 0 versions"),
+        ({"response_ids": [], "response_mask": []}, "empty prompt or response"),
+        ({"prompt_ids": [], "response_ids": [1], "response_mask": [1]}, "empty prompt or response"),
+        ({"response_ids": [1], "response_mask": [2]}, "values other than 0, 1"),
+    ],
+)
+def test_a_bad_output_is_refused_with_a_sentence(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, output: dict[str, Any], words: str
+) -> None:
+    data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
+    with pytest.raises(AgentLoopFailed, match=words) as caught:
+        runner(echo).run(data)
+    assert "BadLoop" in str(caught.value)
+    assert "uid=u0" in str(caught.value)
+
+
+def test_a_response_is_cut_at_the_limit_with_all_that_goes_with_it(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    long = {
+        "response_ids": list(range(3, 23)),
+        "response_mask": [1, 0] * 10,
+        "response_logprobs": [-0.5] * 20,
+        "versions": list(range(20)),
+    }
+    batch = runner(echo).run(rows(["a"], agent_name=[here("BadLoop")], output=[long]))
+    assert batch.batch["responses"].tolist() == [list(range(3, 15))]
+    assert batch.batch["response_mask"].tolist() == [[1, 0] * 6]
+    assert batch.batch["rollout_log_probs"].tolist() == [[-0.5, 0.0] * 6]
+    assert batch.non_tensor_batch["versions"][0] == list(range(12))
+
+
+def test_a_loop_that_raises_names_its_row_and_cancels_the_others(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    from hone.plugins import load_object
+
+    loop = load_object(here("SlowOrRaising"))
+    loop.ended.clear()
+    data = rows(["a", "b", "c"], agent_name=[here("SlowOrRaising")] * 3)
+    with pytest.raises(AgentLoopFailed, match=r"uid=u1 sample 0: KeyError: 'no such tool'"):
+        runner(echo).run(data)
+    assert sorted(loop.ended) == ["u0", "u2"]
+
+
+def test_an_engines_refusal_reaches_the_row_that_caused_it(
+    runner: Runner, rows: Rows, tokenizer: Any
+) -> None:
+    engine = ScriptedRollout(["one answer"], tokenizer=tokenizer)
+    with pytest.raises(AgentLoopFailed, match="uid=u1 .* the script has no line left"):
+        runner(engine).run(rows(["a", "b"]))
+
+
+def test_what_loops_measured_is_summarised(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    metrics = [{"tool_calls": 2}, {"tool_calls": 4}]
+    outputs = [{"response_ids": [7], "response_mask": [1], "metrics": m} for m in metrics]
+    batch = runner(echo).run(rows(["a", "b"], agent_name=[here("BadLoop")] * 2, output=outputs))
+    found = batch.meta_info["metrics"]
+    names = [f"timing_s/agent_loop/tool_calls/{s}" for s in ("min", "max", "mean")]
+    assert [found[n] for n in names] == [2.0, 4.0, 3.0]
+
+
+def test_ranks_may_agree_on_wider_padding(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    batch = runner(echo).run(rows(["ab"]), widths=lambda p, r: (p + 3, r + 4))
+    assert batch.batch["prompts"].shape == (1, 5)
+    assert batch.batch["responses"].shape == (1, 7)

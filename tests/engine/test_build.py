@@ -1,0 +1,107 @@
+"""The Hugging Face export: it opens with `from_pretrained` and says the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hone.engine.build import export_hf
+from hone.models.load import load_causal_lm, resolve_model_path
+from hone.models.lora import wrap_lora
+from hone.models.policy import PolicyModel
+from hone.models.tiny import character_tokenizer, tiny_lm
+from hone.workers.objectives import PolicyObjective
+from tests.engine import ranks
+from tests.engine.batches import VOCABULARY, packed_of, rows
+from tests.engine.engines import ADAM, actor, engine, policy
+
+
+def trained(model):
+    made = engine(model, ADAM)
+    for _ in range(2):
+        made.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
+    return made
+
+
+def log_probs(model):
+    model.eval()
+    with torch.no_grad():
+        return model(packed_of(rows(), True), temperature=1.0)["log_probs"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_the_export_has_the_same_logits(family, tied, tmp_path):
+    model = policy(family=family, tie_embeddings=tied)
+    export_hf(trained(model), model.lm, character_tokenizer(), tmp_path, rank=0)
+    ids = torch.tensor([[3, 4, 5, 9, 12]])
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "huggingface", attn_implementation="eager"
+    )
+    ours = tiny_lm(VOCABULARY, hidden=32, mlp=48, family=family, tie_embeddings=tied)
+    ours.load_state_dict(model.lm.state_dict())
+    ours.set_attn_implementation("eager")
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, ours(ids).logits, rtol=0, atol=0)
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
+    assert plain.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path / "huggingface").decode([5]) != ""
+
+
+def test_a_run_starts_from_another_runs_folder(tmp_path):
+    model = policy()
+    folder = tmp_path / "run" / "global_step_3" / "actor"
+    export_hf(trained(model), model.lm, character_tokenizer(), folder, rank=0)
+    assert resolve_model_path(str(tmp_path / "run")) == str(folder / "huggingface")
+    again = PolicyModel(load_causal_lm(str(tmp_path / "run"), dtype=torch.float32))
+    assert torch.equal(log_probs(again), log_probs(model))
+
+
+def test_only_rank_0_writes(tmp_path):
+    model = policy()
+    export_hf(engine(model, ADAM), model.lm, character_tokenizer(), tmp_path, rank=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lora_export_is_merged_and_its_adapter_lies_beside_it(tmp_path):
+    model = ranks.lora_policy()
+    before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    made = trained(model)
+    export_hf(made, model.lm, character_tokenizer(), tmp_path, rank=0)
+    merged = PolicyModel(load_causal_lm(str(tmp_path), dtype=torch.float32))
+    torch.testing.assert_close(log_probs(merged), log_probs(model), rtol=1e-5, atol=1e-5)
+    with safe_open(tmp_path / "huggingface" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {n for n, _ in tiny_lm(VOCABULARY).named_parameters()}
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[n], x) for n, x in before.items())  # merging left the base alone
+
+
+def test_the_adapter_folder_continues_and_opens_with_peft(tmp_path):
+    model = ranks.lora_policy()
+    export_hf(trained(model), model.lm, character_tokenizer(), tmp_path, rank=0)
+    expected = log_probs(model)
+    adapter = str(tmp_path / "lora_adapter")
+    again = policy()
+    again.lm = wrap_lora(again.lm, **(ranks.LORA | {"adapter_path": adapter}))
+    assert torch.equal(log_probs(again), expected)
+    assert any(p.requires_grad for p in again.parameters())
+    theirs = PolicyModel(PeftModel.from_pretrained(policy().lm, adapter))
+    assert torch.equal(log_probs(theirs), expected)
+
+
+def test_in_bfloat16_the_merge_rounds_once(tmp_path):
+    model = policy(dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model.lm = wrap_lora(model.lm, **ranks.LORA)
+    made = trained(model)
+    found = dict(made.named_hf_weights())
+    name = "model.layers.0.mlp.up_proj"
+    layer = model.lm.get_submodule(f"base_model.model.{name}")
+    delta = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float() * 2
+    expected = (layer.base_layer.weight.float() + delta).bfloat16()
+    tensor = found[f"{name}.weight"]
+    assert tensor.dtype == torch.bfloat16
+    torch.testing.assert_close(tensor, expected, rtol=0.01, atol=1e-4)

@@ -1,0 +1,134 @@
+"""Engine state on disk: what is saved is what continues."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.config.engine import OptimConfig
+from hone.engine.checkpoint import CheckpointMissing
+from hone.workers.objectives import PolicyObjective, ValueObjective
+from tests.engine import ranks
+from tests.engine.batches import rows
+from tests.engine.engines import ADAM, SGD, actor, critic, engine, policy, weights
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+MOMENTUM = OptimConfig(
+    optimizer="SGD", lr=0.1, override_optimizer_config={"momentum": 0.9, "nesterov": True}
+)
+
+
+def train(made, times=1):
+    for _ in range(times):
+        metrics = made.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
+        made.optimizer.advance_schedule()
+    return metrics
+
+
+def bf16():
+    return policy(dtype=torch.bfloat16)
+
+
+MODELS = {
+    "fp32": (policy, ADAM),
+    "untied": (lambda: policy(tie_embeddings=False), ADAM),
+    "bf16": (bf16, OptimConfig(lr=1e-4)),
+    "lora": (ranks.lora_policy, ADAM),
+    "sgd": (policy, SGD),
+    "momentum": (policy, MOMENTUM),
+    "scheduled": (policy, OptimConfig(lr=1e-2, lr_warmup_steps=4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loaded_engine_goes_on_bit_for_bit(name, tmp_path):
+    make, optim = MODELS[name]
+    made = engine(make(), optim)
+    train(made, 2)
+    made.save(tmp_path, CONTENTS)
+    saved = weights(made)
+    expected = train(made, 2)
+    other = engine(make(), optim)
+    other.load(tmp_path)
+    assert all(torch.equal(weights(other)[n], x) for n, x in saved.items())
+    assert other.optimizer.state_dict() == {"updates": 2, "skipped": 0, "schedule_step": 2}
+    assert train(other, 2) == expected
+    assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())
+
+
+def test_masters_survive_with_the_bits_the_parameters_do_not_hold(tmp_path):
+    make, optim = MODELS["bf16"]
+    made = engine(make(), optim)
+    train(made, 3)
+    made.save(tmp_path, CONTENTS)
+    other = engine(make(), optim)
+    other.load(tmp_path)
+    mine, theirs = made.optimizer.own_masters(), other.optimizer.own_masters()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in theirs.values())
+
+
+def test_without_saved_masters_they_start_from_the_loaded_weights(tmp_path):
+    made = engine(bf16(), ADAM)
+    train(made, 2)
+    made.save(tmp_path, ("model",))
+    other = engine(bf16(), ADAM)
+    other.load(tmp_path)
+    for parameter, master in other.optimizer._pairs():
+        assert torch.equal(master, parameter.float())
+    assert other.optimizer.updates == 0
+
+
+def test_saving_changes_nothing_even_before_the_first_update(tmp_path):
+    undisturbed, saved = engine(policy(), ADAM), engine(policy(), ADAM)
+    saved.save(tmp_path, CONTENTS)
+    assert not saved.optimizer.inner.state
+    assert train(saved, 2) == train(undisturbed, 2)
+    assert all(torch.equal(weights(saved)[n], x) for n, x in weights(undisturbed).items())
+    fresh = engine(policy(seed=9), ADAM)
+    fresh.load(tmp_path)
+    train(fresh, 2)
+    assert all(torch.equal(weights(fresh)[n], x) for n, x in weights(undisturbed).items())
+
+
+def test_loading_chooses_its_parts(tmp_path):
+    made = engine(policy(), ADAM)
+    train(made, 2)
+    made.save(tmp_path, CONTENTS)
+    other = engine(policy(seed=9), ADAM)
+    other.load(tmp_path, ("model",))
+    assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())
+    assert not other.optimizer.inner.state
+    assert other.optimizer.updates == 0
+
+
+def test_a_checkpoint_without_the_model_is_refused_with_a_reason(tmp_path):
+    made = engine(policy(), ADAM)
+    train(made)
+    made.save(tmp_path / "no-model", ("optimizer",))
+    with pytest.raises(CheckpointMissing, match=r"no model state \(it has moments"):
+        engine(policy(), ADAM).load(tmp_path / "no-model")
+    with pytest.raises(CheckpointMissing, match="it has nothing"):
+        engine(policy(), ADAM).load(tmp_path / "nowhere")
+
+
+def test_an_engine_without_optimizer_loads_the_weights(tmp_path):
+    made = engine(policy(), ADAM)
+    train(made)
+    made.save(tmp_path, CONTENTS)
+    reference = engine(policy(seed=9), None)
+    reference.load(tmp_path)
+    assert all(torch.equal(weights(reference)[n], x) for n, x in weights(made).items())
+
+
+def test_the_critic_resumes_with_its_head(tmp_path):
+    from hone.config.critic import CriticConfig
+
+    objective = ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
+    made, other = engine(critic(), ADAM), engine(critic(seed=4), ADAM)
+    made.train_minibatch(rows(), objective)
+    made.save(tmp_path, CONTENTS)
+    other.load(tmp_path)
+    assert torch.equal(made.infer(rows())["values"], other.infer(rows())["values"])
+    expected = made.train_minibatch(rows(), objective)
+    assert other.train_minibatch(rows(), objective) == expected

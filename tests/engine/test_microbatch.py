@@ -1,0 +1,43 @@
+"""Cutting rows into micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.engine.microbatch import MicroBatchRule
+
+
+def test_by_rows():
+    assert MicroBatchRule(rows=3, tokens=1).split([9] * 7) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_by_tokens_fills_up_in_order():
+    rule = MicroBatchRule(rows=None, tokens=10)
+    assert rule.split([4, 6, 1, 10, 3, 3, 3, 3]) == [[0, 1], [2], [3], [4, 5, 6], [7]]
+
+
+def test_a_row_beyond_the_budget_says_what_would_fit():
+    with pytest.raises(ValueError, match=r"11 tokens.*budget of 10.*at least 11"):
+        MicroBatchRule(rows=None, tokens=10).split([3, 11])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 10), max_size=20),
+    rows=st.none() | st.integers(1, 5),
+    at_least=st.integers(1, 12),
+)
+def test_every_row_once_in_order_within_bounds_and_enough_parts(lengths, rows, at_least):
+    parts = MicroBatchRule(rows=rows, tokens=12).split(lengths, at_least=at_least)
+    assert [row for part in parts for row in part] == list(range(len(lengths)))
+    assert len(parts) >= at_least
+    for part in parts:
+        assert len(part) <= (rows or len(lengths))
+        assert rows is not None or sum(lengths[r] for r in part) <= 12
+
+
+def test_ranks_that_run_out_get_empty_parts():
+    parts = MicroBatchRule(rows=2, tokens=0).split([5, 5], at_least=4)
+    assert sorted(parts) == [[], [], [0], [1]]

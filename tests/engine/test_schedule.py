@@ -1,0 +1,58 @@
+"""Schedules against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.config.engine import OptimConfig
+from hone.engine.schedule import lr_factor, warmup_updates
+
+
+def factors(config, total, updates):
+    return [lr_factor(u, total, config) for u in updates]
+
+
+def test_constant_stays_at_the_peak():
+    assert factors(OptimConfig(), 100, [0, 1, 50, 100, 1000]) == [1.0] * 5
+
+
+def test_warm_up_rises_in_equal_steps_and_never_wastes_an_update():
+    config = OptimConfig(lr_warmup_steps=3)
+    assert factors(config, 100, range(5)) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_warm_up_length_comes_from_the_ratio_unless_given():
+    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1), 50) == 5
+    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1, lr_warmup_steps=2), 50) == 2
+    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1, lr_warmup_steps=0), 50) == 5
+    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1), -1) == 0
+
+
+def test_cosine_falls_from_peak_to_floor():
+    config = OptimConfig(lr_scheduler_type="cosine", min_lr_ratio=0.2)
+    assert factors(config, 8, [0, 2, 4, 6, 8, 99]) == pytest.approx(
+        [1.0, 0.2 + 0.8 * 0.853553390593, 0.6, 0.2 + 0.8 * 0.146446609407, 0.2, 0.2]
+    )
+
+
+def test_cosine_starts_after_the_warm_up():
+    config = OptimConfig(lr_scheduler_type="cosine", lr_warmup_steps=2)
+    assert factors(config, 6, [0, 1, 2, 4, 6]) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5, 0.0])
+
+
+def test_more_cycles_come_back_up():
+    config = OptimConfig(lr_scheduler_type="cosine", num_cycles=1.0)
+    assert factors(config, 4, [0, 1, 2, 3, 4]) == pytest.approx([1.0, 0.5, 0.0, 0.5, 1.0])
+
+
+def test_wsd_is_stable_then_decays_in_the_last_share():
+    config = OptimConfig(
+        lr_scheduler_type="wsd", lr_warmup_steps=1, lr_decay_steps_ratio=0.4, min_lr_ratio=0.5
+    )
+    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    assert factors(config, 10, range(12)) == pytest.approx(expected)
+
+
+def test_without_a_length_there_is_nothing_to_decay_over():
+    for kind in ("cosine", "wsd"):
+        assert factors(OptimConfig(lr_scheduler_type=kind), -1, [0, 10]) == [1.0, 1.0]

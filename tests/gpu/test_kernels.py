@@ -1,0 +1,186 @@
+"""Each Triton kernel of the engine against its torch reference, on fresh random inputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from hone.rollout.native import kernels_reference as reference
+from hone.rollout.native.paged_cache import PagedCache
+from hone.rollout.native.paged_rows import FIELDS, RowState
+
+from .device import DEVICE, INTERPRETED, needs_kernels, relative_error
+
+pytestmark = needs_kernels
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cannot multiply bfloat16
+TOLERANCE = {torch.float32: 1e-5, HALF: 1e-2}
+DTYPES = [torch.float32, HALF]
+SHAPES = [(14, 2, 64), (9, 3, 64), (4, 4, 32), (12, 2, 128), (8, 2, 80)]
+"""(heads, key heads, head width): Qwen2.5, SmolLM2, no grouping, 1.5B, a width that is no power of two."""
+
+
+def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype, pages: int = 40) -> PagedCache:
+    cache = PagedCache(
+        layers=2, kv_heads=kv_heads, head_dim=head_dim, pages=pages, page_size=16, dtype=dtype,
+        device=DEVICE,
+    )  # fmt: skip
+    cache.reserve()
+    assert cache._memory is not None
+    cache._memory.normal_()
+    return cache
+
+
+def random_table(rows: int, width: int, pages: int = 40) -> torch.Tensor:
+    return torch.randint(1, pages, (rows, width), dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [896, 576, 100])
+def test_the_norm_of_a_sum_equals_its_reference(dtype: torch.dtype, width: int) -> None:
+    from hone.rollout.native import kernels_triton
+
+    x, residual = torch.randn(2, 7, width, device=DEVICE).to(dtype)
+    weight = torch.randn(width, device=DEVICE).to(dtype)
+    for other in (None, residual):
+        wanted = reference.add_rms_norm(x, other, weight, 1e-6)
+        got = kernels_triton.add_rms_norm(x, other, weight, 1e-6)
+        for a, b in zip(got, wanted, strict=True):
+            assert relative_error(a, b) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_equals_its_reference(dtype: torch.dtype) -> None:
+    from hone.rollout.native import kernels_triton
+
+    x = torch.randn(5, 2 * 1500, device=DEVICE).to(dtype)
+    assert relative_error(kernels_triton.silu_mul(x), reference.silu_mul(x)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_rotation_and_cache_write_equal_their_reference(
+    dtype: torch.dtype, normed: bool, shape: tuple[int, int, int]
+) -> None:
+    from hone.rollout.native import kernels_triton
+
+    heads, kv, d = shape
+    tokens = 6
+    qkv = torch.randn(tokens, (heads + 2 * kv) * d, device=DEVICE).to(dtype)
+    cos, sin = torch.randn(2, 50, d, device=DEVICE).to(dtype)
+    positions = torch.randint(0, 50, (tokens,), device=DEVICE)
+    slots = torch.randperm(39 * 16, device=DEVICE)[:tokens] + 16
+    norms = torch.randn(2, d, device=DEVICE).to(dtype) if normed else (None, None)
+    caches = [cache_of(kv, d, dtype), cache_of(kv, d, dtype)]
+    caches[1]._memory.copy_(caches[0]._memory)
+    outs = [
+        module.rope_store(
+            qkv, cos, sin, positions, slots, cache, 1, q_norm=norms[0], k_norm=norms[1], eps=1e-6,
+            keep_keys=True,
+        )
+        for module, cache in zip((kernels_triton, reference), caches, strict=True)
+    ]  # fmt: skip
+    for a, b in zip(*outs, strict=True):
+        assert relative_error(a, b) < TOLERANCE[dtype]
+    assert relative_error(caches[0]._memory, caches[1]._memory) < TOLERANCE[dtype]
+    assert torch.equal(caches[0]._memory[0], caches[1]._memory[0])
+
+
+def test_a_store_touches_only_its_cells() -> None:
+    from hone.rollout.native import kernels_triton
+
+    k, v = torch.randn(2, 1, 3, 5, 64, device=DEVICE)[:, 0].transpose(1, 2)  # strided heads
+    slots = torch.tensor([17, 200, 33, 18, 500], device=DEVICE)
+    caches = [cache_of(3, 64, torch.float32), cache_of(3, 64, torch.float32)]
+    caches[1]._memory.copy_(caches[0]._memory)
+    kernels_triton.store(k, v, slots, caches[0], 1)
+    reference.store(k, v, slots, caches[1], 1)
+    assert torch.equal(caches[0]._memory, caches[1]._memory)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (4, None), (1, 20), (2, 20)])
+def test_paged_attention_equals_its_reference(
+    dtype: torch.dtype, shape: tuple[int, int, int], splits: int, window: int | None
+) -> None:
+    from hone.rollout.native import kernels_triton
+
+    heads, kv, d = shape
+    lengths = [1, 15, 16, 17, 64, 65, random.randint(1, 300), random.randint(1, 300)]
+    cache = cache_of(kv, d, dtype)
+    table = random_table(len(lengths), 20)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    q = torch.randn(len(lengths), heads, d, device=DEVICE).to(dtype)
+    options = {"scaling": d**-0.5, "window": window, "splits": splits}
+    got = kernels_triton.decode_attention(q, cache, 1, table, positions, **options)
+    wanted = reference.decode_attention(q, cache, 1, table, positions, **options)
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+def rows_of(count: int, vocabulary: int) -> RowState:
+    rows = RowState.empty(count, 20, 5, DEVICE)
+    table = {
+        "token": [0] * count,
+        "position": random.choices(range(100), k=count),
+        "slot": [0] * count,
+        "seed": random.choices(range(2**62), k=count),
+        "limit": random.choices([40, 120, 300], k=count),
+        "finished": random.choices([0, 0, 0, 1], k=count),
+        "count": random.choices([0, 1, 2], k=count),
+    }
+    rows.state.copy_(torch.tensor([table[name] for name in FIELDS]))
+    rows.inverse_temperature.copy_(torch.rand(count) * 2 + 0.2)
+    rows.greedy.copy_(torch.tensor(random.choices([0, 0, 1], k=count)))
+    rows.stops[:, 0] = torch.randint(0, vocabulary, (count,))
+    rows.table.copy_(random_table(count, 20))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [24, 5000, 9000])
+def test_sampling_equals_its_reference(dtype: torch.dtype, vocabulary: int) -> None:
+    """Sums of other order may move a draw to the neighbouring token, rarely; never further."""
+    from hone.rollout.native import sampling_triton
+
+    count = 64
+    logits = (torch.randn(count, vocabulary, device=DEVICE) * 3).to(dtype)
+    ours, wanted = [rows_of(count, vocabulary) for _ in range(2)]
+    for name in ("state", "inverse_temperature", "greedy", "stops", "table"):
+        getattr(ours, name).copy_(getattr(wanted, name))
+    sampling_triton.sample(logits, ours, 16)
+    reference.sample(logits, wanted, 16)
+    differ = (ours.tokens_out != wanted.tokens_out).any(1)
+    assert int(differ.sum()) <= 1
+    same = ~differ
+    assert torch.equal(ours.state[:, same], wanted.state[:, same])
+    assert torch.allclose(ours.log_probs_out[same], wanted.log_probs_out[same], atol=1e-4)
+
+
+def test_an_impossible_token_is_never_drawn() -> None:
+    from hone.rollout.native import sampling_triton
+
+    logits = torch.full((64, 9000), float("-inf"), device=DEVICE)
+    logits[:, [3, 4100, 8999]] = torch.randn(64, 3, device=DEVICE)
+    rows = RowState.empty(64, 20, 5, DEVICE)
+    rows.state[3] = torch.arange(64)
+    rows.state[4] = 100
+    rows.state[5] = 0
+    sampling_triton.sample(logits, rows, 16)
+    assert set(rows.tokens_out[:, 0].tolist()) == {3, 4100, 8999}
+
+
+def test_advance_equals_its_reference() -> None:
+    from hone.rollout.native import sampling_triton
+
+    ours, wanted = [rows_of(64, 30) for _ in range(2)]
+    for name in ("state", "stops", "table"):
+        getattr(ours, name).copy_(getattr(wanted, name))
+    tokens, log_probs = torch.randint(0, 30, (64,), device=DEVICE), torch.randn(64, device=DEVICE)
+    sampling_triton.advance(tokens, log_probs, ours, 16)
+    reference.advance(tokens, log_probs, wanted, 16)
+    assert torch.equal(ours.state, wanted.state)
+    assert torch.equal(ours.tokens_out, wanted.tokens_out)
+    assert torch.equal(ours.log_probs_out, wanted.log_probs_out)

@@ -1,0 +1,50 @@
+"""The paged engine as the contract builds it; on a CPU it runs over the reference kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.models.policy import PolicyModel
+from hone.rollout.contract import RolloutEngine
+from hone.rollout.native.decoder import ModuleDecoder
+from hone.rollout.native.engine import NativeRollout
+from hone.rollout.native.fused_decoder import FusedDecoder
+from hone.rollout.native.paged_core import PagedCore
+
+from ..factories import NativeFactory
+from ..models import EOS, POSITIONS, TOKENIZER
+
+
+def paged_core(policy: PolicyModel, **changed: Any) -> PagedCore:
+    options: dict[str, Any] = {
+        "eos_ids": (EOS,),
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
+        "max_model_len": POSITIONS,
+        "gpu_memory_utilization": 0.1,
+        "tokenizer": TOKENIZER,
+        "pages": 700,
+    }
+    return PagedCore(policy, **(options | changed))
+
+
+class PagedFactory(NativeFactory):
+    name = "paged"
+    decoder: type = FusedDecoder
+
+    def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
+        core = paged_core(policy, max_num_seqs=max_num_seqs)
+        assert type(core._forward) is self.decoder
+        return NativeRollout(core)  # type: ignore[arg-type]
+
+
+class PagedModulesFactory(PagedFactory):
+    """Through the model's own modules, as models of other shapes go."""
+
+    name = "paged-modules"
+    decoder = ModuleDecoder
+
+    def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
+        core = paged_core(policy, max_num_seqs=max_num_seqs)
+        core._forward = core._step._forward = ModuleDecoder(policy)
+        return NativeRollout(core)  # type: ignore[arg-type]

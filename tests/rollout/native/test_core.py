@@ -1,0 +1,134 @@
+"""The native core step by step: what no outside view can time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from hone.rollout.contract import Sampling, StopReason
+from hone.rollout.native.core import NativeCore
+from hone.rollout.requests import Request
+
+from ..models import EOS, TOKENIZER, policy, prompts
+
+
+def core(max_num_seqs: int = 8, max_num_batched_tokens: int = 256) -> NativeCore:
+    return NativeCore(
+        policy(),
+        eos_ids=(EOS,),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        tokenizer=TOKENIZER,
+    )
+
+
+def request(prompt: list[int], tokens: int = 6, seed: int = 0) -> Request:
+    return Request(prompt, Sampling(tokens, 1.0, seed, ignore_eos=True), f"seed-{seed}")
+
+
+def drain(engine: NativeCore) -> list[Request]:
+    finished = []
+    while engine.busy:
+        finished += engine.step()
+    return finished
+
+
+def test_weights_that_change_midway_show_in_the_versions_of_tokens() -> None:
+    engine, one = core(), request(prompts(1)[0])
+    engine.add(one)
+    for version in (0, 0, 3, 3, 5, 5):
+        engine.version = version
+        engine.step()
+    assert one.versions == [0, 0, 3, 3, 5, 5]
+    assert one.stop_reason is StopReason.LENGTH
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_log_probs_agree_to_the_last_bit_alone_and_in_any_batch(
+    threads: Callable[[int], None], count: int
+) -> None:
+    """Stronger than the contract, which asks for tokens only; threads split the rows of a product."""
+    threads(count)
+    rows = prompts(40, 1, 70, seed=6)
+    chooser = random.Random(0)
+    lengths = [chooser.randint(1, 24) for _ in rows]
+    together, alone = core(64), []
+    batch = [request(p, n, i) for i, (p, n) in enumerate(zip(rows, lengths, strict=True))]
+    for one in batch:
+        together.add(one)
+    drain(together)
+    single = core(1)
+    for i, (p, n) in enumerate(zip(rows, lengths, strict=True)):
+        alone.append(request(p, n, i))
+        single.add(alone[-1])
+        drain(single)
+    for a, b in zip(batch, alone, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.log_probs == b.log_probs
+
+
+def test_a_prefill_takes_no_more_distinct_tokens_than_allowed() -> None:
+    engine = core(max_num_seqs=8, max_num_batched_tokens=20)
+    for i, prompt in enumerate([*prompts(4, 8, 8), prompts(1, 30, 30)[0]]):
+        engine.add(request(prompt, 9, i))
+    seen = []
+    for _ in range(3):
+        before = engine.prefilled_tokens
+        engine.step()
+        seen.append(engine.prefilled_tokens - before)
+    assert seen == [16, 16, 30]
+
+
+def test_slots_freed_by_finished_sequences_are_filled_at_once() -> None:
+    engine = core(max_num_seqs=2)
+    for i, (prompt, n) in enumerate(zip(prompts(6), (1, 5, 2, 2, 1, 1), strict=True)):
+        engine.add(request(prompt, n, i))
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    assert steps == 6  # twelve tokens over two slots
+
+
+def test_a_cancelled_request_leaves_at_its_next_token() -> None:
+    engine, one = core(), request(prompts(1)[0], 500)
+    engine.add(one)
+    engine.step()
+    one.cancelled = True
+    assert engine.step() == [one]
+    assert one.stop_reason is StopReason.ABORT
+    assert not engine.busy
+
+
+def test_an_abort_returns_running_and_waiting_requests() -> None:
+    engine = core(max_num_seqs=1)
+    two = [request(p, 50, i) for i, p in enumerate(prompts(2))]
+    for one in two:
+        engine.add(one)
+    engine.step()
+    assert engine.abort() == two
+    assert [len(r.token_ids) for r in two] == [1, 0]
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_long_responses_outgrow_the_first_cache(slots: int) -> None:
+    prompt = prompts(1, 5, 5)[0]
+    engine, whole = core(slots), request(prompt, 150)
+    engine.add(whole)
+    drain(engine)
+    short = core(slots)
+    rest = request(prompt + whole.token_ids[:100], 50)
+    short.add(rest)
+    drain(short)
+    assert rest.token_ids == whole.token_ids[100:]

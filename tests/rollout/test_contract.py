@@ -1,0 +1,46 @@
+"""Sampling parameters: what is refused, and how a loop's mapping is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hone.rollout.contract import Sampling
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"temperature": -0.1}, "temperature=-0.1 must not be negative"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+    ],
+)
+def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Sampling(**{"max_tokens": 1, "temperature": 1.0, "seed": 0, **wrong})
+
+
+def test_a_mapping_fills_what_it_leaves_out() -> None:
+    assert Sampling.from_mapping({}, max_tokens=9, seed=4) == Sampling(9, 1.0, 4)
+
+
+def test_names_of_other_engines_are_understood() -> None:
+    given = {"max_new_tokens": 5, "top_k": 0, "stop": "x", "logprobs": True, "top_p": None}
+    found = Sampling.from_mapping({**given, "repetition_penalty": 1.0}, max_tokens=9, seed=4)
+    assert found == Sampling(5, 1.0, 4, stop=("x",))
+
+
+def test_a_request_never_asks_for_more_than_its_limit() -> None:
+    assert Sampling.from_mapping({"max_tokens": 50}, max_tokens=9, seed=0).max_tokens == 9
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="sampling_params has no 'tempertaure'"):
+        Sampling.from_mapping({"tempertaure": 1.0}, max_tokens=9, seed=0)
+    with pytest.raises(ValueError, match="repetition_penalty"):
+        Sampling.from_mapping({"repetition_penalty": 1.1}, max_tokens=9, seed=0)

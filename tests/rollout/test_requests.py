@@ -1,0 +1,43 @@
+"""Where a response ends, and what is refused before it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hone.rollout.contract import RolloutError, Sampling, StopReason
+from hone.rollout.requests import Request, RequestRules
+
+from .models import EOS, TOKENIZER
+
+
+class ByteTokenizer:
+    """One token a byte: a character may take several tokens."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def said(tokens: list[int], **options: Any) -> Request:
+    sampling = Sampling(**{"max_tokens": 100, "temperature": 1.0, "seed": 0, **options})
+    return Request([1], sampling, "r", token_ids=tokens)
+
+
+def test_a_stop_string_of_many_bytes_is_found() -> None:
+    rules = RequestRules(frozenset(), ByteTokenizer())
+    stop = "答案是四十二吗"
+    tokens = list(("so " + stop).encode())
+    assert rules.stop_reason(said(tokens, stop=(stop,))) is StopReason.STOP
+    assert rules.stop_reason(said(tokens[:-1], stop=(stop,))) is None
+
+
+def test_the_end_token_counts_before_the_length() -> None:
+    rules = RequestRules(frozenset({EOS}), TOKENIZER)
+    assert rules.stop_reason(said([5, EOS], max_tokens=2)) is StopReason.STOP
+    assert rules.stop_reason(said([5, EOS], max_tokens=2, ignore_eos=True)) is StopReason.LENGTH
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(RolloutError, match="built without one"):
+        RequestRules(frozenset()).check(said([], stop=("x",)))

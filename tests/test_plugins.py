@@ -1,0 +1,100 @@
+"""Names to objects."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+
+from hone.plugins import PluginError, Table, load_module, load_object
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "COUNT = [0]\nCOUNT[0] += 1\ndef score(x):\n    return x + 1\nclass Box:\n    lid = 3\n"
+    )
+    yield path
+    for name in [n for n in sys.modules if n.startswith("hone_extern_")]:
+        del sys.modules[name]
+
+
+def test_objects_are_found_by_module_dotted_name_and_file(file):
+    assert load_object("math:sqrt") is math.sqrt
+    assert load_object("math.sqrt") is math.sqrt
+    assert load_object("pkg://math:sqrt") is math.sqrt
+    assert load_object("pkg://math.sqrt") is math.sqrt
+    assert load_object(f"{file}:score")(1) == 2
+    assert load_object(f"file://{file}:Box.lid") == 3
+
+
+def test_a_file_is_loaded_once_and_two_of_one_name_do_not_clash(file, tmp_path):
+    assert load_module(str(file)) is load_module(str(file))
+    assert load_object(f"{file}:COUNT") == [1]
+    other = tmp_path / "elsewhere" / "mine.py"
+    other.parent.mkdir()
+    other.write_text("def score(x):\n    return -x\n")
+    assert load_object(f"{other}:score")(1) == -1
+    assert load_object(f"{file}:score")(1) == 2
+
+
+def test_a_file_that_fails_is_not_kept_half_loaded(file):
+    file.write_text("import nothing_of_that_name\n")
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
+            load_module(str(file))
+    file.write_text("VALUE = 5\n")
+    assert load_module(str(file)).VALUE == 5
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("math:sqroot", "'math' has no 'sqroot'; it has acos"),
+        ("no_such_module:thing", "neither a file .* nor an importable module"),
+        ("/no/such/file.py:thing", "no such file"),
+        ("word", "names no object"),
+    ],
+)
+def test_what_is_missing_is_said(target, message):
+    with pytest.raises(PluginError, match=message):
+        load_object(target)
+
+
+def test_a_table_resolves_names_paths_and_objects():
+    table = Table("loss", {"root": "math:sqrt"})
+    assert table.get("root") is math.sqrt
+    assert table.get("math:floor") is math.floor
+    assert "root" in table
+    assert "floor" not in table
+
+    @table.register("own")
+    def own():
+        return 1
+
+    assert table.get("own") is own
+    assert table.names() == ["own", "root"]
+
+
+def test_an_unknown_name_gets_a_proposal():
+    with pytest.raises(
+        PluginError, match=r"unknown loss 'roott'\. Did you mean 'root'\? Known: root"
+    ):
+        Table("loss", {"root": "math:sqrt"}).get("roott")
+
+
+def test_a_taken_name_stays_taken_but_registering_again_is_fine():
+    table = Table("loss", {})
+
+    def make():
+        def fn():
+            return 1
+
+        return fn
+
+    table.add("fn", make())
+    table.add("fn", make())  # one module imported twice gives two objects of one name
+    with pytest.raises(PluginError, match="already"):
+        table.add("fn", math.sqrt)

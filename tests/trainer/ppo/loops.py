@@ -1,0 +1,42 @@
+"""Agent loops for tests: one that scores itself, one with a token that the policy did not write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.agents.contract import AgentLoopBase, AgentLoopOutput
+
+
+class ScoresItself(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt = self.prompt_ids(row)
+        out = await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling_params)
+        return AgentLoopOutput(
+            prompt,
+            out.token_ids,
+            [1] * len(out.token_ids),
+            out.log_probs,
+            reward_score=float(len(set(out.token_ids))),
+            num_turns=2,
+        )
+
+
+class TwoTurns(AgentLoopBase):
+    """Writes, is told something by the environment, writes again."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt = self.prompt_ids(row)
+        told = self.tokenizer.encode("xyz"[:2], add_special_tokens=False)
+        params = {**sampling_params, "max_tokens": 2}
+        first = await self.server_manager.generate(prompt_ids=prompt, sampling_params=params)
+        second = await self.server_manager.generate(
+            prompt_ids=[*prompt, *first.token_ids, *told], sampling_params=params
+        )
+        return AgentLoopOutput(
+            prompt,
+            [*first.token_ids, *told, *second.token_ids],
+            [1] * len(first.token_ids) + [0] * len(told) + [1] * len(second.token_ids),
+            [*first.log_probs, *[0.0] * len(told), *second.log_probs],
+            num_turns=4,
+            extra_fields={"tool_outputs": ["xy"]},
+        )

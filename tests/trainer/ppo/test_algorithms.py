@@ -1,0 +1,233 @@
+"""Algorithms by configuration alone: each trains, and its switches change what they should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..runs import Run, Task, opened
+
+ESTIMATORS = {
+    "grpo": [],
+    "dr_grpo": [],
+    "rloo": [],
+    "rloo_vectorized": [],
+    "opo": [],
+    "gpg": ["actor_rollout_ref.actor.policy_loss.loss_mode=gpg"],
+    "grpo_passk": [],
+    "reinforce_plus_plus": [],
+    "reinforce_plus_plus_baseline": [],
+    "remax": ["actor_rollout_ref.rollout.n=1"],
+    "gae": ["actor_rollout_ref.rollout.n=1"],
+    "optimal_token_baseline": [],
+    "tir_optimal_token_baseline": [],
+    "gdpo": ["algorithm.gdpo_reward_keys=[acc,format]", "custom_reward_function.name=detailed"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_an_estimator_trains_by_its_name(train: Callable[..., Run], name: str) -> None:
+    run = train(f"algorithm.adv_estimator={name}", *ESTIMATORS[name])
+    assert len(run.steps) == 2
+    assert all(line["actor/grad_norm"] > 0 for line in run.steps)
+    assert run.rollouts(2)[0]["versions"][0] == 1  # the update reached the rollout
+
+
+def test_dr_grpo_is_grpo_without_the_deviation(train: Callable[..., Run]) -> None:
+    by_name = train("algorithm.adv_estimator=dr_grpo", folder="a")
+    by_switch = train("algorithm.norm_adv_by_std_in_grpo=false", folder="b")
+    assert by_name.numbers == by_switch.numbers
+    assert by_name.numbers != train(folder="c").numbers
+
+
+def test_sum_pi_squared_is_that_of_the_whole_distribution(task: Task, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    overrides = task.overrides(
+        tmp_path,
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "algorithm.rollout_correction.bypass_mode=true",
+    )
+    with opened(overrides) as trainer:
+        batch = trainer.estimate(trainer.score(trainer.generate(trainer.loader.next_batch())))
+    model = AutoModelForCausalLM.from_pretrained(task.model, attn_implementation="eager")
+    for row in range(len(batch)):
+        kept = batch.batch["attention_mask"][row].bool()
+        ids = batch.batch["input_ids"][row][kept]
+        p = torch.softmax(model(ids[None]).logits[0] / 0.7, -1)
+        length = int(batch.batch["response_mask"][row].sum())
+        expected = p.square().sum(-1)[len(ids) - length - 1 : -1]
+        found = batch.batch["sum_pi_squared"][row, :length]
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+    assert batch.batch["old_log_probs"].equal(batch.batch["rollout_log_probs"])  # bypass
+
+
+def test_remax_compares_with_the_greedy_response(train: Callable[..., Run]) -> None:
+    run = train("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1")
+    for row in run.rollouts(1):
+        assert row["returns"][0] == pytest.approx(row["score"])
+        assert row["advantages"][0] == pytest.approx(row["score"] - row["reward_baseline"])
+    assert len({row["reward_baseline"] for row in run.rollouts(1)}) > 1
+
+
+def test_gdpo_names_a_part_that_no_score_gives(train: Callable[..., Run]) -> None:
+    with pytest.raises(KeyError, match="reward/politeness"):
+        train("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[politeness]")
+
+
+def test_kl_in_the_reward_is_subtracted_token_by_token(train: Callable[..., Run]) -> None:
+    run = train(
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+        "trainer.total_training_steps=3",
+    )
+    assert run.series("actor/reward_kl_penalty_coeff") == [0.5] * 3
+    assert run.series("actor/reward_kl_penalty")[0] == pytest.approx(0, abs=1e-5)
+    assert abs(run.series("actor/reward_kl_penalty")[2]) > 1e-3
+    row = run.rollouts(3)[0]
+    for i, mask in enumerate(row["response_mask"]):
+        kl = row["old_log_probs"][i] - row["ref_log_prob"][i]
+        expected = row["token_level_scores"][i] - 0.5 * kl
+        assert row["token_level_rewards"][i] == pytest.approx(expected * mask, abs=1e-5)
+
+
+def test_kl_in_the_loss_holds_the_policy_back(train: Callable[..., Run]) -> None:
+    shared = ("trainer.total_training_steps=6",)
+    free = train(
+        *shared,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0",
+        folder="free",
+    )
+    held = train(
+        *shared,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=50",
+        folder="held",
+    )
+    assert free.series("actor/kl_loss")[0] == pytest.approx(0, abs=1e-6)
+    assert held.series("actor/kl_loss")[-1] < 0.5 * free.series("actor/kl_loss")[-1]
+
+
+def test_more_epochs_and_smaller_mini_batches_are_more_updates(train: Callable[..., Run]) -> None:
+    run = train(
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # prompts: 4 rows of n=2
+        "actor_rollout_ref.actor.shuffle=true",
+    )
+    assert run.rollouts(2)[0]["versions"][0] == 4  # 2 epochs × 2 mini-batches
+    assert run.steps[0]["training/old_log_probs_recomputed"] == 1.0
+
+
+def test_one_mini_batch_gives_the_update_that_recomputed_log_probs_give(
+    train: Callable[..., Run],
+) -> None:
+    short = train(folder="short")
+    long = train(
+        "trainer.critic_warmup=0",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_is_threshold=1e9",
+        folder="long",
+    )
+    assert short.steps[0]["training/old_log_probs_recomputed"] == 0.0
+    assert long.steps[0]["training/old_log_probs_recomputed"] == 1.0
+    assert short.series("actor/grad_norm") == pytest.approx(
+        long.series("actor/grad_norm"), rel=1e-4
+    )
+
+
+def test_warming_up_the_critic_leaves_the_actor_alone(train: Callable[..., Run]) -> None:
+    run = train(
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.rollout.n=1",
+        "trainer.critic_warmup=2",
+        "trainer.total_training_steps=4",
+    )
+    assert ["actor/pg_loss" in line for line in run.steps] == [False, False, True, True]
+    assert all("critic/vf_loss" in line for line in run.steps)
+    assert [run.rollouts(s)[0]["versions"][0] for s in (1, 2, 3, 4)] == [0, 0, 0, 1]
+
+
+def test_a_critic_learns_the_returns(train: Callable[..., Run]) -> None:
+    run = train(
+        "algorithm.adv_estimator=gae",
+        "custom_reward_function.name=always_one",
+        "trainer.critic_warmup=8",
+        "trainer.total_training_steps=8",
+    )
+    assert run.series("critic/values/mean")[0] == 0  # a new head says nothing
+    assert run.series("critic/vf_loss")[-1] < 0.5 * run.series("critic/vf_loss")[0]
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        ["rollout_is=token", "rollout_is_threshold=1.01"],
+        ["rollout_is=sequence"],
+        ["rollout_is=token", "rollout_is_threshold='0.5_2.0'"],
+        ["rollout_rs=token_k2", "rollout_rs_threshold=0.5"],
+        ["rollout_rs=seq_mean_k1", "rollout_rs_threshold='0.9_1.1'"],
+        ["bypass_mode=true"],
+        ["bypass_mode=true", "loss_type=reinforce", "rollout_is=token"],
+    ],
+    ids=" ".join,
+)
+def test_correction_trains(train: Callable[..., Run], correction: list[str]) -> None:
+    run = train(*(f"algorithm.rollout_correction.{c}" for c in correction))
+    row = run.rollouts(1)[0]
+    if correction[0].startswith("rollout_is"):
+        # The engines agree, so nothing is cut: every weight is 1.
+        assert row["rollout_is_weights"] == pytest.approx(row["response_mask"], abs=1e-3)
+        assert run.steps[0]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
+    elif correction[0].startswith("rollout_rs"):
+        assert row["loss_mask"] == row["response_mask"]
+    else:
+        assert row["old_log_probs"] == row["rollout_log_probs"]
+        assert run.steps[0]["training/old_log_probs_recomputed"] == 0.0
+    assert run.steps[0]["actor/grad_norm"] > 0
+
+
+def test_rejected_tokens_leave_the_loss_and_nothing_else(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.trainer.ppo import trainer
+
+    generate = trainer.PPOTrainer.generate
+
+    def doubtful(self: object, prompts: object) -> object:
+        batch = generate(self, prompts)  # type: ignore[arg-type]
+        batch.batch["rollout_log_probs"][:, 0] -= 3.0  # as if the engine had thought otherwise
+        return batch
+
+    monkeypatch.setattr(trainer.PPOTrainer, "generate", doubtful)
+    run = train(
+        "algorithm.rollout_correction.rollout_rs=token_k2",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5",
+    )
+    for row in run.rollouts(1):
+        assert row["loss_mask"] == [0, *row["response_mask"][1:]]
+        assert row["advantages"][0] == row["advantages"][1]
+
+
+def test_pf_ppo_draws_rows_again_by_score(train: Callable[..., Run]) -> None:
+    run = train("algorithm.use_pf_ppo=true", "actor_rollout_ref.rollout.n=4")
+    rows = run.rollouts(1)
+    assert len(rows) == 16
+    assert len({row["trajectory_id"] for row in rows}) < 16
+    assert (
+        run.numbers
+        == train(
+            "algorithm.use_pf_ppo=true", "actor_rollout_ref.rollout.n=4", folder="again"
+        ).numbers
+    )
+
+
+def test_whitened_advantages_have_mean_zero(train: Callable[..., Run]) -> None:
+    run = train("algorithm.adv_estimator=rloo", "algorithm.adv_norm=true")
+    written = [a for row in run.rollouts(1) for a in row["advantages"]]
+    assert sum(written) / len(written) == pytest.approx(0, abs=1e-5)
+    assert torch.tensor(written).std().item() == pytest.approx(1, abs=1e-2)

@@ -1,0 +1,49 @@
+"""Sharing rows out over ranks: every rank gets its part of every mini-batch, and no row is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hone.protocol import DataProto
+from hone.trainer.ppo.balance import balance
+
+
+def batch_of(lengths: list[int]) -> DataProto:
+    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    rows = np.arange(len(lengths)).astype(object)
+    return DataProto.from_dict({"attention_mask": mask}, {"row": rows})
+
+
+LENGTHS = [9, 1, 1, 1, 8, 1, 7, 1, 1, 6, 1, 5]
+
+
+@pytest.mark.parametrize("by_length", [True, False])
+@pytest.mark.parametrize("per_update", [4, 6, 12])
+def test_each_rank_holds_its_part_of_every_mini_batch(by_length: bool, per_update: int) -> None:
+    shared, metrics = balance(
+        batch_of(LENGTHS), ranks=2, rows_per_update=per_update, by_length=by_length
+    )
+    rows = list(shared.non_tensor_batch["row"])
+    assert sorted(rows) == list(range(12))
+    for rank in range(2):
+        own = rows[rank * 6 : rank * 6 + 6]
+        for update in range(12 // per_update):
+            part = own[update * per_update // 2 : (update + 1) * per_update // 2]
+            assert {row // per_update for row in part} == {update}
+    assert metrics["global_seqlen/mean"] == sum(LENGTHS) / 2
+
+
+def test_by_length_the_loads_come_closer() -> None:
+    _, even = balance(batch_of(LENGTHS), ranks=2, rows_per_update=12, by_length=True)
+    spread = even["global_seqlen/balanced_max"] - even["global_seqlen/balanced_min"]
+    assert spread < even["global_seqlen/minmax_diff"]
+
+
+def test_one_rank_keeps_the_order() -> None:
+    shared, metrics = balance(batch_of(LENGTHS), ranks=1, rows_per_update=4, by_length=True)
+    assert list(shared.non_tensor_batch["row"]) == list(range(12))
+    assert metrics == {}

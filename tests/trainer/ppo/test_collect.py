@@ -1,0 +1,85 @@
+"""Dynamic sampling: groups without signal are replaced, within bounds that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hone.trainer.ppo.collect import NotEnoughSignal
+
+from ..runs import Run
+
+FILTERED = ("algorithm.filter_groups.enable=true", "custom_reward_function.name=by_row")
+
+
+def test_groups_without_signal_are_replaced(train: Callable[..., Run]) -> None:
+    run = train(*FILTERED, "trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=4")
+    rows = run.rollouts(1)
+    groups: dict[str, set[float]] = {}
+    for row in rows:
+        groups.setdefault(row["uid"], set()).add(row["score"])
+    assert len(groups) == 4
+    assert len(rows) == 16
+    assert all(len(scores) > 1 for scores in groups.values())
+    assert run.steps[0]["training/num_gen_batches"] >= 2
+
+
+def test_a_larger_generation_batch_needs_fewer_rounds(train: Callable[..., Run]) -> None:
+    run = train(
+        *FILTERED,
+        "data.gen_batch_size=12",
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.rollout.n=4",
+    )
+    assert run.steps[0]["training/num_gen_batches"] == 1
+    assert len({row["uid"] for row in run.rollouts(1)}) == 4
+
+
+def test_a_metric_of_the_score_function_may_decide(train: Callable[..., Run]) -> None:
+    run = train(
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=acc",
+        "custom_reward_function.name=detailed",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.total_training_steps=1",
+    )
+    groups: dict[str, set[float]] = {}
+    for row in run.rollouts(1):
+        groups.setdefault(row["uid"], set()).add(row["acc"])
+    assert all(seen == {0.0, 1.0} for seen in groups.values())
+
+
+def test_an_unknown_metric_names_those_there_are(train: Callable[..., Run]) -> None:
+    with pytest.raises(KeyError, match=r"metric=accc.*acc"):
+        train(
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.metric=accc",
+            "custom_reward_function.name=detailed",
+        )
+
+
+def test_rounds_run_out_with_a_sentence(train: Callable[..., Run]) -> None:
+    with pytest.raises(NotEnoughSignal) as caught:
+        train(
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.max_num_gen_batches=3",
+            "custom_reward_function.name=always_one",
+        )
+    said = str(caught.value)
+    assert "3 generation rounds gave 0 groups" in said
+    assert "max_num_gen_batches" in said
+
+
+@pytest.mark.parametrize("name", ["remove_extreme", "interquartile"])
+def test_a_curriculum_filter_takes_what_the_batch_has(train: Callable[..., Run], name: str) -> None:
+    run = train(
+        "curriculum_learning.enable=true",
+        f"curriculum_learning.fn_name={name}",
+        "custom_reward_function.name=by_row",
+        "actor_rollout_ref.rollout.n=4",
+        "data.train_batch_size=8",
+        "trainer.total_training_steps=1",
+    )
+    assert 0 < len({row["uid"] for row in run.rollouts(1)}) < 8
+    assert run.steps[0]["actor/grad_norm"] > 0

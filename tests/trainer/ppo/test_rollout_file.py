@@ -1,0 +1,93 @@
+"""The rollout file: a fixed schema, and enough in it to replay scores, advantages and sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from hone.trainer.ppo.rollout_file import SCHEMA, SCHEMA_KEY, SCHEMA_VERSION
+
+from .. import rewards
+from ..runs import Run, Task, said
+
+
+def test_the_schema_does_not_depend_on_what_a_run_computes(train: Callable[..., Run]) -> None:
+    plain = train(folder="a")
+    rich = train(
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.adv_estimator=gae",
+        "algorithm.rollout_correction.rollout_is=token",
+        folder="b",
+    )
+    first, second = (
+        pq.read_schema(run.folder / "rollouts" / "step_1.parquet") for run in (plain, rich)
+    )
+    assert first.names[: len(SCHEMA)] == list(SCHEMA)
+    assert [first.field(n).type for n in SCHEMA] == [second.field(n).type for n in SCHEMA]
+    assert first.metadata[SCHEMA_KEY.encode()] == str(SCHEMA_VERSION).encode()
+    assert plain.rollouts(1)[0]["values"] is None
+    assert len(rich.rollouts(1)[0]["values"]) == len(rich.rollouts(1)[0]["response_ids"])
+
+
+def test_scores_and_advantages_can_be_computed_again(train: Callable[..., Run]) -> None:
+    run = train("actor_rollout_ref.rollout.n=4")
+    for step in (1, 2):
+        rows = run.rollouts(step)
+        assert {row["step"] for row in rows} == {step}
+        groups: dict[str, list[float]] = {}
+        for row in rows:
+            again = rewards.compute_score(
+                row["data_source"],
+                said(row),
+                json.loads(row["ground_truth"]),
+                json.loads(row["extra_info"]),
+            )
+            assert row["score"] == pytest.approx(again)
+            groups.setdefault(row["uid"], []).append(again)
+        for row in rows:
+            scores = np.array(groups[row["uid"]])
+            expected = (row["score"] - scores.mean()) / (scores.std(ddof=1) + 1e-6)
+            assert row["advantages"] == pytest.approx(
+                [expected] * len(row["response_ids"]), abs=1e-4
+            )
+
+
+def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], task: Task) -> None:
+    from hone.config import load_config
+    from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
+    from hone.models.policy import PolicyModel
+    from hone.rollout.build import build_rollout
+    from hone.rollout.contract import Sampling
+
+    run = train("trainer.total_training_steps=1")
+    config = load_config(task.overrides(run.folder)).actor_rollout_ref.rollout
+    tokenizer = load_tokenizer(str(task.model))
+    lm = load_causal_lm(str(task.model), dtype=torch.float32)
+    ends = eos_ids(lm.config, lm.generation_config, tokenizer)
+    engine = build_rollout(config, PolicyModel(lm), tokenizer, ends, torch.device("cpu"))
+    engine.wake_up()
+    for row in run.rollouts(1):
+        sampling = Sampling(max_tokens=6, seed=row["seed"], temperature=1.0)
+        out = asyncio.run(engine.generate(row["prompt_ids"], sampling, row["trajectory_id"]))
+        assert out.token_ids == row["response_ids"]
+        assert out.log_probs == pytest.approx(row["rollout_log_probs"], abs=1e-5)
+    engine.close()
+
+
+def test_ids_texts_and_masks_belong_together(train: Callable[..., Run], task: Task) -> None:
+    from hone.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(str(task.model))
+    for row in train().rollouts(2):
+        assert tokenizer.decode(row["response_ids"]) == row["response_text"]
+        assert tokenizer.decode(row["prompt_ids"]) == row["prompt_text"]
+        assert len(row["response_mask"]) == len(row["response_ids"]) == len(row["versions"])
+        assert row["trajectory_id"] == f"{row['uid']}-{row['sample_index']}"
+        assert set(row["versions"]) == {1}
+        assert row["stop_reason"] is not None

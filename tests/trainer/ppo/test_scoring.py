@@ -1,0 +1,183 @@
+"""Scores: the user's function in all its forms, what goes wrong in it, loops and reward models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.config import ConfigError
+from hone.rewards.failures import RewardError
+
+from .. import rewards
+from ..runs import ALPHABET, Run, Task, said, task_row
+
+LOOPS = Path(__file__).with_name("loops.py")
+
+
+def loop(name: str) -> str:
+    return f"actor_rollout_ref.rollout.agent.default_agent_loop='{LOOPS}:{name}'"
+
+
+@pytest.mark.parametrize("name", ["compute_score", "later", "detailed"])
+def test_a_number_a_dict_and_a_coroutine_score_alike(train: Callable[..., Run], name: str) -> None:
+    run = train(f"custom_reward_function.name={name}")
+    for row in run.rollouts(1):
+        text = said(row)
+        assert row["score"] == pytest.approx(rewards.share(text))
+        assert sum(row["reward/rule"]) == pytest.approx(row["score"])
+        if name == "detailed":
+            assert row["pred"] == text[:1]
+            assert row["acc"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("raises_on_a", "RuntimeError"), ("nan_on_a", "not_finite")]
+)
+def test_a_score_that_fails_is_counted_and_the_run_goes_on(
+    train: Callable[..., Run], name: str, reason: str
+) -> None:
+    run = train(
+        f"custom_reward_function.name={name}",
+        "reward_model.reward_kwargs.failure_score=-1",
+        "actor_rollout_ref.rollout.n=8",
+    )
+    rows = run.rollouts(1)
+    failed = [row for row in rows if "a" in said(row)]
+    assert failed
+    assert all(row["score"] == -1 for row in failed)
+    assert all(row["score"] == 1 for row in rows if row not in failed)
+    counted = {k: v for k, v in run.steps[0].items() if k.startswith("reward/failures/")}
+    assert sum(counted.values()) == len(failed)
+    assert {row["reward_failure"] for row in failed} == {
+        name.removeprefix("reward/failures/") for name in counted
+    }
+
+
+def test_a_score_that_fails_may_stop_the_run(train: Callable[..., Run]) -> None:
+    with pytest.raises(RewardError, match="no a, please"):
+        train(
+            "custom_reward_function.name=raises_on_a",
+            "reward_model.reward_kwargs.on_failure=raise",
+            "actor_rollout_ref.rollout.n=8",
+        )
+
+
+def test_a_score_that_hangs_is_killed_and_counted(train: Callable[..., Run]) -> None:
+    run = train(
+        "custom_reward_function.name=hangs_on_row_0",
+        "reward_model.reward_manager=prime",
+        "reward_model.reward_kwargs.timeout_s=1",
+        "reward_model.reward_kwargs.num_processes=1",
+        "data.shuffle=false",
+        "actor_rollout_ref.rollout.n=1",
+        "trainer.total_training_steps=1",
+    )
+    assert run.steps[0]["reward/failures/timeout"] == 1
+    assert sorted(row["reward_failure"] is None for row in run.rollouts(1)) == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_failures_in_validation_are_counted_too(train: Callable[..., Run], task: Task) -> None:
+    run = train(
+        task.validated(),
+        "custom_reward_function.name=raises_on_a",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "actor_rollout_ref.rollout.val_kwargs.n=8",
+        "trainer.val_only=true",
+    )
+    (line,) = run.metrics
+    counted = [v for k, v in line.items() if k.startswith("val-aux/reward/failures/")]
+    assert sum(counted) > 0
+
+
+def test_a_loop_may_bring_its_own_score(train: Callable[..., Run]) -> None:
+    run = train(loop("ScoresItself"), "custom_reward_function.path=null")  # no rule for 'lexical'
+    for row in run.rollouts(1):
+        assert row["score"] == len(set(row["response_ids"]))
+        assert sum(row["reward/agent"]) == row["score"]
+
+
+def test_only_tokens_the_policy_wrote_are_learnt(train: Callable[..., Run]) -> None:
+    run = train(loop("TwoTurns"), "data.max_response_length=8")
+    for row in run.rollouts(1):
+        mask = row["response_mask"]
+        assert mask.count(0) == 2
+        assert all(a == 0 for a, m in zip(row["advantages"], mask, strict=True) if not m)
+        assert row["num_turns"] == 4
+        assert json.loads(row["tool_outputs"]) == ["xy"]
+    assert run.steps[0]["actor/grad_norm"] > 0
+
+
+def test_rows_of_another_loop_need_no_known_source(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    rows = [task_row(i, i, agent_name=f"{LOOPS}:ScoresItself") for i in range(8)]
+    (tmp_path / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train(f"data.train_files={tmp_path / 'games.jsonl'}", "custom_reward_function.path=null")
+    assert len(run.steps) == 2
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Path:
+    """A reward model over the policy's own tokens."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from hone.models.tiny import character_tokenizer
+
+    tokenizer = character_tokenizer(ALPHABET)
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, intermediate_size=32, num_labels=1,
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    return tmp_path / "judge"
+
+
+def test_rule_and_reward_model_are_mixed_by_their_weights(
+    train: Callable[..., Run], judge: Path
+) -> None:
+    run = train(
+        "reward_model.enable=true",
+        f"reward_model.model.path={judge}",
+        "reward_model.verifiable_reward_coef=2.0",
+        "reward_model.modeling_reward_coef=0.5",
+    )
+    seen = set()
+    for row in run.rollouts(1):
+        rule, model = sum(row["reward/rule"]), sum(row["reward/model"])
+        assert rule == pytest.approx(rewards.share(said(row)))
+        assert row["score"] == pytest.approx(2.0 * rule + 0.5 * model, abs=1e-5)
+        seen.add(round(model, 6))
+    assert len(seen) > 1
+
+
+def test_a_reward_model_may_be_the_only_judge(train: Callable[..., Run], judge: Path) -> None:
+    run = train(
+        "reward_model.enable=true",
+        f"reward_model.model.path={judge}",
+        "reward_model.reward_manager=blank",
+        "algorithm.adv_estimator=gae",
+    )
+    for row in run.rollouts(2):
+        assert row["score"] == pytest.approx(sum(row["reward/model"]), abs=1e-6)
+
+
+def test_a_process_reward_model_is_refused_before_anything_is_loaded(
+    train: Callable[..., Run], judge: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"use reward_model\.type=orm"):
+        train(
+            "reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.type=prm"
+        )

@@ -1,0 +1,138 @@
+"""`hone export`: from a checkpoint of any shape to a folder that loads, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.config import load_config
+from hone.config.engine import FSDPConfig
+from hone.engine.build import build_engine
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.load import load_causal_lm
+from hone.models.policy import ValueModel
+from hone.trainer import main_sft
+from hone.trainer.export import ExportError, export, find_model_folder
+
+from .around_fixtures import sums, tiny_model, write_jsonl
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    lm: Any = load_causal_lm(str(folder), dtype=torch.float32)
+    return {name: p.detach() for name, p in lm.named_parameters()}
+
+
+def same(a: Path, b: Path) -> bool:
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def trained(folder: Path, *overrides: str) -> Path:
+    """A run of two updates; its folder."""
+    config = load_config(
+        [
+            f"data.train_files={write_jsonl(folder / 'rows.jsonl', sums(4))}",
+            f"model.path={tiny_model(folder / 'model')}",
+            "data.train_batch_size=4",
+            "optim.lr=1e-2",
+            "trainer.total_training_steps=2",
+            "trainer.logger=[jsonl]",
+            f"trainer.default_local_dir={folder / 'run'}",
+            *overrides,
+        ],
+        config_name="sft_trainer",
+    )
+    main_sft.run(config)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("lora"), "model.lora_rank=2", "optim.lr=1e-1")
+
+
+def without(run: Path, target: Path, *parts: str) -> Path:
+    """A copy of the run whose checkpoint lacks some folders."""
+    shutil.copytree(run, target)
+    for part in parts:
+        shutil.rmtree(target / "global_step_2" / part)
+    return target / "global_step_2"
+
+
+def test_an_export_in_the_checkpoint_is_copied(plain: Path, tmp_path: Path) -> None:
+    out = export(plain, tmp_path / "out")
+    assert same(out, plain / "global_step_2" / "huggingface")
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_shards_alone_give_the_same_model(plain: Path, tmp_path: Path) -> None:
+    step = without(plain, tmp_path / "run", "huggingface")
+    out = export(step, tmp_path / "out")
+    assert same(out, plain / "global_step_2" / "huggingface")
+    assert (out / "tokenizer.json").is_file()
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_lora_shards_come_merged_or_as_the_adapter(lora: Path, tmp_path: Path) -> None:
+    step = without(lora, tmp_path / "run", "huggingface", "lora_adapter")
+    assert same(export(step, tmp_path / "merged"), lora / "global_step_2" / "huggingface")
+    adapter = export(step, tmp_path / "adapter", adapter_only=True)
+    assert sorted(p.name for p in adapter.iterdir() if p.suffix in (".json", ".safetensors")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_an_adapter_that_was_never_trained_is_refused(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="without LoRA"):
+        export(plain, tmp_path / "out", adapter_only=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_critic_is_refused_by_what_it_holds(tmp_path: Path) -> None:
+    lm: Any = load_causal_lm(str(tiny_model(tmp_path / "model")), dtype=torch.float32)
+    rule = MicroBatchRule(None, 64)
+    engine = build_engine(
+        ValueModel(lm),
+        optim=None,
+        grad_clip=0.0,
+        fsdp=FSDPConfig(),
+        train_rule=rule,
+        infer_rule=rule,
+        response_width=1,
+        world_size=1,
+    )
+    folder = tmp_path / "global_step_1" / "renamed"
+    engine.save(folder, ["model"])
+    with pytest.raises(ExportError, match="is a critic"):
+        export(folder, tmp_path / "out")
+
+
+def test_the_actor_is_found_from_the_step_and_the_run(tmp_path: Path) -> None:
+    actor = tmp_path / "run" / "global_step_3" / "actor"
+    actor.mkdir(parents=True)
+    assert find_model_folder(actor.parent) == actor
+    with pytest.raises(ExportError, match="damaged"):  # without a manifest it is no checkpoint
+        find_model_folder(tmp_path / "run")
+
+
+def test_a_full_folder_is_not_overwritten(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ExportError, match="not empty"):
+        export(plain, tmp_path)
+
+
+def test_shards_without_their_run_say_what_is_missing(plain: Path, tmp_path: Path) -> None:
+    step = without(plain, tmp_path / "run", "huggingface")
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(ExportError, match=r"no config.yaml of its run"):
+        export(step, tmp_path / "out")

@@ -1,0 +1,241 @@
+"""`hone sft`: learns from answers only, the same however it is cut, killed and resumed, or started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.config import ConfigError, load_config
+from hone.data.rows import DataError
+from hone.models.load import load_causal_lm, load_tokenizer
+from hone.tracking import read_metrics
+from hone.trainer import main_sft
+from hone.trainer.ppo.interrupt import Interrupted
+from hone.trainer.ranks import LaunchError, Ranks, must_launch
+from hone.trainer.sft.run import SFTRun
+from hone.trainer.sft.trainer import collate
+
+from .around_fixtures import sums, tiny_model, write_jsonl
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model: Path) -> list[str]:
+    return [
+        f"data.train_files={write_jsonl(tmp_path / 'train.jsonl', sums(20))}",
+        f"data.val_files={write_jsonl(tmp_path / 'val.jsonl', sums(5))}",
+        f"model.path={model}",
+        "data.train_batch_size=4",
+        "optim.lr=1e-2",
+        "trainer.total_training_steps=6",
+        "trainer.logger=[jsonl]",
+    ]
+
+
+@pytest.fixture
+def train(settings: list[str], tmp_path: Path) -> Run:
+    def go(name: str, *overrides: str) -> Path:
+        folder = tmp_path / name
+        main_sft.run(config_of(settings, folder, *overrides))
+        return folder
+
+    return go
+
+
+def config_of(settings: list[str], folder: Path, *overrides: str) -> Any:
+    return load_config(
+        [*settings, f"trainer.default_local_dir={folder}", *overrides], config_name="sft_trainer"
+    )
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """Metrics without what depends on the clock."""
+    rows = read_metrics(folder)
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    lm = load_causal_lm(str(folder), dtype=torch.float32)
+    return {name: p.detach() for name, p in lm.named_parameters()}
+
+
+def test_the_loss_falls_and_the_validation_loss_is_the_plain_mean_over_answer_tokens(
+    train: Run, settings: list[str], tmp_path: Path
+) -> None:
+    folder = train("run", "trainer.test_freq=3")
+    rows = numbers(folder)
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
+    assert rows[-1]["val/loss"] == pytest.approx(_plain_loss(folder, sums(5)), rel=1e-5)
+
+
+def _plain_loss(folder: Path, rows: list[dict[str, Any]]) -> float:
+    """Row by row with transformers' own attention: log p of every answer token, then the mean."""
+    from transformers import AutoModelForCausalLM
+
+    export = folder / "global_step_6" / "huggingface"
+    tokenizer = load_tokenizer(str(export))
+    lm = AutoModelForCausalLM.from_pretrained(export, attn_implementation="eager")
+    losses: list[float] = []
+    for row in rows:
+        prompt = tokenizer.encode(f"u:{row['question']}\na:", add_special_tokens=False)
+        answer = tokenizer.encode(row["answer"], add_special_tokens=False)
+        ids = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(lm(ids).logits[0, :-1].double(), -1)
+        targets = ids[0, 1:]
+        picked = log_probs[torch.arange(len(targets)), targets]
+        losses += (-picked[len(prompt) - 1 :]).tolist()
+    return sum(losses) / len(losses)
+
+
+def test_how_a_batch_is_cut_changes_nothing(train: Run) -> None:
+    whole = train("whole")
+    cut = train("cut", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=1")
+    for a, b in zip(numbers(whole), numbers(cut), strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5)
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
+
+
+def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
+    train: Run, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train("whole", "trainer.save_freq=2")
+    run = SFTRun(config_of(settings, tmp_path / "killed", "trainer.save_freq=2"), Ranks())
+    step = run.trainer.step
+
+    def dying() -> dict[str, float]:
+        if run.trainer.step_number == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(run.trainer, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit()
+    assert [row["step"] for row in numbers(tmp_path / "killed")] == [1, 2, 3, 4, 5]
+    killed = train("killed", "trainer.save_freq=2")
+    assert numbers(killed) == numbers(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(killed)[name]), name
+
+
+def test_an_interrupt_saves_and_ends_with_its_code(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.trainer.ppo.interrupt import GracefulStop
+
+    run = SFTRun(config_of(settings, tmp_path / "run"), Ranks())
+    monkeypatch.setattr(GracefulStop, "__enter__", lambda self: _requested(self))
+    with pytest.raises(Interrupted):
+        run.fit()
+    assert (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
+
+
+def _requested(stop: Any) -> Any:
+    stop.requested = True
+    return stop
+
+
+def test_only_assistant_turns_are_learnt(train: Run, tmp_path: Path, model: Path) -> None:
+    messages = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+        {"role": "assistant", "content": "4"},
+    ]
+    file = write_jsonl(tmp_path / "turns.jsonl", [{"messages": messages}] * 4)
+    folder = train("run", f"data.train_files={file}", "data.val_files=null")
+    assert len(numbers(folder)) == 6
+    config = config_of([], folder, f"data.train_files={file}", f"model.path={model}")
+    from hone.data.create import create_sft_dataset
+
+    tokenizer = load_tokenizer(str(model))
+    row = create_sft_dataset(config.data.train_files, config.data, tokenizer)[0]
+    batch = collate([row], tokenizer.pad_token_id).batch
+    learnt = batch["responses"][batch["response_mask"].bool()]
+    assert tokenizer.decode(learnt) == "2</s>4</s>"
+
+
+def test_lora_trains_the_adapter_alone_and_exports_both(train: Run, model: Path) -> None:
+    folder = train("run", "model.lora_rank=2", "optim.lr=1e-1")
+    step = folder / "global_step_6"
+    assert (step / "lora_adapter" / "adapter_model.safetensors").is_file()
+    before, after = weights(model), weights(step / "huggingface")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+def test_old_checkpoints_are_pruned_and_the_config_keeps_its_origins(
+    train: Run, settings: list[str], tmp_path: Path
+) -> None:
+    main_sft.main(
+        [
+            *settings,
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+            "trainer.save_freq=2",
+            "trainer.max_ckpt_to_keep=1",
+        ]
+    )
+    folder = tmp_path / "run"
+    assert [p.name for p in folder.glob("global_step_*")] == ["global_step_6"]
+    origins = json.loads((folder / "config_origins.json").read_text())
+    assert origins["optim.lr"] == "command line"
+
+
+def test_another_batch_size_cannot_resume(train: Run) -> None:
+    train("run")
+    with pytest.raises(DataError, match=r"data\.train_batch_size 4, this run has 2"):
+        train("run", "data.train_batch_size=2", "trainer.total_training_steps=8")
+
+
+def test_fewer_rows_than_a_batch_are_named(train: Run) -> None:
+    with pytest.raises(DataError, match=r"use data\.train_batch_size=20 or less"):
+        train("run", "data.train_batch_size=64")
+
+
+def test_ray_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="torchrun"):
+        main_sft.main(["trainer.controller=ray"])
+
+
+def test_ranks_that_disagree_with_the_config_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not must_launch(1, 1, "m")
+    assert must_launch(2, 1, "m")
+    with pytest.raises(LaunchError, match="--nproc_per_node=4"):
+        must_launch(8, 2, "m")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert not must_launch(4, 1, "m")
+    assert not must_launch(1, 1, "m")
+    with pytest.raises(LaunchError, match="asks for 2 ranks, but 4"):
+        must_launch(2, 1, "m")
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_numbers_of_one(train: Run, settings: list[str], tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    one = train("one", "trainer.test_freq=3")
+    two = tmp_path / "two"
+    overrides = [*settings, "trainer.test_freq=3", f"trainer.default_local_dir={two}"]
+    command = [sys.executable, "-m", "hone.trainer.main_sft", *overrides]
+    subprocess.run([*command, "trainer.n_gpus_per_node=2"], check=True, timeout=280)
+    for a, b in zip(numbers(one), numbers(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    for name, tensor in weights(one).items():
+        assert torch.allclose(tensor, weights(two)[name], atol=1e-4), name

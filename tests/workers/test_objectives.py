@@ -1,0 +1,152 @@
+"""What each role minimises, against formulas written out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+
+from hone.algorithms.policy_losses import TABLE
+from hone.config import load_config
+from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.critic import CriticConfig
+from hone.workers.objectives import PolicyObjective, ValueObjective, update_in_minibatches
+from tests.engine.batches import rows
+from tests.engine.engines import actor, engine, policy, weights
+
+
+@pytest.fixture
+def outputs():
+    """Log-probs near the old ones, and entropies, as a model would give."""
+    batch = rows()
+    random = torch.Generator().manual_seed(3)
+    old = batch.batch["old_log_probs"]
+    log_probs = (old + 0.2 * torch.randn(old.shape, generator=random)).requires_grad_()
+    return {"log_probs": log_probs, "entropy": torch.rand(old.shape, generator=random)}
+
+
+def test_the_policy_objective_is_loss_minus_entropy_plus_kl(outputs):
+    batch = rows()
+    config = actor(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7, kl_loss_type="k2")
+    terms = PolicyObjective(config, temperature=1.0)(outputs, batch)
+    mask = batch.batch["response_mask"].bool()
+    new, old, adv = (
+        x[mask]
+        for x in (outputs["log_probs"], *(batch.batch[n] for n in ("old_log_probs", "advantages")))
+    )
+    ratio = (new - old).exp()
+    surrogate = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.9, 1.1))
+    dual = torch.where(adv < 0, torch.minimum(surrogate, -adv * 1.5), surrogate)
+    entropy = outputs["entropy"][mask].mean()
+    kl = (0.5 * (new - batch.batch["ref_log_prob"][mask]) ** 2).mean()
+    torch.testing.assert_close(terms.loss, dual.mean() - 0.3 * entropy + 0.7 * kl)
+    assert float(terms.shares["actor/pg_loss"]) == pytest.approx(dual.mean().item(), rel=1e-5)
+    assert float(terms.shares["actor/entropy_loss"]) == pytest.approx(entropy.item(), rel=1e-5)
+    assert float(terms.shares["actor/kl_loss"]) == pytest.approx(kl.item(), rel=1e-5)
+    assert float(terms.means["actor/entropy"]) == pytest.approx(entropy.item(), rel=1e-5)
+    assert float(terms.means["actor/ppo_kl"]) == pytest.approx((old - new).mean().item(), rel=1e-4)
+
+
+def test_without_coefficients_the_loss_is_the_policy_loss_alone(outputs):
+    terms = PolicyObjective(actor(), temperature=1.0)(outputs, rows())
+    assert set(terms.shares) == {"actor/pg_loss"}
+    torch.testing.assert_close(terms.loss, terms.shares["actor/pg_loss"])
+
+
+@pytest.mark.parametrize("name", TABLE.names())
+def test_without_old_log_probs_the_update_is_the_one_update_case(name):
+    """Leaving the pass out equals computing it with the same weights."""
+    objective = PolicyObjective(actor(name), temperature=0.8)
+    with_pass, without = engine(policy()), engine(policy())
+    computed = rows()
+    out = with_pass.infer(computed, temperature=0.8)
+    computed.batch["old_log_probs"] = out["log_probs"]
+    left_out = rows()
+    left_out.batch.pop("old_log_probs")
+    expected = with_pass.train_minibatch(computed, objective)
+    found = without.train_minibatch(left_out, objective)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for tensor, other in zip(weights(without).values(), weights(with_pass).values(), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-6)
+
+
+def test_without_old_log_probs_the_distance_to_the_rollout_is_still_reported(outputs):
+    batch = rows()
+    old = batch.batch.pop("old_log_probs")
+    mask = batch.batch["response_mask"].bool()
+    batch.batch["rollout_log_probs"] = old * mask
+    terms = PolicyObjective(actor(), temperature=1.0)(outputs, batch)
+    gap = (outputs["log_probs"] - old)[mask].detach()
+    assert float(terms.means["rollout_corr/kl"]) == pytest.approx(-gap.mean().item(), rel=1e-4)
+    assert float(terms.maxima["rollout_corr/log_prob_abs_diff_max"]) == pytest.approx(
+        gap.abs().max().item(), rel=1e-5
+    )
+
+
+def test_rollout_weights_scale_each_token(outputs):
+    batch = rows()
+    batch.batch["rollout_is_weights"] = torch.full_like(batch.batch["advantages"], 0.25)
+    plain = PolicyObjective(actor(), temperature=1.0)(outputs, rows())
+    weighted = PolicyObjective(actor(), temperature=1.0)(outputs, batch)
+    torch.testing.assert_close(weighted.loss, 0.25 * plain.loss)
+
+
+def test_bypass_mode_takes_its_loss_and_settings_from_the_correction(outputs):
+    base = load_config().algorithm.rollout_correction
+    assert isinstance(base, RolloutCorrectionConfig)
+    correction = replace(base, bypass_mode=True, loss_type="reinforce", rollout_is=None)
+    terms = PolicyObjective(actor("gspo"), temperature=1.0, correction=correction)(outputs, rows())
+    batch = rows()
+    mask = batch.batch["response_mask"].bool()
+    expected = -(batch.batch["advantages"] * outputs["log_probs"])[mask].mean()
+    torch.testing.assert_close(terms.loss, expected)
+
+
+def test_the_value_objective_is_the_clipped_squared_error():
+    batch = rows()
+    mask = batch.batch["response_mask"].bool()
+    values = batch.batch["values"] + torch.linspace(-1, 1, mask.numel()).view(mask.shape)
+    config = CriticConfig(cliprange_value=0.3, loss_agg_mode="token-mean", loss_scale_factor=None)
+    terms = ValueObjective(config)({"values": values}, batch)
+    old, returns = batch.batch["values"], batch.batch["returns"]
+    clipped = torch.clamp(values, old - 0.3, old + 0.3)
+    error = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    torch.testing.assert_close(terms.loss, error[mask].mean())
+    assert float(terms.means["critic/vpred_mean"]) == pytest.approx(values[mask].mean().item())
+
+
+class Recorder:
+    """An engine that notes which rows each update saw."""
+
+    def __init__(self):
+        self.seen = []
+
+    def train_minibatch(self, batch, objective):
+        self.seen.append(batch.batch["prompts"][:, -1].tolist())
+        return {"loss": float(len(self.seen)), "skipped_updates": float(len(self.seen))}
+
+
+def minibatches(**options):
+    batch = rows()
+    batch.batch["prompts"][:, -1] = torch.arange(len(batch))
+    engine_ = Recorder()
+    settings = {"rows_per_update": 3, "epochs": 1, "shuffle_seed": None} | options
+    return engine_.seen, update_in_minibatches(engine_, batch, None, **settings)
+
+
+def test_mini_batches_follow_the_batch_and_metrics_are_means():
+    seen, metrics = minibatches(epochs=2)
+    assert seen == [[0, 1, 2], [3, 4, 5], [6]] * 2
+    assert metrics == {"loss": 3.5, "skipped_updates": 6.0}
+
+
+def test_shuffling_is_by_seed_and_differs_between_epochs():
+    seen, _ = minibatches(epochs=2, shuffle_seed=42)
+    again, _ = minibatches(epochs=2, shuffle_seed=42)
+    other, _ = minibatches(epochs=2, shuffle_seed=43)
+    first, second = [*chain(*seen[:3])], [*chain(*seen[3:])]
+    assert seen == again != other
+    assert sorted(first) == sorted(second) == list(range(7))
+    assert first != second
