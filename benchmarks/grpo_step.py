@@ -53,7 +53,9 @@ def build(folder: Path) -> Path:
 
 
 def prompts(count: int) -> list[str]:
-    return ["".join(f"<{(i * 31 + j * 7) % WORDS}>" for j in range(PROMPT_TOKENS)) for i in range(count)]
+    return [
+        "".join(f"<{(i * 31 + j * 7) % WORDS}>" for j in range(PROMPT_TOKENS)) for i in range(count)
+    ]
 
 
 class Ours:

@@ -31,9 +31,9 @@ from hone.trainer.sft.trainer import SFTTrainer
 
 THREADS = 2
 PAIRS = 3
-STEPS = 4
+STEPS = 3
 """Updates measured in one turn; one more before them warms up."""
-BATCH_ROWS, MAX_LENGTH, ROWS = 32, 512, 640
+BATCH_ROWS, MAX_LENGTH, ROWS = 16, 512, 320
 VOCABULARY = 704
 SHAPE = {"hidden": 256, "layers": 8, "heads": 8, "kv_heads": 4, "mlp": 1024}
 TARGETS = {"over_trl": 1.5}
@@ -125,10 +125,11 @@ class Theirs:
     """TRL's trainer over the same rows, timed from the first update's end to the last's."""
 
     def __init__(self, lm: Any, tokenizer: Any, data: list[dict[str, str]], packing: bool) -> None:
-        from datasets import Dataset
+        from datasets import Dataset, disable_progress_bars
         from transformers import TrainerCallback
         from trl import SFTConfig, SFTTrainer
 
+        disable_progress_bars()
         self._ends: list[float] = []
         self._tokens: list[int] = []
         self._folder = tempfile.TemporaryDirectory()

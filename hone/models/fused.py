@@ -23,9 +23,9 @@ def fuse(lm: nn.Module) -> int:
     for module in lm.modules():
         name = type(module).__name__
         if name in _NORMS:
-            module.forward = MethodType(_norm, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_norm, module)
         elif name in _MLPS and isinstance(module.act_fn, nn.SiLU | _silu_class()):
-            module.forward = MethodType(_mlp, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_mlp, module)
         else:
             continue
         found += 1

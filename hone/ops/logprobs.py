@@ -133,8 +133,12 @@ class _LinearLogProbs(torch.autograd.Function):
             if g_bias is not None:
                 g_bias += g.sum(0)
             g = g.to(hidden.dtype)
-            g_hidden[part] = g @ weight
-            if g_weight is not None:
+            torch.mm(g, weight, out=g_hidden[part])
+            if g_weight is None:
+                continue
+            if g.dtype == g_weight.dtype:  # no second tensor as large as the weight
+                g_weight.addmm_(g.t(), hidden[part])
+            else:
                 g_weight += g.t() @ hidden[part]
         out_weight = g_weight.to(weight.dtype) if g_weight is not None else None
         out_bias = g_bias.to(bias.dtype) if g_bias is not None else None

@@ -18,6 +18,8 @@ MATHS = (
     *("svamp", "asdiv", "mawps"),
 )
 NAMES = ("gsm8k", *MATHS, "humaneval", "mbpp", "countdown", "multiply", *SEARCH)
+RAW = ("countdown", "multiply")
+"""Their prompts are whole texts: no chat template is put around them."""
 OTHER_NAMES = {"minerva": "minerva_math", "2wiki": "2wikimultihopqa"}
 GENERATION_ROOTS = ("trainer", "data", "model", "rollout", "actor", "ray_kwargs")
 """Overrides of these blocks say how to generate; the others how to score."""

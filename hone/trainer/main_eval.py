@@ -75,7 +75,12 @@ def run(config: EvaluationConfig, title: str = "scores") -> Evaluation:
 
 def run_benchmarks(chosen: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Evaluation]:
     """Generate and score each benchmark; files go to `--out`."""
-    from hone.trainer.benchmarks import benchmark_file, know_benchmark_sources, split_overrides
+    from hone.trainer.benchmarks import (
+        RAW,
+        benchmark_file,
+        know_benchmark_sources,
+        split_overrides,
+    )
     from hone.trainer.main_generation import run as generate
 
     for name in ("model", "bench", "data"):
@@ -88,10 +93,11 @@ def run_benchmarks(chosen: argparse.Namespace, overrides: Sequence[str]) -> dict
     for bench in chosen.bench:
         file = benchmark_file(bench, Path(chosen.data).expanduser(), out / "data")
         responses = out / f"{bench}.parquet"
-        greedy = ["data.n_samples=1", "rollout.do_sample=false"]
+        usual = ["data.n_samples=1", "rollout.do_sample=false"]
+        usual += ["data.prompt_format=raw"] if bench in RAW else []
         config = load_config(
             [
-                *greedy,
+                *usual,
                 *generating,
                 f"data.path={file}",
                 f"model.path={chosen.model}",

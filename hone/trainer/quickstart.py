@@ -25,8 +25,9 @@ ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
 HELD_OUT = 320
 LARGEST_A, LARGEST_B = 299, 9
 SHARE_RIGHT = 0.25
-"""Share of right answers in the SFT rows. The wrong ones are off by one, or by ten."""
-SFT_STEPS, SFT_ROWS, SFT_LR = 350, 128, 3e-3
+"""Share of right answers in the SFT rows; the others are too large by `MISTAKE`."""
+MISTAKE = 5
+SFT_STEPS, SFT_ROWS, SFT_LR = 380, 64, 2e-3
 WORDS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
 
@@ -38,7 +39,7 @@ class Sum:
 
     @property
     def question(self) -> str:
-        return f"{self.a}+{self.b}="
+        return f"{self.a:03d}+{self.b}="
 
     def row(self, index: int, split: str) -> dict[str, Any]:
         return {
@@ -52,7 +53,7 @@ class Sum:
 
 def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
     """All sums in a seeded order: (to learn from, held out)."""
-    problems = [Sum(a, b) for a in range(LARGEST_A + 1) for b in range(LARGEST_B + 1)]
+    problems = [Sum(a, b) for a in range(LARGEST_A + 1) for b in range(1, LARGEST_B + 1)]
     random.Random(seed).shuffle(problems)
     return problems[HELD_OUT:], problems[:HELD_OUT]
 
@@ -86,9 +87,9 @@ def _warm_up_rows(
 ) -> Iterator[dict[str, list[int]]]:
     for problem in problems:
         for _ in range(8):
-            mistake = 0 if chooser.random() < SHARE_RIGHT else chooser.choice((1, 1, 1, 10))
+            mistake = 0 if chooser.random() < SHARE_RIGHT else MISTAKE
             prompt = tokenizer.encode(problem.question, add_special_tokens=False)
-            answer = f"<answer>{problem.a + problem.b + mistake}</answer>"
+            answer = f"<answer>{problem.a + problem.b + mistake:03d}</answer>"
             response = tokenizer.encode(answer, add_special_tokens=False)
             response.append(tokenizer.eos_token_id)
             yield {
@@ -113,11 +114,11 @@ def build_base_policy(folder: Path, seed: int) -> Path:
     tokenizer = character_tokenizer(CHARACTERS, words=WORDS)
     lm = tiny_lm(
         len(tokenizer),
-        hidden=128,
-        layers=4,
+        hidden=160,
+        layers=3,
         heads=4,
         kv_heads=4,
-        mlp=512,
+        mlp=640,
         max_positions=64,
         seed=seed,
     )
@@ -162,13 +163,13 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
         "data.max_prompt_length=16",
         "data.max_response_length=8",
         f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.actor.optim.lr=6e-4",
+        "actor_rollout_ref.actor.optim.lr=5e-4",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-        "actor_rollout_ref.actor.optim.min_lr_ratio=0.05",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.rollout.n=8",
         "critic.optim.lr=1e-3",
-        "trainer.total_training_steps=120",
+        "trainer.total_training_steps=150",
         "trainer.test_freq=10",
         f"trainer.seed={seed}",
         "trainer.project_name=quickstart",

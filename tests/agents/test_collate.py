@@ -45,7 +45,7 @@ def test_rollout_log_probs_are_zero_where_the_policy_wrote_nothing() -> None:
 
 def test_log_probs_are_left_out_unless_every_trajectory_has_them() -> None:
     pair = [trajectory(1, [1], response_logprobs=[-1.0]), trajectory(1, [1])]
-    assert "rollout_log_probs" not in collate_outputs(pair, pad_token_id=PAD).batch.keys()
+    assert not collate_outputs(pair, pad_token_id=PAD).has_column("rollout_log_probs")
 
 
 def test_a_loops_own_score_stands_on_the_last_policy_token() -> None:
@@ -65,7 +65,7 @@ def test_scores_for_some_trajectories_only_are_refused() -> None:
 
 
 def test_no_scores_give_no_column() -> None:
-    assert "rm_scores" not in collate_outputs([trajectory(1, [1])], pad_token_id=PAD).batch.keys()
+    assert not collate_outputs([trajectory(1, [1])], pad_token_id=PAD).has_column("rm_scores")
 
 
 def test_extra_fields_become_columns_with_none_where_a_loop_gave_none() -> None:

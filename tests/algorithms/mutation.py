@@ -1,6 +1,6 @@
 """Do the tests notice? Change one sign, constant or comparison at a time and run the matching tests.
 
-    python tests/algorithms/mutation.py [--jobs N] [--only TEXT] [--report FILE] [--list]
+    python tests/algorithms/mutation.py [--jobs N] [--only TEXT] [--report FILE] [--known FILE] [--list]
 
 Works on a temporary copy. Each mutant runs in a forked process; a mutant that no test notices is a
 survivor. Changes that cannot be noticed (the program means the same) are listed in `SAME_MEANING`.
@@ -12,6 +12,7 @@ import argparse
 import ast
 import copy
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_A_MUTANT = 300
+NO_TESTS = 5  # pytest's exit status
 
 ADVANTAGES = ["tests/algorithms/advantages"]
 LOSSES = ["tests/algorithms/policy_losses"]
@@ -101,7 +103,20 @@ OTHER_NAMES = {
     "cummin": "cummax",
 }
 
-SAME_MEANING: dict[str, str] = {}
+SAME_MEANING: dict[str, str] = {
+    "hone/ops/groups.py::mean: self.max(x)  →  self.min(x)": "any member may be the anchor",
+    "hone/algorithms/kl.py::module: 20.0  →  20.5": (
+        "only keeps exp finite: the value is bounded at 10 long before"
+    ),
+    "hone/algorithms/advantages/optimal_token_baseline.py::_advantages: "
+    "int(position.max()) + 1  →  int(position.max()) + 2": "any number of places that is enough",
+    "hone/algorithms/advantages/optimal_token_baseline.py::_advantages: "
+    "int(place.max()) + 1  →  int(place.max()) + 2": "any number of places that is enough",
+    "hone/algorithms/advantages/outcome.py::row_sums: x[block] * zero_one(mask[block], x.dtype)  →  "
+    "x[block] / zero_one(mask[block], x.dtype)": (
+        "a division by 0 is not finite, and then the slow path gives the same sums"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -210,7 +225,10 @@ def run_mutant(mutant: Mutant, workspace: Path) -> bool:
         compiled.unlink()  # its time stamp counts seconds: it could pass for the mutant's
     target.write_text(mutated_source(mutant))
     try:
-        return run_tests(selection(mutant.path), workspace) != 0
+        status = run_tests(selection(mutant.path), workspace)
+        if status == NO_TESTS:
+            raise RuntimeError(f"no test was selected for {mutant.path}; see WORDS")
+        return status != 0
     finally:
         target.write_text(original)
 
@@ -254,21 +272,23 @@ def make_workspace() -> Path:
     return workspace
 
 
-def check(mutants: list[Mutant], jobs: int) -> list[Mutant]:
-    """The survivors. Workers are processes of their own, so that each has a workspace."""
-    results: dict[str, bool] = {}
+def check(mutants: list[Mutant], jobs: int, noticed: set[str]) -> list[Mutant]:
+    """The survivors; `noticed` are keys known from an earlier run. Each worker has a workspace."""
+    results = dict.fromkeys(noticed, True)
+    todo = [m for m in mutants if m.key not in noticed]
     with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(_worker, mutants[i::jobs], results) for i in range(jobs)]:
+        for done in [pool.submit(_worker, todo[i::jobs], results) for i in range(jobs)]:
             done.result()
+    noticed |= {key for key, seen in results.items() if seen}
     return [m for m in mutants if not results[m.key]]
 
 
 def _worker(mutants: list[Mutant], results: dict[str, bool]) -> None:
     workspace = make_workspace()
     try:
-        for tests in sorted({selection(mutant.path) for mutant in mutants}):
-            if run_tests(tests, workspace, keep_compiled=True) != 0:
-                raise RuntimeError(f"{tests} fail without any change")
+        tests = tuple(sorted({test for mutant in mutants for test in TESTS[mutant.path]}))
+        if tests and run_tests(tests, workspace, keep_compiled=True) != 0:
+            raise RuntimeError(f"{tests} fail without any change")
         for done, mutant in enumerate(mutants):
             if done % 20 == 0:
                 print(f"{done} of {len(mutants)}", flush=True)
@@ -320,6 +340,7 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="only files whose path contains this")
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--known", type=Path, help="noticed changes of an earlier run; is updated")
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     options = parser.parse_args(arguments)
     mutants = [m for path in TESTS if options.only in path for m in mutants_of(path)]
@@ -335,7 +356,10 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
     torch.set_num_threads(1)
     start = time.monotonic()
     print(f"{len(mutants)} mutants", flush=True)
-    survivors = check(mutants, options.jobs)
+    noticed = set(json.loads(options.known.read_text())) if options.known else set()
+    survivors = check(mutants, options.jobs, noticed)
+    if options.known:
+        options.known.write_text(json.dumps(sorted(noticed), indent=0))
     if options.report:
         options.report.write_text(report(mutants, survivors, time.monotonic() - start))
     return [m for m in survivors if m.key not in SAME_MEANING]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hone.models.policy import PolicyModel
@@ -79,12 +80,8 @@ def weights_with_unknown_names_are_refused(factory: Factory) -> None:
     with factory.engine(policy()) as engine:
         name, tensor = next(iter(policy().lm.named_parameters()))
         for wrong in ((f"{name}_x", tensor), (name, tensor[:1])):
-            try:
+            with pytest.raises(RolloutError, match=name):
                 engine.update_weights([wrong], 1)
-            except RolloutError as error:
-                assert name in str(error)
-            else:
-                raise AssertionError(f"{wrong[0]} {tuple(wrong[1].shape)} was taken in silence")
 
 
 @clause("model")

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
+
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput
 
@@ -87,7 +89,7 @@ def verify(name: str, factory: Factory) -> None:
         CLAUSES[name].check(factory)
     except asyncio.TimeoutError as error:
         raise Violation(f"{name}: nothing came back in time") from error
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         raise Violation(f"{name}: {type(error).__name__}: {error}") from error
 
 
@@ -119,7 +121,8 @@ def ask_all(
 
     async def gather() -> list[TokenOutput]:
         jobs: list[Awaitable[TokenOutput]] = [
-            engine.generate(p, s, f"r{i}") for i, (p, s) in enumerate(zip(prompts, sampling))
+            engine.generate(p, s, f"r{i}")
+            for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))
         ]
         return list(await asyncio.gather(*jobs))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ VOCABULARY = len(TOKENIZER)
 POSITIONS = 1024
 
 
-@lru_cache(maxsize=None)
+@cache
 def _sharp_lm(family: str, seed: int) -> Any:
     lm = tiny_lm(VOCABULARY, hidden=32, mlp=64, max_positions=POSITIONS, family=family, seed=seed)
     if family == "mistral":

@@ -72,7 +72,7 @@ def expected(model: Path, texts: list[str]) -> list[float]:
     net = AutoModelForSequenceClassification.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [tokenizer.encode(t, add_special_tokens=False) for t in texts]
-    return [float(net(torch.tensor([ids])).logits) for ids in rows]
+    return [net(torch.tensor([ids])).logits.item() for ids in rows]
 
 
 @pytest.mark.parametrize("rows", ["null", "1", "2"])
@@ -101,11 +101,9 @@ def test_a_long_row_loses_its_head(tmp_path: Path) -> None:
 
 def test_another_tokenizer_reads_the_text(tmp_path: Path) -> None:
     policy = tmp_path / "policy"
-    writer = character_tokenizer("+=" + ALPHABET[::-1])
-    writer.save_pretrained(policy)
+    save_classifier(policy, "+=" + ALPHABET[::-1])
     model = save_classifier(tmp_path / "judge")
     made = worker(model, f"reward_model.model.input_tokenizer={policy}")
-    # The policy's folder holds a tokenizer only: nothing else of it is read.
     scores = made.compute_rm_score(batch_of(made.writer)).batch["rm_scores"].sum(-1)
     whole = expected(model, [p + a for p, a in zip(PROMPTS, ANSWERS, strict=True)])
     assert scores.tolist() == pytest.approx(whole, abs=1e-5)

@@ -46,8 +46,10 @@ class Tokens:
     def clip_bounds(self) -> tuple[float, float]:
         """How far the ratio may fall and rise: clip_ratio_low and _high, each else clip_ratio."""
         low, high = given(self.config, "clip_ratio_low"), given(self.config, "clip_ratio_high")
-        both = self.setting("clip_ratio") if low is None or high is None else 0.0
-        return (both if low is None else low), (both if high is None else high)
+        return (
+            self.setting("clip_ratio") if low is None else low,
+            self.setting("clip_ratio") if high is None else high,
+        )
 
 
 PerToken = Callable[[Tokens], tuple[Tensor, Columns]]

@@ -18,12 +18,9 @@ from hone.models.policy import PolicyModel
 from hone.rollout.contract import StopReason
 from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, SlotCache
 from hone.rollout.native.decoder import decoder_forward
+from hone.rollout.native.row_grain import row_grain
 from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request, RequestRules
-
-_ROW_GRAIN = 8
-"""Matrix products that leave a thread a few odd rows take another path for them, with other rounding:
-the number of rows is rounded up to this."""
 
 
 class NativeCore:
@@ -44,6 +41,7 @@ class NativeCore:
         self._max_rows = max_num_seqs
         self._prefill_limit = max_num_batched_tokens
         self._forward = decoder_forward(policy)
+        self._grain = row_grain(policy.parameters())
         self.cache = SlotCache(config.num_hidden_layers, max_num_seqs)
         self.version = 0
         self.prefilled_tokens = 0
@@ -125,14 +123,14 @@ class NativeCore:
         return JointLayout(decode, prefill), positions
 
     def _hidden(self, ids: list[int], positions: Tensor, layout: JointLayout) -> Tensor:
-        short = -len(ids) % _ROW_GRAIN
+        short = -len(ids) % self._grain
         if short:
             positions = torch.nn.functional.pad(positions, (0, short))
         return self._forward(torch.tensor(ids + [0] * short), positions, layout)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = len(hidden)
-        if short := -rows % _ROW_GRAIN:
+        if short := -rows % self._grain:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, short))
         return self.policy.logits(hidden)[:rows]
 

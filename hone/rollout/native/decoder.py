@@ -6,8 +6,7 @@ model, and one whose layers are wrapped (adapters, quantisation), goes through i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +15,15 @@ from torch import Tensor, nn
 from hone.models.attention import Layout
 from hone.models.policy import PolicyModel
 
-Forward = Callable[[Tensor, Tensor, Layout], Tensor]
-"""(token ids [N], positions [N], layout) to hidden states [N, d]."""
+
+class Forward(Protocol):
+    """(token ids [N], positions [N], layout) to hidden states [N, d]."""
+
+    def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor: ...
+
+    def refresh(self) -> None:
+        """Look the parameters up anew: sharding replaces them between generations."""
+
 
 _PLAIN_FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
@@ -107,12 +113,14 @@ class PlainDecoder:
     def _attention(
         self, index: int, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout
     ) -> Tensor:
-        q, k, v = (F.linear(h, *m).unflatten(1, (-1, layer.head_dim)) for m in layer.linears[:3])
+        q, k, v = (F.linear(h, *m).view(len(h), -1, layer.head_dim) for m in layer.linears[:3])
         if layer.norm_q is not None and layer.norm_k is not None:
             q, k = _rms(q, layer.norm_q), _rms(k, layer.norm_k)
+        heads = q.shape[1]
+        turned = _rotate(torch.cat([q, k], 1), cos, sin)
         out = layout.attend(
-            _rotate(q, cos, sin),
-            _rotate(k, cos, sin),
+            turned[:, :heads],
+            turned[:, heads:],
             v,
             layer=index,
             scaling=layer.scaling,

@@ -165,13 +165,12 @@ class NativeRollout:
         """Hand answers to their loops and give those loops the chance to ask again."""
         for loop, requests in _by_loop(finished).items():
             settled = threading.Event()
-            if _call(loop, _resolve, loop, requests, settled):
-                if not settled.wait(_SETTLE_TIMEOUT_S):
-                    log.warning(
-                        "an agent loop has blocked its event loop for %.0f s; decoding goes on "
-                        "without it",
-                        _SETTLE_TIMEOUT_S,
-                    )
+            open_loop = _call(loop, _resolve, loop, requests, settled)
+            if open_loop and not settled.wait(_SETTLE_TIMEOUT_S):
+                log.warning(
+                    "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
+                    _SETTLE_TIMEOUT_S,
+                )
 
     def _fail(self, error: BaseException) -> None:
         """Everybody who waits hears of it."""

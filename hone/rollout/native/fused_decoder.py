@@ -107,7 +107,7 @@ def _read_layer(layer: Any) -> _Layer:
     )
 
 
-def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def _joined(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
     """One weight (and bias) whose rows are the given ones'; they become views of it."""
     weight = _join([m.weight for m in linears])
     biases = [m.bias for m in linears if m.bias is not None]

@@ -26,6 +26,7 @@ class SamplingRows:
     min_p: Tensor  # [B] float32
     seed: Tensor  # [B] int64
     any_greedy: bool
+    all_greedy: bool
     any_truncation: bool
 
     @staticmethod
@@ -43,12 +44,16 @@ class SamplingRows:
             column([r.min_p for r in rows], torch.float32),
             column([r.seed for r in rows], torch.int64),
             any(greedy),
+            all(greedy),
             any(r.top_k > 0 or r.top_p < 1 or r.min_p > 0 for r in rows),
         )
 
 
 def draw(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """Next token [B] and its log-probability [B] at the rows' temperatures."""
+    if rows.all_greedy:
+        token = logits.argmax(-1)
+        return token, torch.log_softmax(logits, -1).gather(-1, token[:, None]).squeeze(-1)
     log_p = torch.log_softmax(logits / rows.temperature[:, None], -1)
     p = log_p.exp()
     kept = _truncate(p, rows) if rows.any_truncation else p

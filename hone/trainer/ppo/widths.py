@@ -22,12 +22,14 @@ def concat_padded(batches: Sequence[DataProto]) -> DataProto:
         b.select(
             batch_keys=[n for n in b.batch.keys() if n in shared],  # noqa: SIM118
             non_tensor_batch_keys=[n for n in b.non_tensor_batch if n in shared],
-            meta_info_keys=["reward_extra_names"],
+            meta_info_keys=[],
         )
         for b in widened
     ]
     joined = DataProto.concat(pieces)
     joined.meta_info = dict(batches[-1].meta_info)
+    extras = joined.meta_info.get("reward_extra_names", [])
+    joined.meta_info["reward_extra_names"] = [name for name in extras if name in shared]
     return joined
 
 

@@ -23,13 +23,13 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import load_causal_lm, load_tokenizer
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
-from hone.plugins import load_module
 from hone.tracking import RunFolder, Tracking, progress
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.workers.device import pick_device, pick_dtype
+from hone.workers.external import import_external
 
 log = logging.getLogger(__name__)
 
@@ -223,9 +223,7 @@ class SFTRun:
 
 def build_tokenizer(model: Any) -> Any:
     """The tokenizer of a model block, after the modules it wants imported first."""
-    names = model.external_lib or ()
-    for name in [names] if isinstance(names, str) else names:
-        load_module(name)
+    import_external(model.external_lib)
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )

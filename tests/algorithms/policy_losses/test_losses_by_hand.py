@@ -90,6 +90,14 @@ def test_a_huge_ratio_stays_finite(name):
         assert torch.isfinite(new_log_prob.grad).all()
 
 
+def test_the_exponent_of_the_ratio_is_bounded_at_twenty():
+    old, new = torch.full((1, 1), -25.0).double(), torch.zeros(1, 1).double()
+    loss, _ = get_policy_loss_fn("vanilla")(
+        old, new, -torch.ones(1, 1), torch.ones(1, 1), config={**CFG, "clip_ratio_c": 1e12}
+    )
+    assert loss.item() == pytest.approx(math.exp(20))
+
+
 def test_gspo_caps_the_exponent_of_the_sequence_ratio():
     old = torch.full((1, 2), -50.0, dtype=torch.float64)
     new = torch.full((1, 2), -1.0, dtype=torch.float64)
@@ -107,6 +115,12 @@ def test_gspo_clips_the_whole_sequence_by_its_geometric_mean_ratio():
     assert loss.item() == pytest.approx(-1)  # the two ratios cancel: nothing to clip
     np.testing.assert_allclose(new.grad, [[-0.5, -0.5]])
     assert metrics["actor/pg_clipfrac"] == 0
+    doubled = torch.full((1, 2), math.log(2.0))
+    for sign, clipped in ((1, 1), (-1, 0)):
+        _, metrics = get_policy_loss_fn("gspo")(
+            old, doubled, sign * torch.ones(1, 2), torch.ones(1, 2), config=CFG
+        )
+        assert metrics["actor/pg_clipfrac"] == clipped
 
 
 def test_luspo_is_gspo_times_the_length():
@@ -133,6 +147,14 @@ def test_geo_mean_clips_in_log_space_and_averages_over_sequences():
     expected = (-math.exp((0.2 - 1) / 2) + math.exp(0.1)) / 2
     assert loss.item() == pytest.approx(expected)
     assert metrics["actor/pg_clipfrac"].item() == 0.25
+    assert metrics["actor/pg_clipfrac_lower"].item() == 0
+
+
+def test_geo_mean_counts_tokens_clipped_from_above():
+    old, adv = torch.zeros(1, 3), torch.ones(1, 3)
+    new = torch.tensor([[1.0, 0.9, 0.1]])
+    _, metrics = get_policy_loss_fn("geo_mean")(old, new, adv, torch.ones(1, 3), config=CFG)
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(2 / 3)
     assert metrics["actor/pg_clipfrac_lower"].item() == 0
 
 
@@ -173,6 +195,9 @@ def test_dppo_tv_judges_the_probability_not_the_ratio():
     assert down[1] == 0
     assert (down[2]["pg_clipfrac"], down[2]["pg_clipfrac_lower"]) == (0, 1)
     assert one("dppo_tv", 0.2, 1.0, old=0.5)[1] == pytest.approx(-0.2)  # moving back is kept
+    for advantage in (1.0, -1.0):
+        kept = one("dppo_tv", 1.0, advantage)[2]
+        assert (kept["pg_clipfrac"], kept["pg_clipfrac_lower"]) == (0, 0)
 
 
 def test_dppo_kl_keeps_what_moves_back_however_far():
@@ -186,6 +211,11 @@ def test_dppo_kl_keeps_what_moves_back_however_far():
 def test_dppo_kl_is_defined_for_certain_tokens():
     loss, gradient, _ = one("dppo_kl", 1.0, 1.0, old=1.0)
     assert (loss, gradient) == (0, -1)
+    cfg = {**CFG, "clip_ratio": 10.0}  # 0.2 → 1: 0.2·log 0.2 + 0.8·log(0.8/1e-8) = 14.2
+    assert one("dppo_kl", 5.0, 1.0, old=0.2, cfg=cfg)[1] == 0
+    assert one("dppo_kl", 5.0, 1.0, old=0.2, cfg={**CFG, "clip_ratio": 14.5})[1] == pytest.approx(
+        -3
+    )
 
 
 def test_dro_pulls_towards_the_old_policy_and_needs_its_weight():

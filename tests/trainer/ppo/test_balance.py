@@ -18,7 +18,7 @@ def batch_of(lengths: list[int]) -> DataProto:
     return DataProto.from_dict({"attention_mask": mask}, {"row": rows})
 
 
-LENGTHS = [9, 1, 1, 1, 8, 1, 7, 1, 1, 6, 1, 5]
+LENGTHS = [9, 8, 1, 1, 8, 1, 7, 1, 1, 6, 1, 1]
 
 
 @pytest.mark.parametrize("by_length", [True, False])

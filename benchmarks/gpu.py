@@ -1,0 +1,131 @@
+"""`make bench-gpu`: decoding, generation, updates and GRPO steps on one GPU, beside their limits.
+
+Prints a table and writes benchmarks/results/<name>.json. `--rehearse` runs everything tiny, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_decode, gpu_train
+from benchmarks.gpu_models import LARGE, SMALL, TINY, Shape, build, parameters
+from benchmarks.gpu_timing import ceilings
+
+PARTS = ("decode", "peer", "generate", "longtail", "sync", "update", "grpo")
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    arguments = _arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    small = arguments.rehearse
+    limits = ceilings(device)
+    result: dict[str, Any] = _facts(device) | {"ceilings": limits}
+    shapes = [TINY] if small else [SMALL, LARGE]
+    parts = arguments.parts.split(",") if arguments.parts else PARTS
+    for index, shape in enumerate(shapes[: arguments.shapes]):
+        measured = measure(shape, device, limits, parts, small, arguments.steps)
+        result |= measured if index == 0 else {"second_shape": measured}
+        _write(arguments.out, result)  # what was measured survives a later failure
+    table(result)
+
+
+def measure(
+    shape: Shape,
+    device: torch.device,
+    limits: dict[str, float],
+    parts: Any,
+    small: bool,
+    steps: int,
+) -> dict[str, Any]:
+    print(f"{shape.name}", flush=True)
+    lm = build(shape, device)
+    work: dict[str, Any] = {
+        "decode": lambda: gpu_decode.decode(lm, shape, device, small),
+        "peer": lambda: gpu_decode.peer(shape, device, small),
+        "generate": lambda: gpu_decode.groups(lm, shape, device, small),
+        "longtail": lambda: gpu_decode.longtail(lm, shape, device, small),
+        "sync": lambda: gpu_decode.sync(lm, device),
+        "update": lambda: gpu_train.update(lm, shape, device, limits["flops"], small),
+    }
+    names = {"generate": "generate_512x256", "peer": "decode"}
+    out: dict[str, Any] = {"shape": shape.name, "parameters": parameters(lm)}
+    for part in [p for p in parts if p in work]:
+        started = time.perf_counter()
+        out[names.get(part, part)] = out.get(names.get(part, part), {}) | work[part]()
+        print(f"  {part} took {time.perf_counter() - started:.1f} s in all", flush=True)
+        _clean(device)
+    if "decode" in parts:
+        out["decode"]["limit_ms"] = out["decode"]["bytes_per_step"] / limits["bytes_per_s"] * 1000
+    del lm, work
+    _clean(device)
+    if "grpo" in parts:
+        out["grpo_step"] = gpu_train.grpo_step(shape, device, steps, small)
+    return out
+
+
+def _clean(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    import transformers
+
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": "cpu",
+    }
+    if device.type == "cuda":
+        import triton
+
+        facts |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+    return facts
+
+
+def table(result: dict[str, Any]) -> None:
+    """The table of docs/performance.md, for each shape."""
+    for shape in (result, result.get("second_shape")):
+        if shape is None:
+            continue
+        print(
+            f"\n{shape['shape']}, {shape['parameters'] / 1e6:.0f}M parameters, {result['device']}"
+        )
+        for name in ("decode", "generate_512x256", "longtail", "update", "grpo_step", "sync"):
+            for key, value in shape.get(name, {}).items():
+                shown = f"{value:,.4g}" if isinstance(value, float) else value
+                print(f"  {name + '.' + key:40} {shown}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="everything tiny")
+    parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--shapes", type=int, default=2, help="how many shapes")
+    parser.add_argument(
+        "--steps", type=int, default=7, help="GRPO steps; the first two do not count"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    return parser.parse_args()
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The paged engine's own promises: shared prompts, prefixes found again, preemption, joined weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.native.paged_core import PAGE_SIZE, STEPS_PER_CHUNK, PagedCore
+from hone.rollout.requests import Request
+
+from ..models import policy, prompts
+from .paged import paged_core
+
+
+def finish(core: PagedCore, requests: list[Request]) -> list[list[int]]:
+    for request in requests:
+        core.add(request)
+    while core.busy:
+        core.step()
+    return [request.token_ids for request in requests]
+
+
+def ask(prompt: list[int], tokens: int = 20, seed: int = 0, **more: object) -> Request:
+    sampling = Sampling(tokens, 1.0, seed, ignore_eos=True, **more)  # type: ignore[arg-type]
+    return Request(list(prompt), sampling, f"r{seed}")
+
+
+def test_a_group_computes_its_prompt_once_and_shares_its_full_pages() -> None:
+    core = paged_core(policy())
+    prompt = prompts(1, 40, 40)[0]
+    for i in range(6):
+        core.add(ask(prompt, 40, seed=i))
+    core.step()
+    assert core.prefilled_tokens == 40
+    tables = [row.pages for row in core._active]
+    assert len({tuple(pages[:2]) for pages in tables}) == 1
+    assert len({pages[2] for pages in tables}) == 6  # the partial page is each one's own
+
+
+def test_members_of_a_group_draw_as_they_would_alone() -> None:
+    prompt = prompts(1, 37, 37)[0]
+    together = finish(paged_core(policy()), [ask(prompt, seed=i) for i in range(5)])
+    alone = [finish(paged_core(policy()), [ask(prompt, seed=i)])[0] for i in range(5)]
+    assert together == alone
+    assert len(set(map(tuple, together))) > 1
+
+
+def test_a_later_turn_computes_only_what_is_new() -> None:
+    core = paged_core(policy())
+    first = ask(prompts(1, 40, 40)[0], 30)
+    finish(core, [first])
+    turn = [*first.prompt_ids, *first.token_ids, 5, 6, 7]
+    before = core.prefilled_tokens
+    again = ask(turn, 25, seed=3)
+    finish(core, [again])
+    known = (len(first.prompt_ids) + len(first.token_ids) - 1) // PAGE_SIZE * PAGE_SIZE
+    assert core.prefilled_tokens - before == len(turn) - known
+    assert again.token_ids == finish(paged_core(policy()), [ask(turn, 25, seed=3)])[0]
+
+
+def test_without_prefix_caching_every_prompt_is_computed() -> None:
+    core = paged_core(policy(), prefix_caching=False)
+    prompt = prompts(1, 40, 40)[0]
+    finish(core, [ask(prompt)])
+    finish(core, [ask(prompt)])
+    assert core.prefilled_tokens == 80
+
+
+def test_new_weights_are_not_mixed_with_old_keys() -> None:
+    core = paged_core(policy())
+    prompt = prompts(1, 40, 40)[0]
+    finish(core, [ask(prompt)])
+    with torch.no_grad():
+        for parameter in core.policy.parameters():
+            parameter.mul_(0.9)
+    core.version = 1
+    changed = finish(core, [ask(prompt)])
+    other = policy()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    assert changed == finish(paged_core(other), [ask(prompt)])
+    assert core.prefilled_tokens == 80
+
+
+def test_a_sequence_that_saw_two_versions_is_not_remembered() -> None:
+    core = paged_core(policy())
+    request = ask(prompts(1, 40, 40)[0], 2 * STEPS_PER_CHUNK)
+    core.add(request)
+    core.step()
+    core.version = 1
+    while core.busy:
+        core.step()
+    assert {0, 1} == set(request.versions)
+    assert core.cache.pool.find([*request.prompt_ids, *request.token_ids]) == []
+
+
+def test_too_few_pages_preempt_the_newest_and_change_no_token() -> None:
+    asked = prompts(8, 30, 40)
+    roomy, tight = paged_core(policy()), paged_core(policy(), pages=26)
+    wanted = finish(roomy, [ask(p, 100, seed=i) for i, p in enumerate(asked)])
+    assert finish(tight, [ask(p, 100, seed=i) for i, p in enumerate(asked)]) == wanted
+    assert tight.preempted > 0
+    assert roomy.preempted == 0
+    assert tight.cache.pool.available == 25
+
+
+def test_every_page_comes_back() -> None:
+    core = paged_core(policy(), max_num_seqs=5)
+    finish(core, [ask(p, 1 + i % 70, seed=i) for i, p in enumerate(prompts(23))])
+    assert core.cache.pool.available == core.cache.pages - 1
+
+
+def test_aborting_gives_the_pages_back() -> None:
+    core = paged_core(policy())
+    for i, prompt in enumerate(prompts(5)):
+        core.add(ask(prompt, 100, seed=i))
+    core.step()
+    assert len(core.abort()) == 5
+    assert core.cache.pool.available == core.cache.pages - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [({"max_model_len": 50}, "rollout.max_model_len"), ({"pages": 4}, "gpu_memory_utilization")],
+)
+def test_what_can_never_fit_is_refused(options: dict[str, int], sentence: str) -> None:
+    core = paged_core(policy(), **options)
+    with pytest.raises(RolloutError, match=sentence):
+        core.add(ask(prompts(1, 20, 20)[0], 60))
+
+
+def test_the_parameters_stay_the_models_own_and_trainable() -> None:
+    model = policy()
+    names = [name for name, _ in model.named_parameters()]
+    values = [p.detach().clone() for p in model.parameters()]
+    core = paged_core(model)
+    assert names == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
+    attention = model.decoder.layers[0].self_attn  # type: ignore[index]
+    attention.q_proj.weight.data.add_(1.0)
+    joined = core._forward._layers[0].qkv[0]
+    assert torch.equal(joined[: len(attention.q_proj.weight)], attention.q_proj.weight)
+    assert attention.q_proj.weight.requires_grad
+
+
+def test_moved_parameters_are_found_again() -> None:
+    model = policy()
+    core = paged_core(model)
+    prompt = prompts(1, 20, 20)[0]
+    wanted = finish(core, [ask(prompt)])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    core.version = 1
+    assert finish(core, [ask(prompt)]) == wanted
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    core.version = 2
+    assert finish(core, [ask(prompt)]) != wanted

@@ -1,0 +1,201 @@
+"""`hone`: light help, every verb reachable, a user's mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hone import cli
+from hone.trainer import command_line
+
+VERBS = (
+    *("train", "sft", "generate", "eval", "export", "config", "data", "model"),
+    *("doctor", "report", "quickstart"),
+)
+
+
+def test_help_names_every_verb_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom hone.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'ray', 'hydra', 'numpy', 'rich'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "HEAVY []" in done.stdout
+    for verb in VERBS:
+        assert f"\n    {verb}" in done.stdout
+
+
+def test_without_a_verb_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "usage: hone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [*cli.PROGRAMS])
+def test_a_program_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, "--help"])
+    assert end.value.code == 0
+    assert f"usage: hone {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "algorithm.adv_estmator=grpo"], "Did you mean"),
+        (["sft", "optim.learning_rate=1"], "no key"),
+        (["sft", "model.path=/nowhere/at/all"], "does not exist"),
+        (["generate", "rollout.temperatur=1"], "Did you mean"),
+        (["generate", "data.path=/nowhere.parquet", "model.path=x"], "/nowhere.parquet"),
+        (["eval", "data.path=/nowhere.parquet"], "/nowhere.parquet"),
+        (["eval", "--bench", "gsm8k"], "--model is missing"),
+        (["export", "/nowhere", "out"], "no checkpoint folder"),
+        (["report", "/nowhere"], "/nowhere"),
+        (["config", "explain", "algorithm.adv_estmator"], "Did you mean"),
+        (["data", "prepare", "gsm"], "Did you mean"),
+        (["data", "prepare", "gsm8k", "--local_dir", "x", "--source_dir", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_an_unknown_option_of_a_verb_is_refused() -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", "run", "--outt", "x"])
+    assert end.value.code == 2
+
+
+def test_a_bug_of_ours_keeps_its_traceback() -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        command_line.finish(broken)
+
+
+def test_every_listed_mistake_is_a_class_that_exists() -> None:
+    import importlib
+    import importlib.util
+
+    for target in command_line._MISTAKES:
+        module, _, name = target.partition(":")
+        if importlib.util.find_spec(module) is None:
+            continue
+        found = getattr(importlib.import_module(module), name)
+        assert issubclass(found, Exception), target
+    assert len(command_line._mistakes()) > 15
+
+
+def test_a_users_yaml_without_defaults_gets_the_programs_tree(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {max_length: 77}\n")
+    composed = command_line.composed_of(
+        ["--config-path", str(tmp_path), "--config-name", "mine", "optim.lr=2e-5"],
+        tree="sft_trainer",
+        program="hone sft",
+    )
+    assert composed.config.data.max_length == 77
+    assert composed.origin("optim.lr") == "command line"
+    assert "mine.yaml" in composed.origin("data.max_length")
+
+
+def test_keys_without_effect_are_listed_once_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    from hone.tracking.console import screen
+
+    screen.cache_clear()
+    composed = command_line.composed_of(
+        ["data.pad_mode=right"], tree="sft_trainer", program="hone sft"
+    )
+    command_line.announce(composed)
+    screen.cache_clear()
+    assert capsys.readouterr().out.count("data.pad_mode=right") == 1
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run a verb; its exit code and what it said."""
+    from hone.tracking.console import screen
+
+    def run(*arguments: str) -> tuple[int, str]:
+        screen.cache_clear()
+        code = cli.main(list(arguments))
+        screen.cache_clear()
+        return code, capsys.readouterr().out
+
+    return run
+
+
+Said = Callable[..., tuple[int, str]]
+
+
+def test_config_shows_explains_and_checks(said: Said, tmp_path: Path) -> None:
+    code, text = said("config", "show", "--tree", "generation", "--only-set", "data.n_samples=3")
+    assert (code, "n_samples: 3" in text) == (0, True)
+    code, text = said("config", "explain", "data.train_batch_size")
+    assert (code, "takes" in text) == (0, True)
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("defaults: [sft_trainer, _self_]\ndata: {max_length: 64}\n")
+    bad.write_text("data: {max_lenth: 64}\n")
+    assert said("config", "check", str(good))[0] == 0
+    assert said("config", "check", str(good), str(bad))[0] == 1
+
+
+def test_a_tiny_model_is_made_and_used_by_the_data_check(said: Said, tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    code, text = said("model", "tiny", str(model), "--hidden", "32", "--layers", "1")
+    assert (code, "parameters" in text) == (0, True)
+    assert json.loads((model / "config.json").read_text())["hidden_size"] == 32
+    rows = tmp_path / "rows.jsonl"
+    row = {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "reward_model": {"style": "rule", "ground_truth": 2},
+    }
+    rows.write_text(json.dumps(row) + "\n")
+    code, text = said("data", "check", str(rows), "--tokenizer", str(model))
+    assert (code, "prompt length in tokens" in text) == (0, True)
+    rows.write_text(json.dumps(row | {"data_source": "poetry"}) + "\n")
+    assert said("data", "check", str(rows))[0] == 1
+
+
+def test_data_sets_are_listed_and_prepared(said: Said, tmp_path: Path) -> None:
+    code, text = said("data", "prepare")
+    assert (code, "countdown" in text) == (0, True)
+    sizes = ("--train_size", "4", "--test_size", "2")
+    code, _ = said("data", "prepare", "multiply", "--local_dir", str(tmp_path), *sizes)
+    assert code == 0
+    assert (tmp_path / "train.parquet").is_file()
+
+
+def test_a_run_becomes_a_page(said: Said, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"reward/mean": 0.5, "step": 1}\n')
+    code, _ = said("report", str(run), "--out", str(tmp_path / "page.html"))
+    assert code == 0
+    assert "reward/mean" in (tmp_path / "page.html").read_text()
+
+
+def test_doctor_examines_without_the_slow_tests(said: Said) -> None:
+    code, text = said("doctor", "--quick")
+    assert code == 0
+    assert "bubblewrap" in text

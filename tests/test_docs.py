@@ -1,0 +1,274 @@
+"""The documents stay true: every command is run or checked, every name of the tour exists."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone import cli
+from hone.config import compose
+from hone.data.prepare import argument_parser
+from hone.trainer import quickstart
+from hone.trainer.benchmarks import split_overrides
+from hone.trainer.command_line import composed_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/*.md")])
+TREES = {
+    "train": "ppo_trainer",
+    "sft": "sft_trainer",
+    "generate": "generation",
+    "eval": "evaluation",
+    "main_ppo": "ppo_trainer",
+    "main_sft": "sft_trainer",
+    "main_generation": "generation",
+    "main_eval": "evaluation",
+}
+KNOWN_TAGS = {"gpu", "hub", "cluster"}
+SHELL = {"cd", "git", "pip", "export", "ray", "mkdir", "source", "apt-get"}
+"""Commands that are not ours to check."""
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of the page's bash blocks, continuation lines joined."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:bash|sh|shell)\n(.*?)```", text, flags=re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
+def all_commands() -> Iterator[Any]:
+    for page in PAGES:
+        for number, line in enumerate(commands(page)):
+            yield pytest.param(line, id=f"{page.relative_to(ROOT)}-{number}")
+
+
+def words_of(line: str) -> list[str]:
+    line = re.sub(r"\$\{?\w+\}?", "value", line)
+    return shlex.split(line, comments=True)
+
+
+def check(words: list[str]) -> None:
+    """Parse and compose what the command would run; raises where it could not."""
+    while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
+        words = words[1:]
+    if not words or words[0] in SHELL:
+        return
+    program = Path(words[0]).name
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+        assert next(w for w in words[1:] if "=" not in w) in targets
+    elif program == "bash":
+        check_script(ROOT / words[1], words[2:])
+    elif program == "hone":
+        check_verb(words[1], words[2:])
+    elif program in ("python", "python3", "torchrun"):
+        check_module(words)
+    else:
+        pytest.fail(f"nobody checks {words[0]!r}: add it to the checks, or to SHELL")
+
+
+def check_module(words: list[str]) -> None:
+    if "-c" in words:
+        compile(words[words.index("-c") + 1], "page", "exec")
+        return
+    if "-m" not in words:
+        assert (ROOT / next(w for w in words[1:] if w.endswith(".py"))).is_file()
+        return
+    at = words.index("-m")
+    module, rest = words[at + 1], words[at + 2 :]
+    name = module.rpartition(".")[2]
+    if name in TREES and module.startswith("hone.trainer"):
+        check_overrides(TREES[name], rest)
+    elif module in ("pytest", "venv", "pip"):
+        return
+    else:
+        importlib.import_module(module)
+
+
+def check_overrides(tree: str, rest: list[str]) -> None:
+    composed_of(_from_root(rest), tree=tree, program="hone")
+
+
+def _from_root(rest: list[str]) -> list[str]:
+    """Config folders are named as seen from the repository."""
+    return [str(ROOT / word) if before == "--config-path" else word
+            for before, word in zip(["", *rest], rest, strict=False)]  # fmt: skip
+
+
+def check_verb(verb: str, rest: list[str]) -> None:
+    if verb == "eval" and "--bench" in rest:
+        overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+        generating, scoring = split_overrides(overrides)
+        compose(generating, config_name="generation")
+        compose(scoring, config_name="evaluation")
+    elif verb in TREES:
+        check_overrides(TREES[verb], rest)
+    elif [verb, *rest][:2] == ["data", "prepare"] and len(rest) > 1:
+        argument_parser(rest[1]).parse_args(rest[2:])
+    elif verb == "quickstart":
+        chosen, overrides = cli._parser().parse_known_args([verb, *rest])
+        assert chosen.verb == verb
+        files = {"train": Path("train.jsonl"), "test": Path("test.jsonl")}
+        usual = quickstart.overrides(files, Path("base"), Path("run"), chosen.seed)
+        compose([*usual, *overrides])
+    elif verb == "config":
+        assert cli.main([verb, *rest]) == 0
+    else:
+        chosen, unknown = cli._parser().parse_known_args([verb, *rest])
+        assert chosen.verb == verb
+        assert not unknown
+
+
+def check_script(script: Path, rest: list[str]) -> None:
+    """Let the shell expand the script with `echo` in place of Python, and check what it would run."""
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "echo", "BASE_MODEL": "MODEL"}
+    done = subprocess.run(
+        ["bash", str(script), *rest],
+        env=environment | {"DATA_DIR": "data"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    check_module(["python", *shlex.split(done.stdout)])
+
+
+@pytest.mark.parametrize("line", all_commands())
+def test_every_command_in_the_documents_would_start(line: str) -> None:
+    tag = re.search(r"# needs: ([\w, ]+)", line)
+    if tag:
+        assert {word.strip() for word in tag.group(1).split(",")} <= KNOWN_TAGS
+    check(words_of(line))
+
+
+def test_the_check_notices_a_wrong_command() -> None:
+    for line in (
+        "hone train algorithm.adv_estmator=grpo",
+        "hone eval --bench gsm8k rollout.top_x=1",
+        "hone data prepare countdown --local_dir x --no_such_option 1",
+        "python -m hone.trainer.main_sft optim.lrr=1",
+        "make no-such-target",
+        "hone report run --no-such-option",
+        "unheard-of command",
+    ):
+        with pytest.raises((Exception, SystemExit, pytest.fail.Exception)):
+            check(words_of(line))
+
+
+def test_every_name_of_the_tour_exists() -> None:
+    text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(hone/[\w/]+\.py):([\w.]+)`", text)
+    assert len(names) > 30
+    for path, name in names:
+        assert (ROOT / path).is_file(), path
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            assert hasattr(found, part), f"{path}:{name}"
+            found = getattr(found, part)
+
+
+def test_every_path_that_pages_link_to_exists() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_the_loop_of_the_agents_page_plays() -> None:
+    from hone.agents.runner import LoopRunner
+    from hone.config import load_config
+    from hone.data.loader import collate_fn
+    from hone.models.tiny import character_tokenizer
+    from hone.protocol import DataProto
+    from hone.rollout.scripted import ScriptedRollout
+
+    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    block = re.findall(r"```python\n(.*?)```", text, flags=re.S)[0]
+    exec(compile(block, "agents.md", "exec"), {"__name__": "agents_page"})
+    tokenizer = character_tokenizer()
+    engine = ScriptedRollout(["five", "six"], tokenizer=tokenizer)
+    runner = LoopRunner(load_config(["data.max_response_length=64"]), engine, tokenizer, run_seed=1)
+    row = {
+        "prompt_ids": tokenizer.encode("2+3="),
+        "agent_name": "second_thought",
+        "uid": "u",
+        "sample_index": 0,
+        "trajectory_id": "u-0",
+    }
+    rows = DataProto(batch=None, non_tensor_batch=collate_fn([row]))
+    rows.meta_info["sampling_params"] = {"temperature": 1.0}
+    batch = runner.run(rows).batch
+    written = batch["responses"][0][batch["response_mask"][0].bool()]
+    assert tokenizer.decode(written) == "five</s>six</s>"
+    assert "Are you sure?" in tokenizer.decode(batch["responses"][0])
+
+
+def test_the_recipes_pass_the_check_and_say_what_they_set() -> None:
+    from hone.config.commands import check as check_yaml
+
+    files = sorted(ROOT.glob("recipes/tinyzero/*.yaml"))
+    assert len(files) == 3
+    for file in files:
+        status, text = check_yaml(file)
+        assert status == 0, text
+
+
+def test_tinyzeros_script_and_yaml_ask_for_the_same_training() -> None:
+    script = ROOT / "recipes" / "tinyzero" / "scripts" / "train_tiny_zero.sh"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "echo", "BASE_MODEL": "M", "DATA_DIR": "D"}
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
+    )
+    overrides = shlex.split(done.stdout)[2:]
+    said = compose(overrides).config
+    written = compose(config_name="countdown_ppo", config_path=ROOT / "recipes/tinyzero").config
+    for one in (said, written):
+        assert one.algorithm.adv_estimator == "gae"
+    assert said.algorithm == written.algorithm
+    assert said.actor_rollout_ref.actor.optim == written.actor_rollout_ref.actor.optim
+    assert said.critic.optim == written.critic.optim
+    for key in ("train_batch_size", "max_prompt_length", "max_response_length", "prompt_format"):
+        assert getattr(said.data, key) == getattr(written.data, key)
+    for key in ("ppo_mini_batch_size", "clip_ratio", "entropy_coeff", "ppo_epochs"):
+        assert getattr(said.actor_rollout_ref.actor, key) == getattr(
+            written.actor_rollout_ref.actor, key
+        )
+
+
+def test_the_script_says_which_variable_is_missing() -> None:
+    script = ROOT / "recipes" / "tinyzero" / "scripts" / "train_tiny_zero.sh"
+    done = subprocess.run(
+        ["bash", str(script)], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "set BASE_MODEL" in done.stderr
+
+
+def test_every_command_of_the_quickstart_block_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    block = text[text.index("## Every command once") :]
+    block = re.findall(r"```bash\n(.*?)```", block, flags=re.S)[0]
+    run: Callable[[list[str]], int] = cli.main
+    for line in block.strip().splitlines():
+        words = shlex.split(line)
+        if words[0] == "hone":
+            assert run(words[1:]) == 0, line
+        else:
+            own = line.replace("python", shlex.quote(sys.executable), 1)
+            subprocess.run(["bash", "-c", own], check=True, timeout=60)
+    for file in ("responses.parquet", "scores.png", "report.html", "exported/config.json"):
+        assert (tmp_path / file).is_file(), file
+    assert json.loads((tmp_path / "scores.json").read_text())["sources"]

@@ -1,0 +1,104 @@
+"""A process that has imported everything and forks a run for each line it reads.
+
+Twenty starts would cost minutes of imports; a forked run is as real, and as mortal. Each line in is a
+JSON list of overrides; out come the run's process id and, when it has ended, how.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Nursery:
+    """The test's side: `run` a command, `kill` it when a moment has come."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def run(self, overrides: Sequence[str]) -> int:
+        """To the end; the exit code."""
+        self._start(overrides)
+        return int(self._line())
+
+    def run_and_kill(
+        self, overrides: Sequence[str], moment: Callable[[], bool], delay_s: float
+    ) -> bool:
+        """Kill -9 when the moment has come; False where the run ended before (and well)."""
+        pid = self._start(overrides)
+        while not self._has_line():
+            if moment():
+                time.sleep(delay_s)
+                if self._has_line():
+                    break
+                os.kill(pid, 9)
+                return int(self._line()) == -9
+        assert int(self._line()) == 0
+        return False
+
+    def _start(self, overrides: Sequence[str]) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(list(overrides)).encode() + b"\n")
+        self._process.stdin.flush()
+        return int(self._line())
+
+    def _has_line(self) -> bool:
+        return bool(select.select([self._process.stdout], [], [], 0.002)[0])
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        return os.read(self._process.stdout.fileno(), 1 << 16).splitlines()[0]
+
+
+def main() -> None:
+    import pyarrow.parquet
+    import torch.distributed.checkpoint
+    import transformers
+
+    import hone.trainer.ppo.trainer
+    import hone.workers.actor_rollout_ref
+    import hone.workers.critic
+    from hone.config import load_config
+    from hone.trainer.main_ppo import run
+
+    loaded: list[Any] = [pyarrow, torch, transformers.AutoModelForCausalLM, hone]
+    assert loaded
+    said = os.dup(1)
+    os.dup2(2, 1)  # whatever a run prints is no answer
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                run(load_config(json.loads(line)))
+                code = 0
+            except BaseException:  # a child must never go on with the loop
+                traceback.print_exc()
+            os._exit(code)
+        os.write(said, f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        os.write(said, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

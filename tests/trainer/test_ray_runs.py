@@ -1,0 +1,108 @@
+"""The same program on Ray: the numbers of one process, two ranks like one, a dead worker told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hone.controller.failures import WorkerDied
+
+from .runs import Run, Task, opened
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+
+RAY = "trainer.controller=ray"
+TWO_RANKS = (RAY, "trainer.n_gpus_per_node=2")
+ALGORITHMS = {
+    "grpo": ["actor_rollout_ref.actor.use_kl_loss=true"],
+    "ppo": [
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_one_rank_on_ray_has_the_metrics_of_one_process(
+    train: Callable[..., Run], task: Task, name: str
+) -> None:
+    shared = [*ALGORITHMS[name], task.validated(), "trainer.save_freq=2", "trainer.test_freq=2"]
+    local = train(*shared, "trainer.controller=local", folder="local")
+    remote = train(*shared, RAY, folder="ray")
+    assert len(local.metrics) == 3
+    assert remote.numbers == local.numbers
+    assert remote.rollouts(2) == local.rollouts(2)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("balanced", ["true", "false"])
+def test_two_ranks_have_the_metrics_of_one(
+    train: Callable[..., Run], name: str, balanced: str
+) -> None:
+    shared = [*ALGORITHMS[name], "actor_rollout_ref.rollout.n=3", "data.max_response_length=10"]
+    one = train(*shared, folder="one")
+    two = train(*shared, *TWO_RANKS, f"trainer.balance_batch={balanced}", folder="two")
+    for step in (1, 2):
+        rows = [
+            {row["trajectory_id"]: row["response_ids"] for row in run.rollouts(step)}
+            for run in (one, two)
+        ]
+        assert rows[0] == rows[1]  # who decodes a prompt does not change its response
+    names = [
+        n
+        for n in one.numbers[0]
+        if n.startswith(("actor/", "critic/", "reward/", "response_length/"))
+    ]
+    assert {"actor/pg_loss", "actor/grad_norm", "reward/mean"} <= set(names)
+    for first, second in zip(one.numbers, two.numbers, strict=True):
+        for metric in names:
+            assert second[metric] == pytest.approx(first[metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_two_ranks_continue_what_one_began(train: Callable[..., Run]) -> None:
+    longer = "trainer.total_training_steps=4"
+    save = "trainer.save_freq=2"
+    whole = train(save, longer, folder="whole")
+    train(save, folder="parts")
+    parts = train(save, longer, *TWO_RANKS, folder="parts")
+    assert [line["step"] for line in parts.metrics] == [1, 2, 3, 4]
+    assert parts.series("actor/grad_norm") == pytest.approx(
+        whole.series("actor/grad_norm"), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_it_learns_on_two_ranks(train: Callable[..., Run], name: str) -> None:
+    run = train(
+        *ALGORITHMS[name],
+        *TWO_RANKS,
+        "actor_rollout_ref.rollout.n=8",
+        "algorithm.kl_ctrl.kl_coef=0",
+        "trainer.total_training_steps=12",
+    )
+    rewards = run.series("reward/mean")
+    assert sum(rewards[-3:]) / 3 > 1.5 * sum(rewards[:3]) / 3
+
+
+def test_a_dead_worker_is_told_with_rank_role_and_last_lines(task: Task, tmp_path: Path) -> None:
+    with opened(task.overrides(tmp_path, *TWO_RANKS)) as trainer:
+        trainer.step()
+        seat = trainer.actor._crew._seats[1]
+        os.kill(seat.pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerDied) as caught:
+            trainer.step()
+        waited = time.monotonic() - started
+    said = str(caught.value)
+    assert "rank 1" in said
+    assert "actor_rollout" in said
+    assert f"pid {seat.pid}" in said
+    assert "last log lines" in said
+    assert waited < 30
