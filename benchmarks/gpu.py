@@ -47,6 +47,16 @@ def measure(
     small: bool,
     steps: int,
 ) -> dict[str, Any]:
+    out = _with_model(shape, device, limits, parts, small)
+    _clean(device)
+    if "grpo" in parts:
+        out["grpo_step"] = gpu_train.grpo_step(shape, device, steps, small)
+    return out
+
+
+def _with_model(
+    shape: Shape, device: torch.device, limits: dict[str, float], parts: Any, small: bool
+) -> dict[str, Any]:
     print(f"{shape.name}", flush=True)
     lm = build(shape, device)
     work: dict[str, Any] = {
@@ -66,10 +76,6 @@ def measure(
         _clean(device)
     if "decode" in parts:
         out["decode"]["limit_ms"] = out["decode"]["bytes_per_step"] / limits["bytes_per_s"] * 1000
-    del lm, work
-    _clean(device)
-    if "grpo" in parts:
-        out["grpo_step"] = gpu_train.grpo_step(shape, device, steps, small)
     return out
 
 

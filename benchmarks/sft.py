@@ -31,9 +31,9 @@ from hone.trainer.sft.trainer import SFTTrainer
 
 THREADS = 2
 PAIRS = 3
-STEPS = 3
+STEPS = 2
 """Updates measured in one turn; one more before them warms up."""
-BATCH_ROWS, MAX_LENGTH, ROWS = 16, 512, 320
+BATCH_ROWS, MAX_LENGTH, ROWS = 32, 512, 640
 VOCABULARY = 704
 SHAPE = {"hidden": 256, "layers": 8, "heads": 8, "kv_heads": 4, "mlp": 1024}
 TARGETS = {"over_trl": 1.5}

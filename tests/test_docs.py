@@ -178,6 +178,17 @@ def test_every_name_of_the_tour_exists() -> None:
             found = getattr(found, part)
 
 
+@pytest.mark.parametrize("name", ["tuning", "checkpoints", "quickstart", "agents"])
+def test_every_key_that_a_page_names_exists(name: str) -> None:
+    from hone.config.commands import explain
+
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    keys = set(re.findall(r"(?<![\w./…])([a-z]\w*(?:\.\w+)+)=", text))
+    assert keys
+    for key in keys:
+        assert explain(key)
+
+
 def test_every_path_that_pages_link_to_exists() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
@@ -271,4 +282,6 @@ def test_every_command_of_the_quickstart_block_runs(
             subprocess.run(["bash", "-c", own], check=True, timeout=60)
     for file in ("responses.parquet", "scores.png", "report.html", "exported/config.json"):
         assert (tmp_path / file).is_file(), file
+    origins = json.loads((tmp_path / "runs" / "grpo" / "config_origins.json").read_text())
+    assert origins["algorithm.adv_estimator"] == "command line"
     assert json.loads((tmp_path / "scores.json").read_text())["sources"]

@@ -100,11 +100,13 @@ class _LinearLogProbs(torch.autograd.Function):
             log_norm[part] = norm
             log_probs[part] = z.gather(-1, target[part, None]).squeeze(-1) - norm
             if with_entropy:
-                p = torch.exp(z - norm[:, None])
+                p = torch.sub(z, norm[:, None]).exp_()
                 entropy[part] = norm - torch.linalg.vecdot(p, z)
         ctx.save_for_backward(hidden, weight, bias, target, log_norm, entropy)
         ctx.factor, ctx.softcap = factor, softcap
         ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
@@ -121,12 +123,16 @@ class _LinearLogProbs(torch.autograd.Function):
             log_p = z.sub_(log_norm[part, None])
             p = log_p.exp()
             # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
-            g = torch.zeros_like(p)
+            # In place: two tensors of a chunk's logits are alive, not five.
+            if g_entropy is None:
+                g = p.mul_(-g_log_prob[part, None])
+            else:
+                g = log_p.add_(entropy[part, None]).mul_(-g_entropy[part, None])
+                if g_log_prob is not None:
+                    g -= g_log_prob[part, None]
+                g *= p
             if g_log_prob is not None:
-                g = p * -g_log_prob[part, None]
                 g.scatter_add_(-1, target[part, None], g_log_prob[part, None].to(g.dtype))
-            if g_entropy is not None:
-                g -= p * (log_p + entropy[part, None]) * g_entropy[part, None]
             g *= ctx.factor
             if squashed is not None:
                 g *= 1 - squashed.square()

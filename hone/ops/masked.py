@@ -31,7 +31,9 @@ def masked_sum(x: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = Non
 def count_kept(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """How many entries are kept, as integers."""
     kept = mask.bool().view(torch.uint8)  # bytes add up many times faster than bools
-    return kept.sum() if axis is None else kept.sum(dim=axis)
+    if axis is None:
+        return kept.flatten().sum()
+    return kept.sum(dim=axis, dtype=torch.int32)  # and into 32 bits faster than into 64
 
 
 def masked_mean(x: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hone.config.reward import RewardModelConfig
+from hone.plugins import load_extern_object
 from hone.protocol import DataProto
 from hone.rewards.calling import FORMAT_ARGUMENTS, accepted_names, explicit_names
-from hone.plugins import load_extern_object
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.registry import get_reward_manager_cls

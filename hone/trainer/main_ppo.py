@@ -20,8 +20,10 @@ def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> N
     """Train as configured, in this process or on Ray; `origins` say where values came from."""
     from hone.models.load import load_tokenizer
     from hone.trainer.ppo.trainer import PPOTrainer
+    from hone.workers.external import import_external
 
     model = config.actor_rollout_ref.model
+    import_external(model.external_lib)
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )

@@ -5,6 +5,7 @@ The native engine decodes with the training module itself, so publishing new wei
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hone.rollout.build import build_rollout
 from hone.workers.device import pick_device, pick_dtype
 from hone.workers.external import import_external
 from hone.workers.objectives import PolicyObjective, update_in_minibatches
+from hone.workers.roofline import Roofline
 
 
 class ActorRolloutRefWorker(Worker):
@@ -132,10 +134,25 @@ class ActorRolloutRefWorker(Worker):
         self.rollout.wake_up()
         try:
             with self.engine.gathered_parameters():
-                return self.runner.run(prompts, widths=self.engine.widest)
+                started = time.perf_counter()
+                batch = self.runner.run(prompts, widths=self.engine.widest)
+                batch.meta_info["metrics"] |= self._rollout_metrics(
+                    batch, time.perf_counter() - started
+                )
+                return batch
         finally:
             if self.config.actor_rollout_ref.rollout.free_cache_engine:
                 self.rollout.sleep()
+
+    def _rollout_metrics(self, batch: DataProto, seconds: float) -> dict[str, float]:
+        """Share of the GPU's memory bandwidth that generation used."""
+        roofline = Roofline.of(self.policy.lm, self.device)
+        if roofline is None:
+            return {}
+        width, mask = batch.batch["prompts"].shape[1], batch.batch["attention_mask"]
+        lengths = mask[:, :width].sum(1).tolist(), mask[:, width:].sum(1).tolist()
+        slots = self.config.actor_rollout_ref.rollout.max_num_seqs
+        return {"perf/mbu": roofline.generation_share(*lengths, slots, seconds)}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -163,6 +180,7 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Every update of this step, then the new weights are the rollout's too."""
         actor = self.config.actor_rollout_ref.actor
+        started = time.perf_counter()
         metrics = update_in_minibatches(
             self.engine,
             data,
@@ -181,7 +199,23 @@ class ActorRolloutRefWorker(Worker):
         self.rollout.update_weights((), self.version)
         for name in ("grad_norm", "lr", "skipped_updates"):
             metrics[f"actor/{name}"] = metrics.pop(name)
+        metrics |= self._device_metrics(data, time.perf_counter() - started)
         return DataProto(batch=None, meta_info={"metrics": metrics})
+
+    def _device_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
+        """Share of the GPU's arithmetic that the updates used, and the most memory held so far."""
+        if self.device.type != "cuda":
+            return {}
+        gib = 2**30
+        measured = {
+            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(self.device) / gib,
+            "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.device) / gib,
+        }
+        if (roofline := Roofline.of(self.policy.lm, self.device)) is not None:
+            lengths = data.batch["attention_mask"].sum(1).tolist()
+            epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+            measured["perf/mfu"] = epochs * roofline.update_share(lengths, seconds)
+        return measured
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:

@@ -112,10 +112,6 @@ SAME_MEANING: dict[str, str] = {
     "int(position.max()) + 1  →  int(position.max()) + 2": "any number of places that is enough",
     "hone/algorithms/advantages/optimal_token_baseline.py::_advantages: "
     "int(place.max()) + 1  →  int(place.max()) + 2": "any number of places that is enough",
-    "hone/algorithms/advantages/outcome.py::row_sums: x[block] * zero_one(mask[block], x.dtype)  →  "
-    "x[block] / zero_one(mask[block], x.dtype)": (
-        "a division by 0 is not finite, and then the slow path gives the same sums"
-    ),
 }
 
 

@@ -95,6 +95,10 @@ def test_without_entropy_the_log_probs_are_the_same_and_entropies_zero():
     full, _ = linear_log_probs(*arguments, temperature=0.9, with_entropy=True)
     assert torch.equal(plain, full)
     assert (nothing == 0).all()
+    hidden = case.hidden.clone().requires_grad_()
+    log_probs, nothing = linear_log_probs(hidden, case.weight, case.target, temperature=0.9)
+    assert log_probs.requires_grad
+    assert not nothing.requires_grad
 
 
 @pytest.mark.parametrize("only", [0, 1])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hone.config import load_config
+from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.rewards import compute_reward, load_reward_manager
-from hone.plugins import PluginError
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.naive import NaiveRewardManager

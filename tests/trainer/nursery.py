@@ -27,6 +27,7 @@ class Nursery:
             stdout=subprocess.PIPE,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
+        self._read = b""
 
     def __enter__(self) -> Nursery:
         return self
@@ -63,11 +64,16 @@ class Nursery:
         return int(self._line())
 
     def _has_line(self) -> bool:
-        return bool(select.select([self._process.stdout], [], [], 0.002)[0])
+        return b"\n" in self._read or bool(select.select([self._process.stdout], [], [], 0.002)[0])
 
     def _line(self) -> bytes:
         assert self._process.stdout is not None
-        return os.read(self._process.stdout.fileno(), 1 << 16).splitlines()[0]
+        while b"\n" not in self._read:
+            said = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert said, "the nursery died; its last words are on stderr"
+            self._read += said
+        line, _, self._read = self._read.partition(b"\n")
+        return line
 
 
 def main() -> None:

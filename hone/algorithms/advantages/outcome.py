@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.groups import Groups, factorise, factorise_pairs
-from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum, zero_one
+from hone.ops.masked import WHITEN_EPS, masked_sum
 
 _BLOCK = 256  # rows
 
@@ -34,14 +34,18 @@ class Outcomes:
     groups: Groups  # of the N trajectories
 
     @cached_property
+    def _row_totals(self) -> tuple[Tensor, Tensor]:
+        return row_totals(self.rewards, self.mask)
+
+    @cached_property
     def scores(self) -> Tensor:
         """[N] float64: reward summed over the response mask."""
-        return self.total(row_sums(self.rewards, self.mask))
+        return self.total(self._row_totals[0])
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[N] tokens the policy wrote."""
-        return self.total(count_kept(self.mask, -1).double())
+        """[N] float64: tokens the policy wrote."""
+        return self.total(self._row_totals[1])
 
     def total(self, per_row: Tensor) -> Tensor:
         """[B] → [N]: add up the rows of each trajectory."""
@@ -65,8 +69,13 @@ class Outcomes:
     def spread(self, per_trajectory: Tensor) -> Tensor:
         """[N] → [B, T]: the same value on each token the policy wrote, 0 elsewhere."""
         per_row = per_trajectory if self.rows is None else per_trajectory[self.rows]
-        dtype = self.rewards.dtype
-        return zero_one(self.mask, dtype).mul_(per_row.to(dtype).unsqueeze(-1))
+        per_row = per_row.to(self.rewards.dtype).unsqueeze(-1)
+        out = torch.empty_like(self.rewards)
+        kept = self.mask.view(torch.uint8)  # torch reads bools one by one
+        for start in range(0, len(out), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            out[block].copy_(kept[block]).mul_(per_row[block])
+        return out
 
 
 def outcomes(
@@ -99,12 +108,16 @@ def labels_of(name: str, index: Labels | None, rows: int) -> Labels:
     return index
 
 
-def row_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] → [B] float64: the sum over the mask."""
-    sums = x.new_empty(len(x))
+def row_totals(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, T] → two [B] float64: the sum of `x` over the mask, and how many entries it keeps."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    sums, counts = (torch.empty(len(x), dtype=dtype, device=x.device) for _ in range(2))
+    bytes_ = mask.view(torch.uint8)
     for start in range(0, len(x), _BLOCK):  # whole blocks, so that temporaries stay in the cache
         block = slice(start, start + _BLOCK)
-        torch.sum(x[block] * zero_one(mask[block], x.dtype), -1, out=sums[block])
+        kept = bytes_[block].to(dtype)
+        torch.sum(kept, -1, out=counts[block])
+        torch.sum(kept.mul_(x[block]), -1, out=sums[block])
     if not sums.isfinite().all():  # 0 · NaN is NaN: leave out what the mask leaves out
         sums = masked_sum(x, mask, -1)
-    return sums.double()
+    return sums.double(), counts.double()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.rewards.calling import call_scorer
 from hone.plugins import load_object
+from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
 
 _HERE = "hone.rewards.scores"

@@ -24,6 +24,7 @@ from hone.trainer.ppo import checkpoint, credit, metrics
 from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.collect import collect
 from hone.trainer.ppo.interrupt import GracefulStop
+from hone.trainer.ppo.memory import memory_explained
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
 from hone.trainer.ppo.rollout_file import write_rollouts
@@ -83,6 +84,7 @@ class PPOTrainer:
         self.run = RunFolder(config.trainer.default_local_dir)
         self.timers = Timers()
         self.skipped_updates = metrics.SkippedUpdates()
+        self.tracking: Tracking | None = None
         self.global_step = 0
 
     # -- setting up ---------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class PPOTrainer:
             if trainer.val_only:
                 return
             while self.global_step < self.total_steps:
-                with self.timers.timer("step"):
+                with self.timers.timer("step"), memory_explained(f"step {self.global_step + 1}"):
                     batch, measured = self.step()
                 measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
                 timing = self.timers.drain()
@@ -270,7 +272,7 @@ class PPOTrainer:
                 self.tokenizer,
                 step=self.global_step,
             )
-        if trainer.log_train_generations > 0:
+        if self.tracking is not None and trainer.log_train_generations > 0:
             samples = sample_rows(batch, self.tokenizer, trainer.log_train_generations)
             self.tracking.log_samples("train/generations", samples, self.global_step)
         self.loader.on_batch_end(batch)
@@ -307,7 +309,7 @@ class PPOTrainer:
             self.tokenizer,
             step=self.global_step,
         )
-        if trainer.log_val_generations > 0:
+        if self.tracking is not None and trainer.log_val_generations > 0:
             samples = sample_rows(batch, self.tokenizer, trainer.log_val_generations)
             self.tracking.log_samples("val/generations", samples, self.global_step)
 

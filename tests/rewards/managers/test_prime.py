@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hone.plugins import load_extern_object
 from hone.protocol import DataProto
 from hone.rewards.calling import ScorerSignatureError
-from hone.plugins import load_extern_object
 from hone.rewards.failures import FailurePolicy, RewardError
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager

@@ -53,15 +53,18 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "count",
+    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_log_probs_agree_to_the_last_bit_alone_and_in_any_batch(
     threads: Callable[[int], None], count: int
 ) -> None:
     """Stronger than the contract, which asks for tokens only; threads split the rows of a product."""
     threads(count)
-    rows = prompts(40, 1, 70, seed=6)
+    rows = prompts(14, 1, 40, seed=6)
     chooser = random.Random(0)
-    lengths = [chooser.randint(1, 24) for _ in rows]
+    lengths = [chooser.randint(1, 8) for _ in rows]
     together, alone = core(64), []
     batch = [request(p, n, i) for i, (p, n) in enumerate(zip(rows, lengths, strict=True))]
     for one in batch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,13 @@ from ..runs import Run, Task, opened
 FOUR = ("trainer.save_freq=1", "trainer.total_training_steps=4")
 TWO = ("trainer.save_freq=1", "trainer.total_training_steps=2")
 FIXED_SCHEDULE = "actor_rollout_ref.actor.optim.total_training_steps=4"
-# What a run to be continued must share with the whole one: nothing but its length differs.
+
+
+@pytest.fixture(scope="module")
+def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four steps of GRPO that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return Run(folder).train(task.overrides(folder, *FOUR))
 
 
 @pytest.mark.parametrize(
@@ -96,16 +101,24 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("harm", [truncate, delete, flip])
 @pytest.mark.parametrize(
-    "which", ["trainer_state.json", "actor/huggingface/model.safetensors", "manifest.json"]
+    ("harm", "which"),
+    [
+        (truncate, "trainer_state.json"),
+        (delete, "actor/huggingface/model.safetensors"),
+        (flip, "actor/__0_0.distcp"),
+        (truncate, "manifest.json"),
+        (delete, "manifest.json"),
+    ],
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    train: Callable[..., Run], caplog: pytest.LogCaptureFixture, harm: Any, which: str
+    train: Callable[..., Run],
+    whole: Run,
+    caplog: pytest.LogCaptureFixture,
+    harm: Any,
+    which: str,
 ) -> None:
-    whole = train(*FOUR, folder="whole")
-    train(*TWO)
-    harm(Run(whole.folder.parent / "run").checkpoint(2) / which)
+    harm(train(*TWO).checkpoint(2) / which)
     with caplog.at_level(logging.WARNING):
         run = train(*FOUR)
     assert any("global_step_2 is damaged" in r.getMessage() for r in caplog.records)
@@ -155,8 +168,7 @@ def test_disable_starts_anew_and_forgets_the_run_before(
     assert any("kept as global_step_4.earlier" in r.getMessage() for r in caplog.records)
 
 
-def test_a_path_names_the_checkpoint_to_continue(train: Callable[..., Run]) -> None:
-    whole = train(*FOUR, folder="whole")
+def test_a_path_names_the_checkpoint_to_continue(train: Callable[..., Run], whole: Run) -> None:
     source = whole.checkpoint(2)
     run = train(*FOUR, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
     assert run.numbers == whole.numbers[2:]
@@ -182,9 +194,12 @@ def test_half_a_checkpoint_of_a_killed_process_is_cleared(train: Callable[..., R
 
 @pytest.mark.parametrize("where", ["state", "model"])
 def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
-    train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch, where: str
+    train: Callable[..., Run],
+    whole: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
 ) -> None:
-    whole = train(*FOUR, folder="whole")
     full = OSError(errno.ENOSPC, "No space left on device")
     real = checkpoint.write_state
 
@@ -214,7 +229,7 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
     assert "the disk is full: step 3" in said
     assert "global_step_2 is untouched" in said
     assert "Free space" in said
-    run = Run(whole.folder.parent / "run")
+    run = Run(tmp_path / "run")
     assert run.checkpoints() == ["global_step_1", "global_step_2"]
     assert not list(run.folder.glob(".global_step_*"))
     monkeypatch.undo()
@@ -262,137 +277,3 @@ def test_the_export_opens_with_transformers_and_is_the_trained_policy(
     found = batch.batch["rollout_log_probs"][0, :length]
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
     assert tokenizer.decode(tokenizer.encode("1+2=", add_special_tokens=False)) == "1+2="
-
-
-LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=true")
-
-
-def test_lora_trains_adapters_over_a_frozen_base(train: Callable[..., Run], task: Task) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    run = train(*TWO, *LORA)
-    assert run.series("actor/kl_loss")[0] == pytest.approx(0, abs=1e-7)  # adapters start at zero
-    assert run.series("actor/kl_loss")[1] > 0  # the reference is the base, adapters off
-    folder = run.checkpoint(2) / "actor"
-    base = AutoModelForCausalLM.from_pretrained(task.model)
-    adapted = PeftModel.from_pretrained(base, folder / "lora_adapter").merge_and_unload()
-    merged = load_file(folder / "huggingface" / "model.safetensors")
-    changed = 0
-    for name, tensor in adapted.state_dict().items():
-        torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-6)
-    original = load_file(task.model / "model.safetensors")
-    changed = [name for name in original if not torch.equal(original[name], merged[name])]
-    assert changed
-    assert all("proj" in name for name in changed)
-
-
-def test_new_adapters_follow_from_the_seed(train: Callable[..., Run]) -> None:
-    first = train(*LORA, folder="a")
-    torch.manual_seed(999)  # whatever the process drew before
-    assert train(*LORA, folder="b").numbers == first.numbers
-
-
-def test_an_adapter_may_be_continued(train: Callable[..., Run], tmp_path: Path) -> None:
-    first = train(*TWO, *LORA)
-    adapter = first.checkpoint(2) / "actor" / "lora_adapter"
-    run = train(*LORA, f"actor_rollout_ref.model.lora_adapter_path={adapter}", folder="b")
-    assert run.series("actor/kl_loss")[0] > 0  # it starts away from the base
-
-
-GROWING = """
-from hone.data import RLHFDataset
-
-class Growing(RLHFDataset):
-    def on_batch_end(self, batch):
-        return [{"data_source": "lexical", "prompt": f"{len(self)}=", "extra_info": {"index": len(self)},
-                 "reward_model": {"style": "rule", "ground_truth": "0"}}]
-"""
-
-
-def test_rows_that_batches_added_are_used_and_survive_a_restart(
-    train: Callable[..., Run], tmp_path: Path
-) -> None:
-    (tmp_path / "growing.py").write_text(GROWING)
-    grow = (
-        f"data.custom_cls.path={tmp_path / 'growing.py'}",
-        "data.custom_cls.name=Growing",
-        "trainer.save_freq=5",
-    )
-    whole = train(*grow, "trainer.total_training_steps=13", folder="whole")
-    added = [
-        row["prompt_text"]
-        for step in range(7, 14)
-        for row in whole.rollouts(step)
-        if not row["prompt_text"].count("+")
-    ]
-    assert added  # from the second epoch on
-    train(*grow, "trainer.total_training_steps=10")
-    parts = train(*grow, "trainer.total_training_steps=13")
-    assert parts.numbers == whole.numbers
-    assert parts.rollouts(13) == whole.rollouts(13)
-
-
-CURRICULUM = """
-class HardestFirst:
-    '''Rows by how badly they went so far; ties in order.'''
-    def __init__(self, data_source, data_config):
-        self.rows, self.scores, self.seen = len(data_source), {}, 0
-
-    def __len__(self):
-        return self.rows
-
-    def __iter__(self):
-        while True:
-            if self.seen == self.rows:
-                self.seen = 0
-                return
-            order = sorted(range(self.rows), key=lambda i: (self.scores.get(i, 0.5), i))
-            self.seen += 1
-            yield order[self.seen - 1]
-
-    def update(self, batch):
-        totals = batch.batch["token_level_scores"].sum(-1).tolist()
-        for index, score in zip(batch.non_tensor_batch["dataset_index"], totals):
-            self.scores[int(index)] = score
-
-    def state_dict(self):
-        return {"scores": list(self.scores.items()), "seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.scores, self.seen = {int(i): s for i, s in state["scores"]}, state["seen"]
-"""
-
-
-def test_a_curriculum_learns_from_batches_and_survives_a_restart(
-    train: Callable[..., Run], tmp_path: Path
-) -> None:
-    (tmp_path / "curriculum.py").write_text(CURRICULUM)
-    sampler = (
-        f"data.sampler.class_path={tmp_path / 'curriculum.py'}",
-        "data.sampler.class_name=HardestFirst",
-        "trainer.save_freq=2",
-    )
-    plain = train("trainer.total_training_steps=5", "data.shuffle=false", folder="plain")
-    whole = train(*sampler, "trainer.total_training_steps=5", folder="whole")
-    orders = [[r["uid"] for s in range(1, 6) for r in run.rollouts(s)] for run in (plain, whole)]
-    assert orders[0] != orders[1]
-    train(*sampler, "trainer.total_training_steps=4")
-    assert train(*sampler, "trainer.total_training_steps=5").numbers == whole.numbers
-
-
-def test_data_sets_are_mixed_by_their_weights(
-    train: Callable[..., Run], task: Task, tmp_path: Path
-) -> None:
-    rows = [json.loads(line) for line in task.train.read_text().splitlines()]
-    other = [row | {"data_source": "other"} for row in rows]
-    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
-    mixed = (
-        f"data.train_files=[{task.train},{tmp_path / 'other.jsonl'}]",
-        "data.dataset_weights=[0.75,0.25]",
-    )
-    run = train(*FOUR, *mixed)
-    sources = [row["data_source"] for step in range(1, 5) for row in run.rollouts(step)][::2]
-    assert sources.count("other") == 4  # of 16 prompts
-    train(*TWO, *mixed, folder="parts")
-    assert train(*FOUR, *mixed, folder="parts").numbers == run.numbers

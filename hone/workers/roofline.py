@@ -1,0 +1,71 @@
+"""How close a phase came to what its GPU can do: achieved over attainable, for the step's metrics.
+
+Updates are counted in operations (6 × parameters × tokens, plus attention), generation in bytes (weights
+once a step, every key and value once a token). Where the device's ceilings are unknown nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CEILINGS = {
+    "H200": (790e12, 4.25e12),
+    "H100": (790e12, 3.0e12),
+    "A100": (280e12, 1.7e12),
+    "L40S": (300e12, 0.75e12),
+    "4090": (150e12, 0.9e12),
+}
+"""Dense bf16 operations and bytes a second that large kernels reach in practice."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The ceilings of one device and the sizes of one model."""
+
+    flops: float
+    bytes_per_s: float
+    parameters: int
+    parameter_bytes: int
+    width: int
+    layers: int
+    kv_bytes_per_token: int
+
+    @staticmethod
+    def of(lm: Any, device: torch.device) -> Roofline | None:
+        if device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(device)
+        ceiling = next((v for k, v in _CEILINGS.items() if k in name), None)
+        if ceiling is None:
+            return None
+        config = lm.config.get_text_config()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        weights = list(lm.parameters())
+        return Roofline(
+            *ceiling,
+            sum(p.numel() for p in weights),
+            sum(p.nbytes for p in weights),
+            heads * head_dim,
+            config.num_hidden_layers,
+            config.num_hidden_layers * 2 * kv_heads * head_dim * weights[0].itemsize,
+        )
+
+    def update_share(self, lengths: Sequence[int], seconds: float) -> float:
+        """Model operations of forward and backward over rows of these lengths, against the ceiling."""
+        attention = sum(6 * self.width * self.layers * n * n for n in lengths)
+        return (6 * self.parameters * sum(lengths) + attention) / seconds / self.flops
+
+    def generation_share(
+        self, prompts: Sequence[int], responses: Sequence[int], slots: int, seconds: float
+    ) -> float:
+        """Bytes that must move: weights once a decode step, keys and values once a token."""
+        steps = max(max(responses), sum(responses) / slots)
+        pairs = zip(prompts, responses, strict=True)
+        keys = sum(n * (p + n / 2) for p, n in pairs) * self.kv_bytes_per_token
+        return (steps * self.parameter_bytes + keys) / seconds / self.bytes_per_s
