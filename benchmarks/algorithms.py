@@ -130,7 +130,7 @@ def estimators() -> dict[str, dict[str, float]]:
     out: dict[str, dict[str, float]] = {}
     for name in OUTCOME + OVER_TIME:
         fn = get_adv_estimator_fn(name)
-        ours = best_of(9, partial(fn, **b))
+        ours = best_of(30, partial(fn, **b))
         out[name] = {"ms": ours * 1e3}
         if name in OUTCOME:
             error = (fn(**b)[0] - row_loop(name, b)).abs().max().item()

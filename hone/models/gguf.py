@@ -67,7 +67,7 @@ class GGUF:
 
     def _scalar(self, kind: int) -> Any:
         layout = _SCALARS[kind]
-        (value,) = struct.unpack_from(layout, self._data, self._at)
+        (value,) = struct.unpack_from(layout, self._data.data, self._at)
         self._at += struct.calcsize(layout)
         return value
 

@@ -139,8 +139,8 @@ def mutants_of(path: str) -> Iterator[Mutant]:
             yield Mutant(path, place.lineno, function, change, place, number)
 
 
-def mutated_source(mutant: Mutant) -> str:
-    tree = ast.parse((ROOT / mutant.path).read_text())
+def mutated_source(mutant: Mutant, original: str) -> str:
+    tree = ast.parse(original)
     place = _same_place(tree, mutant.place)
     list(_changes(place))[mutant.number](place)
     return ast.unparse(tree)
@@ -219,7 +219,7 @@ def run_mutant(mutant: Mutant, workspace: Path) -> bool:
     original = target.read_text()
     for compiled in (target.parent / "__pycache__").glob(f"{target.stem}.*.pyc"):
         compiled.unlink()  # its time stamp counts seconds: it could pass for the mutant's
-    target.write_text(mutated_source(mutant))
+    target.write_text(mutated_source(mutant, original))
     try:
         status = run_tests(selection(mutant.path), workspace)
         if status == NO_TESTS:
@@ -272,10 +272,12 @@ def check(mutants: list[Mutant], jobs: int, noticed: set[str]) -> list[Mutant]:
     """The survivors; `noticed` are keys known from an earlier run. Each worker has a workspace."""
     results = dict.fromkeys(noticed, True)
     todo = [m for m in mutants if m.key not in noticed]
-    with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(_worker, todo[i::jobs], results) for i in range(jobs)]:
-            done.result()
-    noticed |= {key for key, seen in results.items() if seen}
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            for done in [pool.submit(_worker, todo[i::jobs], results) for i in range(jobs)]:
+                done.result()
+    finally:
+        noticed |= {key for key, seen in results.items() if seen}
     return [m for m in mutants if not results[m.key]]
 
 
@@ -353,9 +355,11 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
     start = time.monotonic()
     print(f"{len(mutants)} mutants", flush=True)
     noticed = set(json.loads(options.known.read_text())) if options.known else set()
-    survivors = check(mutants, options.jobs, noticed)
-    if options.known:
-        options.known.write_text(json.dumps(sorted(noticed), indent=0))
+    try:
+        survivors = check(mutants, options.jobs, noticed)
+    finally:
+        if options.known:
+            options.known.write_text(json.dumps(sorted(noticed), indent=0))
     if options.report:
         options.report.write_text(report(mutants, survivors, time.monotonic() - start))
     return [m for m in survivors if m.key not in SAME_MEANING]

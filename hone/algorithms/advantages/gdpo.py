@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.grpo import relative_to_group
-from hone.algorithms.advantages.outcome import Labels, outcomes, row_totals
+from hone.algorithms.advantages.outcome import Labels, outcomes, row_sums
 from hone.algorithms.settings import setting
 
 _PREFIX = "reward/"
@@ -52,9 +52,7 @@ def gdpo(
             have = ", ".join(key for key in parts if key.startswith(_PREFIX)) or "none"
             raise ValueError(f"gdpo: the batch has no reward part {name!r}; it has {have}")
         part = torch.as_tensor(parts[name], device=total.device)
-        scores = outcome.total(
-            row_totals(part, outcome.mask)[0] if part.dim() == 2 else part.double()
-        )
+        scores = outcome.total(row_sums(part, outcome.mask) if part.dim() == 2 else part.double())
         total = total + weight * relative_to_group(outcome.groups, scores, by_std=True)
     spread = outcome.spread(outcome.whiten(total))
     return spread, spread

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.groups import Groups, factorise, factorise_pairs
-from hone.ops.masked import WHITEN_EPS, masked_sum
+from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
 
 _BLOCK = 256  # rows
 
@@ -34,18 +34,14 @@ class Outcomes:
     groups: Groups  # of the N trajectories
 
     @cached_property
-    def _row_totals(self) -> tuple[Tensor, Tensor]:
-        return row_totals(self.rewards, self.mask)
-
-    @cached_property
     def scores(self) -> Tensor:
         """[N] float64: reward summed over the response mask."""
-        return self.total(self._row_totals[0])
+        return self.total(row_sums(self.rewards, self.mask))
 
     @cached_property
     def lengths(self) -> Tensor:
         """[N] float64: tokens the policy wrote."""
-        return self.total(self._row_totals[1])
+        return self.total(count_kept(self.mask, -1).double())
 
     def total(self, per_row: Tensor) -> Tensor:
         """[B] → [N]: add up the rows of each trajectory."""
@@ -71,10 +67,9 @@ class Outcomes:
         per_row = per_trajectory if self.rows is None else per_trajectory[self.rows]
         per_row = per_row.to(self.rewards.dtype).unsqueeze(-1)
         out = torch.empty_like(self.rewards)
-        kept = self.mask.view(torch.uint8)  # torch reads bools one by one
         for start in range(0, len(out), _BLOCK):
             block = slice(start, start + _BLOCK)
-            out[block].copy_(kept[block]).mul_(per_row[block])
+            out[block].copy_(self.mask[block].view(torch.uint8)).mul_(per_row[block])
         return out
 
 
@@ -108,16 +103,15 @@ def labels_of(name: str, index: Labels | None, rows: int) -> Labels:
     return index
 
 
-def row_totals(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, T] → two [B] float64: the sum of `x` over the mask, and how many entries it keeps."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    sums, counts = (torch.empty(len(x), dtype=dtype, device=x.device) for _ in range(2))
-    bytes_ = mask.view(torch.uint8)
-    for start in range(0, len(x), _BLOCK):  # whole blocks, so that temporaries stay in the cache
-        block = slice(start, start + _BLOCK)
-        kept = bytes_[block].to(dtype)
-        torch.sum(kept, -1, out=counts[block])
+def row_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] → [B] float64: the sum over the mask."""
+    sums = x.new_empty(len(x))
+    # Block by block through one buffer, which so stays in the cache; torch reads bools one by one.
+    buffer = x.new_empty(_BLOCK, x.shape[-1])
+    for start in range(0, len(x), _BLOCK):
+        block = slice(start, min(start + _BLOCK, len(x)))
+        kept = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
         torch.sum(kept.mul_(x[block]), -1, out=sums[block])
     if not sums.isfinite().all():  # 0 · NaN is NaN: leave out what the mask leaves out
         sums = masked_sum(x, mask, -1)
-    return sums.double(), counts.double()
+    return sums.double()

@@ -6,6 +6,7 @@ module's parameters are views of the blocks: one matrix product each, and still 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +128,7 @@ def _join(parameters: list[nn.Parameter]) -> Tensor:
 
 def _adjacent(parameters: list[nn.Parameter]) -> bool:
     """Whether each lies right behind the one before it, in one block of memory."""
-    pairs = zip(parameters, parameters[1:], strict=False)
+    pairs = itertools.pairwise(parameters)
     return all(
         b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
         and b.data_ptr() == a.data_ptr() + a.nbytes
