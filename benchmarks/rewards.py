@@ -87,7 +87,7 @@ def score_rates() -> dict[str, float]:
 
 def prime_speedup(processes: int = 8, rows: int = 400) -> float:
     """How many times faster `processes` processes score a scorer that waits 10 ms than a loop."""
-    from hone.rewards.extern import load_extern_object
+    from hone.plugins import load_extern_object
     from hone.rewards.outcome import Row
     from hone.rewards.pool import DeadlinePool
     from hone.rewards.transport import row_scorer_keywords

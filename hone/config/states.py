@@ -86,6 +86,30 @@ ENGINE_RULES: tuple[Rule, ...] = (
     only("**.use_liger", (False,), "Liger kernels are not used"),
     only("**.tiled_mlp.enabled", (False,), "the MLP is not sliced; lower the token budget instead"),
     neutral("**.tiled_mlp.num_shards", "no effect while tiled_mlp.enabled=false"),
+    neutral(
+        "**.param_offload",
+        "parameters stay where they compute; offload_policy moves them (several ranks)",
+    ),
+    neutral("**.optimizer_offload", "optimizer state stays beside its parameters"),
+    works_only(
+        "**.model_dtype", ("auto", "fp32", "float32"), "master weights are float32; use fp32"
+    ),
+    neutral("**.entropy_from_logits_chunk_size", "chunks are sized by memory"),
+    neutral("**.forward_only", "a role without an optimizer never updates"),
+    only(
+        "**.full_determinism",
+        (False,),
+        "on a CPU runs are deterministic; on a GPU this is not built",
+    ),
+    neutral("actor_rollout_ref.nccl_timeout", "collective operations wait 600 s at most"),
+    neutral("actor_rollout_ref.actor.calculate_entropy", "the entropy is always measured"),
+    refused(
+        "actor_rollout_ref.model.hf_config_path",
+        "the model's own config.json is read; use override_config",
+    ),
+    neutral("algorithm.filter_groups.max_inflight_gen_batches", "rounds run one at a time"),
+    neutral("reward_model.split_step_char", "read by process reward models only"),
+    neutral("reward_model.step_separator", "read by process reward models only"),
     only(
         "**.enable_activation_offload",
         (False,),

@@ -17,11 +17,6 @@ def masked_fill_zero(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), x, 0)
 
 
-def zero_one(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as numbers 0 and 1."""
-    return mask.bool().view(torch.uint8).to(dtype)  # from bytes: torch converts bools one by one
-
-
 def masked_sum(x: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum of the kept entries."""
     kept = masked_fill_zero(x, mask)

@@ -15,7 +15,6 @@ from hone.ops.masked import (
     masked_sum,
     masked_var,
     masked_whiten,
-    zero_one,
 )
 
 
@@ -81,7 +80,7 @@ def test_any_mask_dtype_reads_as_a_boolean(dtype):
     mask = torch.tensor([[1, 0, 1]], dtype=dtype)
     assert masked_sum(x, mask).item() == 5
     assert masked_mean(x, mask).item() == 2.5
-    assert zero_one(mask, torch.float32).tolist() == [[1, 0, 1]]
+    assert count_kept(mask, -1).tolist() == [2]
     assert masked_fill_zero(x, mask).tolist() == [[1, 0, 4]]
 
 

@@ -109,6 +109,8 @@ def test_an_update_moves_weights_and_version_and_the_rollout_sees_both(worker):
 )
 def test_settings_of_memory_do_not_change_the_update(worker, cut):
     plain, other = worker(), worker(*cut)
+    recomputes = "gradient_checkpointing" in cut[0]
+    assert other.policy.lm.is_gradient_checkpointing == recomputes
     batch = with_advantages(plain.generate_sequences(prompts()))
     expected, found = metrics_of(plain, batch), metrics_of(other, batch)
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)

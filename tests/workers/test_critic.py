@@ -67,6 +67,8 @@ def test_metrics_carry_the_familys_names(model, batch):
 )
 def test_settings_of_memory_do_not_change_the_update(model, batch, cut):
     plain, other = critic(model), critic(model, cut)
+    recomputes = "gradient_checkpointing" in cut
+    assert other.engine.module.lm.is_gradient_checkpointing == recomputes
     for _ in range(2):
         expected = plain.update_critic(batch).meta_info["metrics"]
         found = other.update_critic(batch).meta_info["metrics"]

@@ -17,8 +17,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hone.rollout.native.paged_cache import PagedCache
 
-_KEYS = 64
-"""Keys one step of the attention loop reads."""
+_ATTENTION = {"KEYS": 64, "num_warps": 4, "num_stages": 2}
+"""Keys one step of the attention loop reads, and how it is spread and pipelined."""
 
 
 @triton.jit
@@ -108,53 +108,58 @@ def _rope_store(  # type: ignore[no-untyped-def]
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
+    HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     half: tl.constexpr = D // 2
-    i = tl.arange(0, HALF)
-    real = i < half
+    h = tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    inside = i < half
+    real = inside & (h < H + 2 * KV)
     dtype = qkv_ptr.dtype.element_ty
-    start = qkv_ptr + token * ((H + 2 * KV) * D) + head * D
-    first = tl.load(start + i, real, other=0.0)
-    second = tl.load(start + half + i, real, other=0.0)
-    if head < H + KV:
-        a = first.to(tl.float32)
-        b = second.to(tl.float32)
-        if NORM:
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D + eps)
-            norm_ptr = q_norm_ptr if head < H else k_norm_ptr
-            wa = tl.load(norm_ptr + i, real, other=0.0).to(tl.float32)
-            wb = tl.load(norm_ptr + half + i, real, other=0.0).to(tl.float32)
-            a = (a * scale * wa).to(dtype).to(tl.float32)
-            b = (b * scale * wb).to(dtype).to(tl.float32)
-        turn = tl.load(position_ptr + token) * D
-        cos_a = tl.load(cos_ptr + turn + i, real, other=0.0).to(tl.float32)
-        cos_b = tl.load(cos_ptr + turn + half + i, real, other=0.0).to(tl.float32)
-        sin_a = tl.load(sin_ptr + turn + i, real, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin_ptr + turn + half + i, real, other=0.0).to(tl.float32)
-        first = (a * cos_a - b * sin_a).to(dtype)
-        second = (b * cos_b + a * sin_b).to(dtype)
-    if head < H:
-        out = q_out_ptr + (token * H + head) * D
-        tl.store(out + i, first, real)
-        tl.store(out + half + i, second, real)
-    else:
-        kv_head = (head - H) % KV
-        if KEEP_K and head < H + KV:
-            out = k_out_ptr + (token * KV + kv_head) * D
-            tl.store(out + i, first, real)
-            tl.store(out + half + i, second, real)
-        slot = tl.load(slot_ptr + token)
-        cell = ((slot // PAGE) * KV + kv_head) * PAGE + slot % PAGE
-        plane = k_at if head < H + KV else v_at
-        cache = tl.load(base_ptr).to(tl.pointer_type(dtype)) + plane + cell * D
-        tl.store(cache + i, first, real)
-        tl.store(cache + half + i, second, real)
+    start = qkv_ptr + token * ((H + 2 * KV) * D) + h * D + i
+    first = tl.load(start, real, other=0.0)
+    second = tl.load(start + half, real, other=0.0)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
+    if NORM:
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
+        is_q = h < H
+        for_q = tl.load(q_norm_ptr + i, inside, other=0.0).to(tl.float32)
+        for_k = tl.load(k_norm_ptr + i, inside, other=0.0).to(tl.float32)
+        a = (a * scale * tl.where(is_q, for_q, for_k)).to(dtype).to(tl.float32)
+        for_q = tl.load(q_norm_ptr + half + i, inside, other=0.0).to(tl.float32)
+        for_k = tl.load(k_norm_ptr + half + i, inside, other=0.0).to(tl.float32)
+        b = (b * scale * tl.where(is_q, for_q, for_k)).to(dtype).to(tl.float32)
+    turn = tl.load(position_ptr + token) * D + i
+    cos_a = tl.load(cos_ptr + turn, inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + turn + half, inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + turn, inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + turn + half, inside, other=0.0).to(tl.float32)
+    turned = h < H + KV
+    first = tl.where(turned, (a * cos_a - b * sin_a).to(dtype), first)
+    second = tl.where(turned, (b * cos_b + a * sin_b).to(dtype), second)
+    q_out = q_out_ptr + (token * H + h) * D + i
+    tl.store(q_out, first, inside & (h < H))
+    tl.store(q_out + half, second, inside & (h < H))
+    kv_head = (h - H + KV) % KV
+    if KEEP_K:
+        is_k = inside & (h >= H) & turned
+        k_out = k_out_ptr + (token * KV + kv_head) * D + i
+        tl.store(k_out, first, is_k)
+        tl.store(k_out + half, second, is_k)
+    slot = tl.load(slot_ptr + token)
+    cell = ((slot // PAGE) * KV + kv_head) * PAGE + slot % PAGE
+    plane = tl.where(turned, k_at, v_at)
+    cache = tl.load(base_ptr).to(tl.pointer_type(dtype)) + plane + cell * D + i
+    kept = real & (h >= H)
+    tl.store(cache, first, kept)
+    tl.store(cache + half, second, kept)
 
 
 def rope_store(
@@ -176,13 +181,14 @@ def rope_store(
     q = qkv.new_empty(tokens, heads, d)
     k = qkv.new_empty(tokens if keep_keys else 0, kv, d)
     k_at, v_at = cache.planes(layer)
-    _rope_store[(tokens, heads + 2 * kv)](
+    _rope_store[(tokens,)](
         qkv, cos, sin, positions, slots, q, k, cache.base, k_at, v_at,
         q_norm if q_norm is not None else qkv,
         k_norm if k_norm is not None else qkv,
         eps,
-        H=heads, KV=kv, D=d, HALF=triton.next_power_of_2(d // 2), PAGE=cache.page_size,
-        NORM=q_norm is not None, KEEP_K=keep_keys, num_warps=1,
+        H=heads, KV=kv, D=d, HEADS=triton.next_power_of_2(heads + 2 * kv),
+        HALF=triton.next_power_of_2(d // 2), PAGE=cache.page_size,
+        NORM=q_norm is not None, KEEP_K=keep_keys, num_warps=4,
     )  # fmt: skip
     v = qkv[:, (heads + kv) * d :].view(tokens, kv, d)
     return q, k, v
@@ -346,7 +352,7 @@ def decode_attention(
     rows, heads, d = q.shape
     kv = cache.kv_heads
     group = heads // kv
-    padded = triton.next_power_of_2(d)
+    padded = max(16, triton.next_power_of_2(d))  # the least a matrix product takes
     out = torch.empty(rows, heads, d, dtype=q.dtype, device=q.device)
     lse = part = out
     if splits > 1:
@@ -357,9 +363,9 @@ def decode_attention(
         q, cache.base, table, positions, part, lse, k_at, v_at, scaling, table.stride(0),
         window if window is not None else 0, q.stride(0), q.stride(1),
         KV=kv, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), D=d, D_PAD=padded,
-        PAGE=cache.page_size, KEYS=_KEYS, SPLITS=splits, WINDOWED=window is not None,
+        PAGE=cache.page_size, SPLITS=splits, WINDOWED=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=2,
+        **_ATTENTION,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](part, lse, out, D=d, D_PAD=padded, SPLITS=splits, num_warps=1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.transfer import send
 from hone.ops.varlen import varlen_attention
 from hone.rollout.native.paged_cache import PagedCache
 
@@ -33,16 +35,15 @@ class PagedPrefill:
         self.cache, self._kernels = cache, kernels
         size = cache.page_size
         ends = [a + n for a, n in zip(starts, lengths, strict=True)]
+        offsets = np.arange(size)
         whole = [
-            torch.tensor(p, dtype=torch.int64).repeat_interleave(size)[:end] * size
-            + torch.arange(end) % size
+            (np.array(p[: -(-end // size)])[:, None] * size + offsets).reshape(-1)[:end]
             for p, end in zip(pages, ends, strict=True)
         ]
-        self.positions = torch.cat(
-            [torch.arange(a, b) for a, b in zip(starts, ends, strict=True)]
-        ).to(device)
-        self.slots = torch.cat([w[a:] for w, a in zip(whole, starts, strict=True)]).to(device)
-        self._seen = torch.cat(whole).to(device) if any(starts) else None
+        spans = list(zip(starts, ends, strict=True))
+        self.positions = _sent([np.arange(a, b) for a, b in spans], device)
+        self.slots = _sent([w[a:] for w, a in zip(whole, starts, strict=True)], device)
+        self._seen = _sent(whole, device) if any(starts) else None
         self._starts, self._lengths, self._ends = starts, lengths, ends
         self._cu_q, self._cu_k = (
             torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
@@ -97,6 +98,10 @@ class PagedPrefill:
             )[0].transpose(0, 1)
             at_q, at_k = at_q + length, at_k + end
         return out
+
+
+def _sent(pieces: list[np.ndarray], device: torch.device) -> Tensor:
+    return send(torch.from_numpy(np.concatenate(pieces)), device)
 
 
 class PagedDecode:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 4096
 """Logits one program of the first pass reads."""
+_STATS_WARPS, _PICK_WARPS = 4, 8
 
 
 @triton.jit
@@ -157,14 +158,15 @@ def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
     best = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
     _logit_stats[(count, chunks)](
         logits, rows.inverse_temperature, top, mass, best, vocabulary,
-        CHUNKS=chunks, CHUNK=_CHUNK, num_warps=4,
+        CHUNKS=chunks, CHUNK=_CHUNK, num_warps=_STATS_WARPS,
     )  # fmt: skip
     _pick[(count,)](
         logits, rows.inverse_temperature, rows.greedy, top, mass, best, vocabulary,
         rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
         rows.table, rows.table.stride(0), rows.stops,
         CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK,
-        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1], num_warps=8,
+        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1],
+        num_warps=_PICK_WARPS,
     )  # fmt: skip
 
 
