@@ -337,12 +337,13 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="only files whose path contains this")
+    parser.add_argument("--every", type=int, default=1, help="only each N-th change: a sample")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--known", type=Path, help="noticed changes of an earlier run; is updated")
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     options = parser.parse_args(arguments)
     mutants = [m for path in TESTS if options.only in path for m in mutants_of(path)]
-    mutants = list({m.key: m for m in mutants}.values())
+    mutants = list({m.key: m for m in mutants}.values())[:: options.every]
     if options.list:
         print("\n".join(m.key for m in mutants))
         return []
