@@ -22,14 +22,14 @@ from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.workers.objectives import PolicyObjective
 
-TOKENS_PER_FORWARD = {"qwen2.5-0.5b": 8192, "qwen2.5-1.5b": 8192}
+TOKENS_PER_FORWARD = {"qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 8192}
 
 
 def update(
     lm: Any, shape: Shape, device: torch.device, peak: float, small: bool
 ) -> dict[str, float]:
     """One optimizer step over rows of 131 + 256 tokens, in micro-batches by token budget."""
-    rows, prompt, response = (4, 20, 30) if small else (128, 131, 256)
+    rows, prompt, response = (4, 20, 30) if small else (256, 131, 256)
     config = load_config(["actor_rollout_ref.model.path=none", "data.train_files=none"])
     actor = config.actor_rollout_ref.actor
     budget = TOKENS_PER_FORWARD.get(shape.name, 128)

@@ -107,4 +107,4 @@ class ModelConfig:
     @property
     def uses_lora(self) -> bool:
         """True when only adapters are trained."""
-        return self.lora_rank > 0
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

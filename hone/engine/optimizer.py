@@ -58,13 +58,19 @@ class Optimizer:
 
     def gather_gradients(self) -> None:
         """Add what one backward pass left to the masters: sums over passes are in float32."""
+        sums: list[Tensor] = []
+        parts: list[Tensor] = []
         for parameter, master in self._pairs():
-            if parameter is not master and parameter.grad is not None:
-                if master.grad is None:
-                    master.grad = parameter.grad.float()
-                else:
-                    master.grad.add_(parameter.grad)
-                parameter.grad = None
+            if parameter is master or parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                sums.append(master.grad)
+                parts.append(parameter.grad)
+            parameter.grad = None
+        if sums:
+            torch._foreach_add_(sums, parts)
 
     def step(self) -> dict[str, float]:
         """Clip, check, update; returns `grad_norm`, `lr` and whether the update was skipped."""
@@ -125,15 +131,13 @@ class Optimizer:
     def _clip(self, norm: Tensor) -> None:
         if self._grad_clip > 0 and norm > self._grad_clip:
             scale = (self._grad_clip / norm).item()
-            for master in self.masters.values():
-                if master.grad is not None:
-                    master.grad.mul_(scale)
+            grads = [m.grad for m in self.masters.values() if m.grad is not None]
+            torch._foreach_mul_(grads, scale)
 
     @torch.no_grad()
     def _take_weights_from_masters(self) -> None:
-        for parameter, master in self._pairs():
-            if parameter is not master:
-                parameter.copy_(master)
+        if apart := [(p, m) for p, m in self._pairs() if p is not m]:
+            torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
 
 
 def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:

@@ -27,6 +27,8 @@ _MISTAKES = (
     "hone.sandbox.result:SandboxError",
     "hone.tracking.contract:TrackerError",
     "hone.trainer.ppo.checkpoint:CheckpointError",
+    "hone.trainer.ppo.collect:NotEnoughSignal",
+    "hone.trainer.ppo.memory:OutOfMemory",
     "hone.trainer.ranks:LaunchError",
     "hone.trainer.generation:GenerationError",
     "hone.trainer.evaluation:EvaluationError",

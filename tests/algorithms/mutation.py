@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,20 +123,25 @@ class Mutant:
     change: str  # "old  →  new"
     place: ast.expr
     number: int  # which of the changes of that place
+    occurrence: int  # the same words may stand in a function more than once
 
     @property
     def key(self) -> str:
-        return f"{self.path}::{self.function}: {self.change}"
+        again = f"  #{self.occurrence}" if self.occurrence > 1 else ""
+        return f"{self.path}::{self.function}: {self.change}{again}"
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
     """Every single change of one file."""
+    seen: Counter[tuple[str, str]] = Counter()
     for function, place in _places(ast.parse((ROOT / path).read_text())):
         for number, apply in enumerate(_changes(place)):
             changed = copy.deepcopy(place)
             apply(changed)
             change = f"{ast.unparse(place)}  →  {ast.unparse(changed)}"
-            yield Mutant(path, place.lineno, function, change, place, number)
+            seen[function, change] += 1
+            occurrence = seen[function, change]
+            yield Mutant(path, place.lineno, function, change, place, number, occurrence)
 
 
 def mutated_source(mutant: Mutant, original: str) -> str:
@@ -343,7 +348,7 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     options = parser.parse_args(arguments)
     mutants = [m for path in TESTS if options.only in path for m in mutants_of(path)]
-    mutants = list({m.key: m for m in mutants}.values())[:: options.every]
+    mutants = mutants[:: options.every]
     if options.list:
         print("\n".join(m.key for m in mutants))
         return []

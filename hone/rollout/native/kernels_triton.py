@@ -17,8 +17,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hone.rollout.native.paged_cache import PagedCache
 
-_ATTENTION = {"KEYS": 64, "num_warps": 4, "num_stages": 2}
-"""Keys one step of the attention loop reads, and how it is spread and pipelined."""
+_NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 2}
+_WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
+"""Keys one step of the attention loop reads, and how it is spread: heads up to 64 wide, and wider."""
 
 
 @triton.jit
@@ -365,7 +366,7 @@ def decode_attention(
         KV=kv, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), D=d, D_PAD=padded,
         PAGE=cache.page_size, SPLITS=splits, WINDOWED=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **_ATTENTION,
+        **(_NARROW if padded <= 64 else _WIDE),
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](part, lse, out, D=d, D_PAD=padded, SPLITS=splits, num_warps=1)

@@ -6,10 +6,10 @@ that was computed once is found again by its tokens (a later turn, a later sampl
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,8 +112,8 @@ class PagePool:
         del self._name_of[page]
 
     def _pieces(self, tokens: Sequence[int], count: int) -> list[bytes]:
-        raw = np.asarray(tokens[: count * self.page_size], np.int32).tobytes()
-        step = 4 * self.page_size
+        raw = array("i", tokens[: count * self.page_size]).tobytes()
+        step = array("i").itemsize * self.page_size
         return [raw[i : i + step] for i in range(0, len(raw), step)]
 
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hone.models.policy import PolicyModel
+from hone.ops.transfer import send
 from hone.rollout.contract import RolloutError, StopReason
 from hone.rollout.native.decode_graph import DecodeStep, bucket_sizes, head_logits
 from hone.rollout.native.decoder import ModuleDecoder, is_plain
@@ -109,7 +111,7 @@ class PagedCore:
             head_dim=head_dim,
             pages=pages
             or pages_for(
-                wanted=max_num_seqs * (width + 1) + 1,
+                wanted=max_num_seqs * (width + STEPS_PER_CHUNK // PAGE_SIZE + 1) + 1,
                 bytes_per_page=page_bytes,
                 share=gpu_memory_utilization,
                 device=self.device,
@@ -177,19 +179,25 @@ class PagedCore:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Admit, draw a chunk of tokens for every sequence; returns the finished ones."""
+        """Draw a chunk of tokens for every sequence, admit what fits; returns the finished ones.
+
+        New prompts are launched behind the running sequences' chunk: the host's work on them is hidden.
+        """
         self.cache.reserve()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the decode thread starts on device 0
-        if self._forward.refresh():
+        if not self._active and self._forward.refresh():
             self._step.forget()
         steps = self._steps()
         self._extend_active(steps)
         self._place_active()
+        running = len(self._active)
+        if running:
+            self._decode(steps)
         while admitted := self._admit(steps):
             self._prefill(admitted)
-        steps = min(steps, self._steps())
-        self._decode(steps)
+        if not running:
+            self._decode(self._steps())
         return self._retire()
 
     # -- room ----------------------------------------------------------------------------------
@@ -333,7 +341,8 @@ class PagedCore:
             self.cache, self._kernels, [row.pages for row in rows], starts, lengths, self.device
         )
         ids = [t for p, start in zip(prompts, starts, strict=True) for t in p[start:]]
-        hidden = self._forward(torch.tensor(ids, device=self.device), layout.positions, layout)
+        fed = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
+        hidden = self._forward(fed, layout.positions, layout)
         self.prefilled_tokens += len(ids)
         last = torch.tensor(lengths).cumsum(0) - 1
         return hidden[last.to(self.device)]
