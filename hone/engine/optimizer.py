@@ -66,8 +66,8 @@ class Optimizer:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                sums.append(master.grad)
-                parts.append(parameter.grad)
+                sums.append(_local(master.grad))
+                parts.append(_local(parameter.grad))
             parameter.grad = None
         if sums:
             torch._foreach_add_(sums, parts)
@@ -131,13 +131,18 @@ class Optimizer:
     def _clip(self, norm: Tensor) -> None:
         if self._grad_clip > 0 and norm > self._grad_clip:
             scale = (self._grad_clip / norm).item()
-            grads = [m.grad for m in self.masters.values() if m.grad is not None]
+            grads = [_local(m.grad) for m in self.masters.values() if m.grad is not None]
             torch._foreach_mul_(grads, scale)
 
     @torch.no_grad()
     def _take_weights_from_masters(self) -> None:
         if apart := [(p, m) for p, m in self._pairs() if p is not m]:
-            torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
+            torch._foreach_copy_([_local(p) for p, _ in apart], [_local(m) for _, m in apart])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard: the foreach operators know no sharded tensors."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:

@@ -42,7 +42,10 @@ def assert_update_equal(found, expected, rel=1e-5):
     for name, value in reference.items():
         assert metrics[name] == pytest.approx(value, rel=rel, abs=1e-6), name
     for name, tensor in wanted.items():
-        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=2e-6, msg=name)
+        # A bias of the keys shifts all scores of a query alike: its true gradient is zero, and Adam
+        # makes a full step of the rounding noise that is left.
+        if not name.endswith("k_proj.bias"):
+            torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize("name", list(ranks.laws()))
