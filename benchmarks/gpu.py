@@ -1,6 +1,7 @@
 """`make bench-gpu`: decoding, generation, updates and GRPO steps on one GPU, beside their limits.
 
-Prints a table and writes benchmarks/results/<name>.json. `--rehearse` runs everything tiny, on a CPU too.
+Prints a table and writes benchmarks/results/<device>.json, with what it printed beside it as .log.
+`--rehearse` runs everything tiny, on a CPU too.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import io
 import json
 import platform
+import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,13 @@ def main() -> None:
     arguments = _arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     small = arguments.rehearse
+    out: Path = arguments.out or RESULTS / f"{_short_name(device)}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_suffix(".log").open("w") as log, redirect_stdout(_Tee(sys.stdout, log)):
+        _run(arguments, device, small, out)
+
+
+def _run(arguments: argparse.Namespace, device: torch.device, small: bool, out: Path) -> None:
     limits = ceilings(device)
     result: dict[str, Any] = _facts(device) | {"ceilings": limits}
     shapes = [TINY] if small else [SMALL, LARGE]
@@ -35,7 +46,9 @@ def main() -> None:
     for index, shape in enumerate(shapes[: arguments.shapes]):
         measured = measure(shape, device, limits, parts, small, arguments.steps)
         result |= measured if index == 0 else {"second_shape": measured}
-        _write(arguments.out, result)  # what was measured survives a later failure
+        out.write_text(
+            json.dumps(result, indent=2) + "\n"
+        )  # what was measured survives a later failure
     table(result)
 
 
@@ -124,13 +137,30 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=7, help="GRPO steps; the first two do not count"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--out", type=Path, help="default benchmarks/results/<device>.json")
     return parser.parse_args()
 
 
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+def _short_name(device: torch.device) -> str:
+    """`h200` for an NVIDIA H200."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "rehearsal"
+    return name.split()[-1].lower()
+
+
+class _Tee(io.TextIOBase):
+    """Writes to several streams at once."""
+
+    def __init__(self, *streams: Any) -> None:
+        self._streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self._streams:
+            stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in self._streams:
+            stream.flush()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hone.ops.transfer import send
 from hone.rollout.contract import RolloutError
 
 SPARE_PAGE = 0
@@ -179,8 +180,8 @@ class PagedCache:
         if not sources:
             return
         assert self._memory is not None
-        source = torch.tensor(sources, device=self._device)
-        target = torch.tensor(targets, device=self._device)
+        source = send(torch.tensor(sources), self._device)
+        target = send(torch.tensor(targets), self._device)
         self._memory[:, :, target] = self._memory[:, :, source]
 
 

@@ -326,7 +326,7 @@ class PagedCore:
         begin, end = len(self._active), len(self._active) + len(admitted)
         self._place(begin, admitted)
         self._host_rows.send(self._device_rows, begin, end)
-        logits = head_logits(self.policy, hidden[torch.tensor(rank, device=self.device)])
+        logits = head_logits(self.policy, hidden[send(torch.tensor(rank), self.device)])
         self._draw(logits, [row.request for row in admitted], begin, end)
         if self._prefix_caching:
             for ids, at in leaders.items():
@@ -345,7 +345,7 @@ class PagedCore:
         hidden = self._forward(fed, layout.positions, layout)
         self.prefilled_tokens += len(ids)
         last = torch.tensor(lengths).cumsum(0) - 1
-        return hidden[last.to(self.device)]
+        return hidden[send(last, self.device)]
 
     def _draw(self, logits: Tensor, requests: list[Request], begin: int, end: int) -> None:
         rows = self._device_rows.rows(begin, end)

@@ -46,7 +46,7 @@ class PagedPrefill:
         self._seen = _sent(whole, device) if any(starts) else None
         self._starts, self._lengths, self._ends = starts, lengths, ends
         self._cu_q, self._cu_k = (
-            torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            send(torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
             for n in (lengths, ends)
         )
 

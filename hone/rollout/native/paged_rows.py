@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.ops.transfer import send
+
 MAX_STOPS = 8
 """Stop tokens a row that the GPU checks itself; a request with more is checked by the host."""
 FIELDS = ("token", "position", "slot", "seed", "limit", "finished", "count")
@@ -116,7 +118,7 @@ class HostRows:
         """Rows [begin, end) to the device, in stream order."""
         target = device.rows(begin, end)
         at = slice(begin, end)
-        target.state.copy_(torch.from_numpy(self.state[:, at].copy()), non_blocking=True)
+        target.state.copy_(send(torch.from_numpy(self.state[:, at].copy()), device.state.device))
         for name in ("inverse_temperature", "greedy", "stops", "table"):
             source = torch.from_numpy(np.ascontiguousarray(getattr(self, name)[at]))
-            getattr(target, name).copy_(source, non_blocking=True)
+            getattr(target, name).copy_(send(source, device.state.device))
