@@ -56,7 +56,7 @@ def native(engine: NativeRollout, rows: list[list[int]], lengths: list[int]) -> 
         ]
         return sum(len(out.token_ids) for out in await asyncio.gather(*jobs))
 
-    return asyncio.run(play())
+    return engine.play(play())
 
 
 def peer(lm: Any, rows: list[list[int]], lengths: list[int]) -> int:

@@ -7,12 +7,14 @@ the batch it was computed in. An executable version of this page is tests/rollou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class StopReason(str, Enum):
@@ -105,6 +107,9 @@ class RolloutEngine(Protocol):
         request_id: str,
         multi_modal_data: Mapping[str, Any] | None = None,
     ) -> TokenOutput: ...
+
+    def play(self, loops: Coroutine[Any, Any, T]) -> T:
+        """Run agent loops to their end, and return what they return."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take weights by their Hugging Face names; an empty iterable only announces the version."""

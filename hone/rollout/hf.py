@@ -7,8 +7,8 @@ on the same weights both say the same; nothing else is shared but the policy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutpu
 from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import AbortGate, Request, RequestRules, refuse_media
 from hone.rollout.weights import load_weights
+
+T = TypeVar("T")
 
 
 class HFRollout:
@@ -70,6 +72,9 @@ class HFRollout:
         request.log_probs.append(float(log_prob))
         request.versions.append(self.version)
         request.stop_reason = self._rules.stop_reason(request)
+
+    def play(self, loops: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(loops)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         load_weights(self._policy, weights)

@@ -7,9 +7,9 @@ abort, versions) and remembers every request; it draws nothing, so sampling para
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -36,6 +36,9 @@ Answer = str | Sequence[int] | ScriptedAnswer
 """Text is tokenised and ended with the tokenizer's end token; ids are said as they are."""
 Script = Callable[[list[int]], Answer] | Sequence[Answer]
 """A function of the prompt's ids, or answers in the order of the requests."""
+
+
+T = TypeVar("T")
 
 
 class ScriptedRollout:
@@ -123,6 +126,9 @@ class ScriptedRollout:
         ids = list(self._tokenizer.encode(answer, add_special_tokens=False))
         end = self._tokenizer.eos_token_id
         return ScriptedAnswer(ids if end is None else [*ids, end])
+
+    def play(self, loops: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(loops)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weights += [name for name, _ in weights]

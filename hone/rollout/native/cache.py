@@ -140,16 +140,14 @@ class DecodeLayout:
         values.view(-1, head_dim).index_copy_(0, self._cells, v.reshape(-1, head_dim))
         if window not in self._biases:
             distance = self._positions[:, None] - torch.arange(self._width)
-            self._biases[window] = _visible(distance, window, q.dtype)[:, None, None]
-        # The queries that share a key head stand in for a query sequence: keys are never repeated.
-        out = F.scaled_dot_product_attention(
-            q.reshape(rows, kv_heads, -1, head_dim),
-            keys[:rows, :, : self._width],
-            values[:rows, :, : self._width],
-            attn_mask=self._biases[window],
-            scale=scaling,
-        )
-        return out.reshape(q.shape)
+            bias = _visible(distance, window, q.dtype)
+            self._biases[window] = bias.repeat_interleave(kv_heads, 0)[:, None]  # [rows · KV, 1, W]
+        # The queries that share a key head stand in for a query sequence: keys are never repeated. Two
+        # batched products are twice as fast as torch's fused attention where a query has so few rows.
+        queries = q.reshape(rows * kv_heads, -1, head_dim)
+        seen, read = (x[:rows, :, : self._width].flatten(0, 1) for x in (keys, values))
+        scores = torch.baddbmm(self._biases[window], queries, seen.transpose(1, 2), alpha=scaling)
+        return torch.bmm(torch.softmax(scores, -1), read).view(q.shape)
 
 
 class JointLayout:

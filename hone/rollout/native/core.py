@@ -17,7 +17,7 @@ from torch import Tensor
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import StopReason
 from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, SlotCache
-from hone.rollout.native.decoder import decoder_forward
+from hone.rollout.native.decoder import PlainDecoder, decoder_forward
 from hone.rollout.native.row_grain import row_grain
 from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request, RequestRules
@@ -41,7 +41,8 @@ class NativeCore:
         self._max_rows = max_num_seqs
         self._prefill_limit = max_num_batched_tokens
         self._forward = decoder_forward(policy)
-        self._grain = row_grain(policy.parameters())
+        self._fresh = False  # whether the forward has seen the parameters as they are
+        self._grain = row_grain(policy.parameters(), packed=isinstance(self._forward, PlainDecoder))
         self.cache = SlotCache(config.num_hidden_layers, max_num_seqs)
         self.version = 0
         self.prefilled_tokens = 0
@@ -53,6 +54,11 @@ class NativeCore:
     def add(self, request: Request) -> None:
         self.rules.check(request)
         self._waiting.append(request)
+
+    def forget(self) -> None:
+        """The parameters are others now; keep nothing that was made from them."""
+        self._forward.forget()
+        self._fresh = False
 
     @property
     def busy(self) -> bool:
@@ -96,8 +102,9 @@ class NativeCore:
         leaders: dict[tuple[int, ...], int] = {}  # each distinct prompt is computed in one slot
         for slot, request in enumerate(admitted, len(self._active)):
             leaders.setdefault(tuple(request.prompt_ids), slot)
-        if leaders:
+        if leaders or not self._fresh:
             self._forward.refresh()
+            self._fresh = True
         lengths = [len(prompt) for prompt in leaders]
         ids = [r.token_ids[-1] for r in self._active]
         last = [*range(len(ids)), *(len(ids) - 1 + end for end in accumulate(lengths))]
@@ -132,7 +139,7 @@ class NativeCore:
         rows = len(hidden)
         if short := -rows % self._grain:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, short))
-        return self.policy.logits(hidden)[:rows]
+        return self._forward.logits(hidden)[:rows]
 
     def _draw(self, logits: Tensor) -> None:
         requests = self._active

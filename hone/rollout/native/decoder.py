@@ -2,6 +2,7 @@
 
 For the plain shape that most decoders share (rotary positions, RMS norms, gated MLP). Any other
 model, and one whose layers are wrapped (adapters, quantisation), goes through its own modules.
+Weights are packed for the CPU where that pays, and packed anew when the parameters have changed.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ from torch import Tensor, nn
 
 from hone.models.attention import Layout
 from hone.models.policy import PolicyModel
+from hone.ops.packed_linear import Linear, linear_map
 
 
 class Forward(Protocol):
-    """(token ids [N], positions [N], layout) to hidden states [N, d]."""
+    """A decoder's forward and its head, over the policy's parameters."""
 
-    def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor: ...
+    def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """Token ids [N], positions [N], layout to hidden states [N, d]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, d] to [M, V] float32, before temperature."""
 
     def refresh(self) -> None:
-        """Look the parameters up anew: sharding replaces them between generations."""
+        """See the parameters as they are now: training changes them, sharding replaces them."""
+
+    def forget(self) -> None:
+        """Keep nothing that was made from the parameters."""
 
 
 _PLAIN_FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
@@ -64,6 +73,12 @@ class ModuleDecoder:
     def refresh(self) -> None:
         """Nothing is kept."""
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._policy.logits(hidden)
+
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         out = self._policy.decoder(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout
@@ -72,61 +87,86 @@ class ModuleDecoder:
 
 
 class _Layer(NamedTuple):
-    """The parameters of one layer, each (weight, bias) where it is a linear map."""
+    """One layer, ready to compute."""
 
-    linears: tuple[tuple[Tensor, Tensor | None], ...]
-    norm_in: tuple[Tensor, float]
-    norm_mlp: tuple[Tensor, float]
-    norm_q: tuple[Tensor, float] | None
-    norm_k: tuple[Tensor, float] | None
+    qkv: Linear
+    out: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    norm_in: _Norm
+    norm_mlp: _Norm
+    norm_q: _Norm | None
+    norm_k: _Norm | None
+    heads: int
+    kv_heads: int
     head_dim: int
     scaling: float
     window: int | None
 
 
 class PlainDecoder:
-    """The shared shape, read from the modules' own parameters."""
+    """The shared shape, made from the modules' own parameters."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._cos = self._sin = torch.empty(0)  # [W, 1, D]; the sine carries the rotation's sign
-        self.refresh()
+        self.forget()
+
+    def forget(self) -> None:
+        self._seen: list[tuple[int, int]] = []
+        self._layers: list[_Layer] = []
+        self._head: Linear | None = None
 
     def refresh(self) -> None:
-        """Look the parameters up anew: sharding replaces them between generations."""
+        # Every write by torch counts the version up; sharding takes other memory.
+        now = [(p.data_ptr(), p._version) for p in self._policy.parameters()]
+        if now == self._seen:
+            return
         decoder: Any = self._policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
-        self._norm = _norm(decoder.norm)
+        self._norm = _Norm(decoder.norm)
         self._layers = [_layer(layer) for layer in decoder.layers]
+        if self._policy.plain_head:
+            head: Any = self._policy.lm.get_output_embeddings()
+            self._head = linear_map(head.weight, head.bias)
+        self._seen = now
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self._head is None:
+            return self._policy.logits(hidden)
+        return self._head(hidden).float()
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         self._reach(int(positions.max()) + 1)
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         x = F.embedding(ids, self._embedding)
         for index, layer in enumerate(self._layers):
-            x = x + self._attention(index, layer, _rms(x, layer.norm_in), cos, sin, layout)
-            gate, up, down = layer.linears[4:]
-            h = _rms(x, layer.norm_mlp)
-            x = x + F.linear(F.silu(F.linear(h, *gate)).mul_(F.linear(h, *up)), *down)
-        return _rms(x, self._norm)
+            out = self._attention(index, layer, layer.norm_in(x), cos, sin, layout)
+            x = layer.out.plus(out, x)
+            h = layer.norm_mlp(x)
+            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+        return self._norm(x)
 
     def _attention(
         self, index: int, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout
     ) -> Tensor:
-        q, k, v = (F.linear(h, *m).view(len(h), -1, layer.head_dim) for m in layer.linears[:3])
+        both = layer.heads + layer.kv_heads
+        qkv = layer.qkv(h).view(len(h), both + layer.kv_heads, layer.head_dim)
+        turned, v = qkv[:, :both], qkv[:, both:]
         if layer.norm_q is not None and layer.norm_k is not None:
-            q, k = _rms(q, layer.norm_q), _rms(k, layer.norm_k)
-        heads = q.shape[1]
-        turned = _rotate(torch.cat([q, k], 1), cos, sin)
+            q, k = turned[:, : layer.heads], turned[:, layer.heads :]
+            turned = torch.cat([layer.norm_q(q), layer.norm_k(k)], 1)
+        turned = _rotate(turned, cos, sin)
         out = layout.attend(
-            turned[:, :heads],
-            turned[:, heads:],
+            turned[:, : layer.heads],
+            turned[:, layer.heads :],
             v,
             layer=index,
             scaling=layer.scaling,
             window=layer.window,
         )
-        return F.linear(out.flatten(1), *layer.linears[3])
+        return out.reshape(len(h), -1)
 
     def _reach(self, width: int) -> None:
         """Have rotary tables for positions below `width`."""
@@ -142,26 +182,50 @@ class PlainDecoder:
 
 
 def _layer(layer: Any) -> _Layer:
-    a = layer.self_attn
+    a, m = layer.self_attn, layer.mlp
     return _Layer(
-        tuple((m.weight, m.bias) for m in _linears(layer)),  # type: ignore[misc]
-        _norm(layer.input_layernorm),
-        _norm(layer.post_attention_layernorm),
-        _norm(a.q_norm) if hasattr(a, "q_norm") else None,
-        _norm(a.k_norm) if hasattr(a, "k_norm") else None,
+        _joined(a.q_proj, a.k_proj, a.v_proj),
+        _map(a.o_proj),
+        _map(m.gate_proj),
+        _map(m.up_proj),
+        _map(m.down_proj),
+        _Norm(layer.input_layernorm),
+        _Norm(layer.post_attention_layernorm),
+        _Norm(a.q_norm) if hasattr(a, "q_norm") else None,
+        _Norm(a.k_norm) if hasattr(a, "k_norm") else None,
+        a.q_proj.weight.shape[0] // a.head_dim,
+        a.k_proj.weight.shape[0] // a.head_dim,
         a.head_dim,
         a.scaling,
         getattr(a, "sliding_window", None),
     )
 
 
-def _norm(module: Any) -> tuple[Tensor, float]:
-    return module.weight, module.variance_epsilon
+def _map(module: Any) -> Linear:
+    return linear_map(module.weight, module.bias)
 
 
-def _rms(x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
-    weight, epsilon = norm
-    return F.rms_norm(x, weight.shape, weight, epsilon)
+def _joined(*parts: Any) -> Linear:
+    """Several maps of the same input as one."""
+    biases = [p.bias for p in parts]
+    bias = None if biases[0] is None else torch.cat(biases)
+    return linear_map(torch.cat([p.weight for p in parts]), bias)
+
+
+class _Norm:
+    """x / rms(x) · weight; on a CPU in float32 by half the calls that torch's own makes."""
+
+    def __init__(self, module: Any) -> None:
+        self._weight: Tensor = module.weight
+        self._epsilon: float = module.variance_epsilon
+        width = len(self._weight)
+        self._by_sum = self._weight * width**0.5, self._weight.new_tensor(self._epsilon * width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, self._weight.shape, self._weight, self._epsilon)
+        weight, epsilon = self._by_sum
+        return (x * (x * x).sum(-1, keepdim=True).add_(epsilon).rsqrt_()).mul_(weight)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H, D]

@@ -1,4 +1,7 @@
-"""The native engine behind the contract: a thread that decodes, and futures that loops await.
+"""The native engine behind the contract: one thread decodes, loops in another await futures.
+
+The decoding thread is the caller's own where loops are given to `play`, else one that the first request
+starts: two threads that compute would each hold a set of torch's workers, and slow each other down.
 
 Requests that loops make before anything can be answered go in as one batch, and after answers are
 delivered the next step waits until the loops have asked again. So the batches, and with them the last
@@ -10,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -29,9 +33,11 @@ _SETTLE_TIMEOUT_S = 5.0
 """If an agent loop blocks the event loop longer than this, decoding goes on without it."""
 _CLOSE_TIMEOUT_S = 30.0
 
+T = TypeVar("T")
+
 
 class NativeRollout:
-    """A `RolloutEngine` over `NativeCore`; the decode thread starts with the first request."""
+    """A `RolloutEngine` over `NativeCore`."""
 
     def __init__(self, core: NativeCore) -> None:
         self._core = core
@@ -41,6 +47,8 @@ class NativeRollout:
         self._arrived = threading.Condition()  # guards inbox, held, paused, closed and failure
         self._door, self._room = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
+        self._driven = False  # the caller of `play` decodes, no thread of ours
+        self._settled = threading.Event()
         self._paused = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -65,9 +73,36 @@ class NativeRollout:
         finally:
             request.cancelled = future.cancelled()
 
+    def play(self, loops: Coroutine[Any, Any, T]) -> T:
+        """Decode in this thread for agent loops that run in another, until they end."""
+        with self._arrived:
+            alone = self._thread is None and not self._driven
+            self._driven |= alone
+        if not alone:
+            return asyncio.run(loops)
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(asyncio.run(loops))
+            except BaseException as error:
+                outcome.set_exception(error)
+            with self._arrived:
+                self._settled.set()
+                self._arrived.notify()
+
+        threading.Thread(target=run, name="hone-loops", daemon=True).start()
+        try:
+            self._decode(until=outcome.done)
+        finally:
+            with self._arrived:
+                self._driven = False
+        return outcome.result()
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._between_steps():
             load_weights(self._core.policy, weights)
+            self._core.forget()
             self._core.version = version
 
     def abort(self) -> None:
@@ -92,9 +127,12 @@ class NativeRollout:
             if self._core.busy:
                 raise RolloutError("sleep was asked for while requests run; abort them first")
             self._core.cache.free()
+            self._core.forget()
 
     def wake_up(self) -> None:
-        """Nothing to do: the cache allocates when the next prompt comes."""
+        """The cache allocates when the next prompt comes; the weights may be others than before."""
+        with self._between_steps():
+            self._core.forget()
 
     def close(self) -> None:
         """Stop the thread; whoever still waits is told so."""
@@ -127,32 +165,34 @@ class NativeRollout:
                 self._held += batch
             else:
                 self._inbox += batch
-                if self._thread is None:
+                if self._thread is None and not self._driven:
                     self._thread = threading.Thread(
-                        target=self._run, name="hone-decode", daemon=True
+                        target=self._decode, name="hone-decode", daemon=True
                     )
                     self._thread.start()
                 self._arrived.notify()
 
-    def _run(self) -> None:
+    def _decode(self, until: Callable[[], bool] = lambda: False) -> None:
         try:
-            while self._wait_for_work():
+            while self._wait_for_work(until):
                 with self._door:  # whoever wants the core between steps waits here
                     pass
                 with self._room:
                     finished = self._step()
                 self._deliver(finished)
         except BaseException as error:
-            log.exception("the decode thread stopped")
+            log.exception("decoding stopped")
             with self._arrived:
                 self._failure = error
             self._fail(error)
 
-    def _wait_for_work(self) -> bool:
-        """Waits only when there is nothing to decode; False ends the thread."""
+    def _wait_for_work(self, until: Callable[[], bool]) -> bool:
+        """Waits only when there is nothing to decode; False ends the decoding."""
         with self._arrived:
-            self._arrived.wait_for(lambda: self._closed or self._inbox or self._core.busy)
-            return not self._closed
+            self._arrived.wait_for(
+                lambda: self._closed or self._inbox or self._core.busy or until()
+            )
+            return not self._closed and bool(self._inbox or self._core.busy or not until())
 
     def _step(self) -> list[Request]:
         with self._arrived:
@@ -164,7 +204,7 @@ class NativeRollout:
     def _deliver(self, finished: list[Request]) -> None:
         """Hand answers to their loops and give those loops the chance to ask again."""
         for loop, requests in _by_loop(finished).items():
-            settled = threading.Event()
+            self._settled = settled = threading.Event()
             open_loop = _call(loop, _resolve, loop, requests, settled)
             if open_loop and not settled.wait(_SETTLE_TIMEOUT_S):
                 log.warning(

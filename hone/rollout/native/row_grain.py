@@ -11,33 +11,36 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from hone.ops.packed_linear import PlainLinear, linear_map
 
 log = logging.getLogger(__name__)
 
-_GRAINS = (4, 8, 16)
+_GRAINS = (1, 4, 8, 16)
 _ROWS = 64
 _WIDEST = 1024
 """Larger weights are tried at this size: the path is chosen by the rows, and trying should be quick."""
 
 
-def row_grain(weights: Iterable[Tensor]) -> int:
+def row_grain(weights: Iterable[Tensor], *, packed: bool) -> int:
     """The smallest grain that holds for products with all these weights [out, in]."""
     shapes = {(min(w.shape[0], _WIDEST), min(w.shape[1], _WIDEST)) for w in weights if w.dim() == 2}
     threads = torch.get_num_threads()
-    return max((_grain(*shape, threads) for shape in sorted(shapes)), default=_GRAINS[-1])
+    return max((_grain(*shape, threads, packed) for shape in sorted(shapes)), default=_GRAINS[-1])
 
 
 @lru_cache(maxsize=256)
-def _grain(outputs: int, inputs: int, threads: int) -> int:
+@torch.inference_mode()
+def _grain(outputs: int, inputs: int, threads: int, packed: bool) -> int:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator)
     x = torch.randn(_ROWS, inputs, generator=generator)
-    whole = F.linear(x, weight)
+    product = linear_map(weight, None) if packed else PlainLinear(weight, None)
+    whole = product(x)
     for grain in _GRAINS:
         counts = range(grain, _ROWS, grain)
-        if all(torch.equal(F.linear(x[:n], weight), whole[:n]) for n in counts):
+        if all(torch.equal(product(x[:n]), whole[:n]) for n in counts):
             return grain
     log.warning(
         "products with a [%d, %d] weight round differently for every number of rows on this machine: "

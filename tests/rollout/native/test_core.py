@@ -135,3 +135,29 @@ def test_long_responses_outgrow_the_first_cache(slots: int) -> None:
     short.add(rest)
     drain(short)
     assert rest.token_ids == whole.token_ids[100:]
+
+
+def test_parameters_changed_in_place_are_decoded_with_at_once() -> None:
+    """Whatever is kept of the weights (packed copies) is made anew."""
+    engine, prompt = core(), [3, 5, 7, 9]
+    other = policy(seed=1)
+    engine.add(request(prompt))
+    before = drain(engine)[0].token_ids
+    with torch.no_grad():
+        for mine, theirs in zip(engine.policy.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs)
+    engine.add(request(prompt))
+    after = drain(engine)[0].token_ids
+    fresh = core()
+    fresh.policy.load_state_dict(other.state_dict())
+    fresh.add(request(prompt))
+    assert after == drain(fresh)[0].token_ids != before
+
+
+def test_weights_forgotten_midway_are_read_again_by_running_sequences() -> None:
+    engine, untouched, prompt = core(), core(), [3, 5, 7, 9]
+    engine.add(request(prompt))
+    engine.step()
+    engine.forget()
+    untouched.add(request(prompt))
+    assert drain(engine)[0].log_probs == drain(untouched)[0].log_probs

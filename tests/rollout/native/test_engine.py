@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -80,3 +81,58 @@ def test_two_event_loops_one_after_the_other_share_an_engine() -> None:
     with NativeFactory().engine(policy()) as engine:
         few = Sampling(3, 1.0, 0)
         assert play(engine.generate(PROMPT, few, "a")) == play(engine.generate(PROMPT, few, "b"))
+
+
+def test_play_decodes_in_the_callers_thread() -> None:
+    with NativeFactory().engine(policy()) as engine:
+        threads: dict[str, str] = {}
+        core: Any = engine._core  # type: ignore[attr-defined]
+        step = core.step
+
+        def watched() -> list[Any]:
+            threads["decode"] = threading.current_thread().name
+            return step()
+
+        async def loop() -> TokenOutput:
+            threads["loop"] = threading.current_thread().name
+            return await engine.generate(PROMPT, Sampling(4, 1.0, 0, ignore_eos=True), "one")
+
+        core.step = watched
+        for _ in range(2):
+            assert len(engine.play(loop()).token_ids) == 4
+    assert threads == {"decode": threading.current_thread().name, "loop": "hone-loops"}
+
+
+def test_play_answers_as_a_thread_of_its_own_does() -> None:
+    async def both() -> list[list[int]]:
+        jobs = (
+            engine.generate(PROMPT, Sampling(9, 1.0, s, ignore_eos=True), str(s)) for s in (1, 2)
+        )
+        return [out.token_ids for out in await asyncio.gather(*jobs)]
+
+    answers = []
+    for run in (lambda e, work: e.play(work), lambda e, work: play(work)):
+        with NativeFactory().engine(policy()) as engine:
+            answers.append(run(engine, both()))
+    assert answers[0] == answers[1]
+
+
+def test_play_raises_what_a_loop_raised_and_plays_again() -> None:
+    with NativeFactory().engine(policy()) as engine:
+
+        async def broken() -> None:
+            job = asyncio.create_task(engine.generate(PROMPT, LONG, "left behind"))
+            await asyncio.sleep(0.01)
+            raise LookupError(f"a loop's own error, {job.done()=}")
+
+        with pytest.raises(LookupError, match="a loop's own error"):
+            engine.play(broken())
+        out = engine.play(engine.generate(PROMPT, Sampling(3, 1.0, 0, ignore_eos=True), "next"))
+        assert len(out.token_ids) == 3
+
+
+def test_play_tells_the_loops_why_decoding_stopped() -> None:
+    with NativeFactory().engine(policy()) as engine:
+        NativeFactory().sabotage(engine)
+        with pytest.raises(RuntimeError, match="boom"):
+            engine.play(engine.generate(PROMPT, LONG, "doomed"))

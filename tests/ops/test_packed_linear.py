@@ -1,0 +1,53 @@
+"""Packed maps equal the plain ones, and hold the weight as it was when packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hone.ops.packed_linear import PackedLinear, PlainLinear, linear_map, packs
+
+needs_packing = pytest.mark.skipif(
+    not packs(torch.empty(1, 1)), reason="this machine's matrix library has no packed layout"
+)
+KINDS = [pytest.param(PackedLinear, marks=needs_packing), PlainLinear]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 3, 5), (4, 64, 32), (70, 17, 128)])
+@torch.inference_mode()
+def test_each_ending_equals_the_float64_product(
+    kind: type, biased: bool, rows: int, outputs: int, inputs: int
+) -> None:
+    weight, x, other = (
+        torch.randn(outputs, inputs),
+        torch.randn(rows, inputs),
+        torch.randn(rows, outputs),
+    )
+    bias = torch.randn(outputs) if biased else None
+    linear = kind(weight, bias)
+    y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    for found, expected in [
+        (linear(x), y),
+        (linear.silu(x), F.silu(y)),
+        (linear.times(x, other), y * other),
+        (linear.plus(x, other), y + other),
+    ]:
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_packing
+@torch.inference_mode()
+def test_a_packed_map_is_a_copy_and_a_plain_one_is_not() -> None:
+    weight, x = torch.ones(4, 4), torch.ones(1, 4)
+    packed, plain = PackedLinear(weight, None), PlainLinear(weight, None)
+    weight.zero_()
+    assert packed(x).tolist() == [[4.0] * 4]
+    assert plain(x).tolist() == [[0.0] * 4]
+
+
+def test_other_dtypes_are_not_packed() -> None:
+    assert isinstance(linear_map(torch.zeros(2, 2, dtype=torch.bfloat16), None), PlainLinear)
