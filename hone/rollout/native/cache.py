@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _GRAIN = 64
-"""Widths grow in this grain, so that attention shapes repeat and allocations are rare."""
-_PREFILL_GRAIN = 16
-"""Prompts are padded to this for attention, so that their sums run in the same order in any batch."""
+"""The cache grows in this grain, so that allocations are rare."""
+_SUM_GRAIN = 16
+"""Attention reads keys in this grain, so that its sums run in the same order in any batch."""
 
 
 class SlotCache:
@@ -74,7 +74,7 @@ class PrefillLayout:
         self._cache = cache
         n = torch.tensor(lengths)
         # Rounded up, because a vector register's tail is summed in another order.
-        longest = -(-max(lengths) // _PREFILL_GRAIN) * _PREFILL_GRAIN
+        longest = -(-max(lengths) // _SUM_GRAIN) * _SUM_GRAIN
         offset = torch.arange(longest)
         real = offset < n[:, None]
         begin = n.cumsum(0) - n
@@ -121,7 +121,7 @@ class DecodeLayout:
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
         self._cache = cache
         self._positions = positions
-        self._width = -(-(int(positions.max()) + 1) // _GRAIN) * _GRAIN
+        self._width = -(-(int(positions.max()) + 1) // _SUM_GRAIN) * _SUM_GRAIN
         self._biases: dict[int | None, Tensor] = {}
         self._cells: Tensor | None = None
 
