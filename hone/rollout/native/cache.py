@@ -14,6 +14,8 @@ _GRAIN = 64
 """The cache grows in this grain, so that allocations are rare."""
 _SUM_GRAIN = 16
 """Attention reads keys in this grain, so that its sums run in the same order in any batch."""
+_SMALL_PRODUCT = 400
+"""Below so many multiplications torch takes another path for a batched product, with other rounding."""
 
 
 class SlotCache:
@@ -39,7 +41,7 @@ class SlotCache:
         if width <= self._width:
             return
         wanted = max(width, self._width * 3 // 2)
-        self._width = -(-wanted // _GRAIN) * _GRAIN
+        self._width = _up(wanted, _GRAIN)
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
                 if old is not None:
@@ -74,7 +76,7 @@ class PrefillLayout:
         self._cache = cache
         n = torch.tensor(lengths)
         # Rounded up, because a vector register's tail is summed in another order.
-        longest = -(-max(lengths) // _SUM_GRAIN) * _SUM_GRAIN
+        longest = _up(max(lengths), _SUM_GRAIN)
         offset = torch.arange(longest)
         real = offset < n[:, None]
         begin = n.cumsum(0) - n
@@ -121,7 +123,8 @@ class DecodeLayout:
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
         self._cache = cache
         self._positions = positions
-        self._width = -(-(int(positions.max()) + 1) // _SUM_GRAIN) * _SUM_GRAIN
+        self._longest = int(positions.max()) + 1
+        self._width = 0  # of the keys that attention reads
         self._biases: dict[int | None, Tensor] = {}
         self._cells: Tensor | None = None
 
@@ -134,6 +137,8 @@ class DecodeLayout:
         rows, kv_heads, head_dim = k.shape
         keys, values = self._cache.layer(layer, k)
         if self._cells is None:
+            grain = _up(_SMALL_PRODUCT // head_dim + 1, _SUM_GRAIN)
+            self._width = min(_up(self._longest, grain), keys.shape[2])
             head = torch.arange(rows * kv_heads).view(rows, kv_heads)
             self._cells = (head * keys.shape[2] + self._positions[:, None]).flatten()
         keys.view(-1, head_dim).index_copy_(0, self._cells, k.reshape(-1, head_dim))
@@ -144,9 +149,10 @@ class DecodeLayout:
             self._biases[window] = bias.repeat_interleave(kv_heads, 0)[:, None]  # [rows · KV, 1, W]
         # The queries that share a key head stand in for a query sequence: keys are never repeated. Two
         # batched products are twice as fast as torch's fused attention where a query has so few rows.
-        queries = q.reshape(rows * kv_heads, -1, head_dim)
-        seen, read = (x[:rows, :, : self._width].flatten(0, 1) for x in (keys, values))
-        scores = torch.baddbmm(self._biases[window], queries, seen.transpose(1, 2), alpha=scaling)
+        queries = (q * scaling).view(rows * kv_heads, -1, head_dim)
+        seen = keys[:rows, :, : self._width].flatten(0, 1)
+        scores = torch.bmm(queries, seen.transpose(1, 2)).add_(self._biases[window])
+        read = values[:rows, :, : self._width].flatten(0, 1)
         return torch.bmm(torch.softmax(scores, -1), read).view(q.shape)
 
 
@@ -173,6 +179,11 @@ class JointLayout:
         if self._used < len(q):
             parts.append(q.new_zeros(len(q) - self._used, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _up(length: int, grain: int) -> int:
+    """The next multiple of the grain."""
+    return -(-length // grain) * grain
 
 
 def _visible(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.models.attention import Layout
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import StopReason
 from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, SlotCache
@@ -99,12 +100,16 @@ class NativeCore:
 
     def _compute(self, admitted: list[Request]) -> Tensor:  # [A, V]
         """Logits after the last token of every running sequence, then of every admitted one."""
+        if not self._fresh or admitted:
+            self._forward.refresh()
+            self._fresh = True
+        if not admitted:
+            layout, positions = self._layout([], [])
+            hidden = self._hidden([r.token_ids[-1] for r in self._active], positions, layout)
+            return self._logits(hidden[: len(self._active)])
         leaders: dict[tuple[int, ...], int] = {}  # each distinct prompt is computed in one slot
         for slot, request in enumerate(admitted, len(self._active)):
             leaders.setdefault(tuple(request.prompt_ids), slot)
-        if leaders or not self._fresh:
-            self._forward.refresh()
-            self._fresh = True
         lengths = [len(prompt) for prompt in leaders]
         ids = [r.token_ids[-1] for r in self._active]
         last = [*range(len(ids)), *(len(ids) - 1 + end for end in accumulate(lengths))]
@@ -121,15 +126,17 @@ class NativeCore:
         logits = self._logits(hidden[torch.tensor(last)])
         return logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
 
-    def _layout(self, slots: list[int], lengths: list[int]) -> tuple[JointLayout, Tensor]:
+    def _layout(self, slots: list[int], lengths: list[int]) -> tuple[Layout, Tensor]:
         running = torch.tensor([r.length - 1 for r in self._active], dtype=torch.int64)
         self.cache.reserve(max([*lengths, *(r.length for r in self._active)]))
         decode = DecodeLayout(self.cache, running) if self._active else None
+        if decode is not None and not slots and len(running) % self._grain == 0:
+            return decode, running
         prefill = PrefillLayout(self.cache, slots, lengths) if slots else None
         positions = torch.cat([running, prefill.positions]) if prefill else running
         return JointLayout(decode, prefill), positions
 
-    def _hidden(self, ids: list[int], positions: Tensor, layout: JointLayout) -> Tensor:
+    def _hidden(self, ids: list[int], positions: Tensor, layout: Layout) -> Tensor:
         short = -len(ids) % self._grain
         if short:
             positions = torch.nn.functional.pad(positions, (0, short))
