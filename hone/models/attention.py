@@ -69,6 +69,15 @@ def layout_attention(
     return out[None], None
 
 
+def window_of(attention: Any) -> int | None:
+    """How many keys back a family's attention module looks; None where it sees all."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    config = getattr(attention, "config", None)
+    mistral = getattr(config, "model_type", None) == "mistral"  # reads it from its config
+    return getattr(config, "sliding_window", None) if mistral else None
+
+
 def register() -> None:
     """Make `attn_implementation="hone"` known to transformers; more than once does no harm."""
     from transformers import AttentionInterface

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.attention import Layout
+from hone.models.attention import Layout, window_of
 from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import Linear, linear_map
 
@@ -91,8 +91,7 @@ class _Layer(NamedTuple):
 
     qkv: Linear
     out: Linear
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
     norm_in: _Norm
     norm_mlp: _Norm
@@ -144,29 +143,22 @@ class PlainDecoder:
         for index, layer in enumerate(self._layers):
             out = self._attention(index, layer, layer.norm_in(x), cos, sin, layout)
             x = layer.out.plus(out, x)
-            h = layer.norm_mlp(x)
-            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+            gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
+            x = layer.down.plus(F.silu(gate).mul_(up), x)
         return self._norm(x)
 
     def _attention(
         self, index: int, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout
     ) -> Tensor:
-        both = layer.heads + layer.kv_heads
-        qkv = layer.qkv(h).view(len(h), both + layer.kv_heads, layer.head_dim)
-        turned, v = qkv[:, :both], qkv[:, both:]
+        rows, heads, kv_heads = h.shape[0], layer.heads, layer.kv_heads
+        qkv = layer.qkv(h).view(rows, heads + 2 * kv_heads, layer.head_dim)
+        both, v = torch.split_with_sizes(qkv, (heads + kv_heads, kv_heads), 1)
         if layer.norm_q is not None and layer.norm_k is not None:
-            q, k = turned[:, : layer.heads], turned[:, layer.heads :]
-            turned = torch.cat([layer.norm_q(q), layer.norm_k(k)], 1)
-        turned = _rotate(turned, cos, sin)
-        out = layout.attend(
-            turned[:, : layer.heads],
-            turned[:, layer.heads :],
-            v,
-            layer=index,
-            scaling=layer.scaling,
-            window=layer.window,
-        )
-        return out.reshape(len(h), -1)
+            q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
+            both = torch.cat([layer.norm_q(q), layer.norm_k(k)], 1)
+        q, k = torch.split_with_sizes(_rotate(both, cos, sin), (heads, kv_heads), 1)
+        out = layout.attend(q, k, v, layer=index, scaling=layer.scaling, window=layer.window)
+        return out.reshape(rows, -1)
 
     def _reach(self, width: int) -> None:
         """Have rotary tables for positions below `width`."""
@@ -186,8 +178,7 @@ def _layer(layer: Any) -> _Layer:
     return _Layer(
         _joined(a.q_proj, a.k_proj, a.v_proj),
         _map(a.o_proj),
-        _map(m.gate_proj),
-        _map(m.up_proj),
+        _joined(m.gate_proj, m.up_proj),
         _map(m.down_proj),
         _Norm(layer.input_layernorm),
         _Norm(layer.post_attention_layernorm),
@@ -197,7 +188,7 @@ def _layer(layer: Any) -> _Layer:
         a.k_proj.weight.shape[0] // a.head_dim,
         a.head_dim,
         a.scaling,
-        getattr(a, "sliding_window", None),
+        window_of(a),
     )
 
 
