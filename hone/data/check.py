@@ -1,11 +1,13 @@
 """`hone data check FILE`: what is in a data file, and what would go wrong with it.
 
 Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that
-no scorer knows. Warnings: duplicate prompts, long prompts. Leaves out repairing anything.
+no scorer knows. Warnings: duplicate prompts, long prompts. Files for supervised training are known by
+their columns and asked for no ground truth. Leaves out repairing anything.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,11 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.data import DataConfig
+from hone.config.sft import MultiTurnDataConfig
 from hone.data.prompts import PromptError, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, FileRows, Row, read_file
 from hone.data.schema import SchemaCheck, kind_of
 
 SHOWN = 5
+_MESSAGES = MultiTurnDataConfig.messages_key
+_ANSWERS = {"response", "answer", "chosen", "rejected"}
 BAR_WIDTH = 40
 
 
@@ -27,6 +32,8 @@ BAR_WIDTH = 40
 class Findings:
     """What one pass over the rows has seen."""
 
+    supervised: bool = False
+    """The rows hold their own answers: nothing will score them."""
     rows: int = 0
     columns: dict[str, Counter[str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)
@@ -59,6 +66,12 @@ def check_file(
         return 1, f"error: {error}"
     if file is None:
         return 1, "\n".join(f"error: {message}" for message in findings.bad.examples)
+    columns = set(next(iter(file.rows.scan()), {}))
+    if settings.prompt_key not in columns and _MESSAGES in columns:
+        settings = dataclasses.replace(settings, prompt_key=_MESSAGES)
+    findings.supervised = settings.prompt_key == _MESSAGES or (
+        bool(columns & _ANSWERS) and not columns & {"reward_model", settings.reward_fn_key}
+    )
     _look_at(file, findings, tokenizer, settings)
     errors, warnings = _judged(findings, known_sources, tokenizer, settings)
     report = [
@@ -83,26 +96,34 @@ def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataC
             continue
         number = int(file.numbers[index])
         prompt = row[settings.prompt_key]
-        source = str(row.get(settings.reward_fn_key))
-        findings.sources[source] += 1
-        if (row.get("reward_model") or {}).get("style") != "model":
-            findings.ruled.add(source)
-        findings.prompts.setdefault(_identity(row, prompt, settings), []).append(number)
-        if _lacks_truth(row):
-            findings.without_truth.append(number)
+        identity = _identity(row, prompt, settings, findings.supervised)
+        findings.prompts.setdefault(identity, []).append(number)
+        if not findings.supervised:
+            _look_at_reward(row, number, findings, settings)
         try:
             findings.lengths.append(_length(prompt, tokenizer, settings))
         except PromptError as error:
             findings.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
 
 
-def _identity(row: Row, prompt: Any, settings: DataConfig) -> str:
-    """A prompt with its images: the same words about another picture are another prompt."""
+def _look_at_reward(row: Row, number: int, findings: Findings, settings: DataConfig) -> None:
+    source = str(row.get(settings.reward_fn_key))
+    findings.sources[source] += 1
+    if (row.get("reward_model") or {}).get("style") != "model":
+        findings.ruled.add(source)
+    if _lacks_truth(row):
+        findings.without_truth.append(number)
+
+
+def _identity(row: Row, prompt: Any, settings: DataConfig, supervised: bool) -> str:
+    """A prompt with its images: the same words about another picture are another prompt. So are
+    those with another answer, where the answer is what is learnt."""
     images = [
         image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
         for image in row.get(settings.image_key) or ()
     ]
-    text = json.dumps([prompt, images], sort_keys=True, default=str)
+    answers = [row.get(name) for name in sorted(_ANSWERS) if supervised]
+    text = json.dumps([prompt, images, answers], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -187,8 +208,11 @@ def _described(findings: Findings, unit: str) -> list[str]:
         shown = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
         missing = f", missing in {absent:,}" if absent else ""
         lines.append(f"  {name:<{width}}  {shown}{missing}")
-    lines.append("sources:")
-    lines += [f"  {name}: {count:,}" for name, count in findings.sources.most_common()]
+    if findings.supervised:
+        lines.append("for supervised training: the rows hold their answers")
+    else:
+        lines.append("sources:")
+        lines += [f"  {name}: {count:,}" for name, count in findings.sources.most_common()]
     return [*lines, *histogram(findings.lengths, unit)]
 
 

@@ -9,14 +9,17 @@ import contextlib
 import json
 import math
 import os
+import select
 import selectors
 import signal
 import time
 from collections.abc import Callable
 
-from hone.sandbox import bubblewrap, direct, seccomp
+from hone.sandbox import bubblewrap, direct, sealed, seccomp
 from hone.sandbox.cgroups import Group, group_name
+from hone.sandbox.descriptors import Descriptors
 from hone.sandbox.plan import Order, box_environment
+from hone.sandbox.resident import resident_bytes
 from hone.sandbox.result import Status
 from hone.sandbox.rights import raised
 from hone.sandbox.spawn import SETUP_FAILED, Standard, execute, fork, limit
@@ -24,30 +27,34 @@ from hone.sandbox.spawn import SETUP_FAILED, Standard, execute, fork, limit
 SETUP_S = 30.0  # longest time from fork to the program's start
 LOOK_S = 0.05  # how often a box's memory is looked at
 _CHUNK = 1 << 16
-_OWN_PROCESSES = 1  # the first process of the box, which is bubblewrap's
+_OWN_PROCESSES = 2  # bubblewrap's: one outside the box, one that is the first inside
 _OWN_MEMORY = 8 << 20
 
 
-class Box:
+class Box(Descriptors):
     """A program that runs, or is about to."""
 
     def __init__(self, order: Order, number: int, selector: selectors.BaseSelector) -> None:
+        super().__init__(selector)
         self.order = order
         self.pid = 0
+        self._process_fd: int | None = None
         self.init_fd: int | None = None  # the first process of the box's PID namespace
         self.deadline = time.monotonic() + SETUP_S
         self._next_look = time.monotonic() + LOOK_S
+        self.lend: Callable[[int], None] | None = None  # hands init_fd to the caller, see client.py
         self.verdict: Status | None = None
         self.error: str | None = None
         self.output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._number = number
-        self._selector = selector
         self._group: Group | None = None
         self._home: str | None = None
-        self._fds: set[int] = set()
         self._open: set[str] = set()
         self._status_text = b""
         self._gate: int | None = None
+        self._held: int | None = None  # stdin of a box that has no order yet
+        self._program = memoryview(b"")
+        self._feed: int | None = None  # where the program goes in
         self._completed = False  # bubblewrap saw the program itself end
         self._init_pid = 0
         self._started: float | None = None
@@ -58,15 +65,64 @@ class Box:
 
     def start(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
         """Fork. staged: see Stage.bind. OSError leaves nothing behind but what release() takes away."""
-        order, plan = self.order, self.order.plan
-        if plan.cgroup is not None:
-            with raised():
-                self._group = Group.create(
-                    plan.cgroup,
-                    group_name(self._number),
-                    memory_bytes=(order.memory_mb << 20) + _OWN_MEMORY,
-                    processes=order.processes + _OWN_PROCESSES,
-                )
+        self._limit_group()
+        if self.order.plan.bwrap is None:
+            self._launch(stdin, files, staged)
+        else:
+            self._program = memoryview(sealed.content(files[0]))
+            self._launch(stdin, [self._open_feed(), *files[1:]], staged)
+
+    def prepare(self, staged: dict[str, str]) -> None:
+        """Build a box that waits for its program; order says which kind. bubblewrap only."""
+        self._limit_group()
+        self._held = self._own(sealed.empty())
+        self.deadline = math.inf
+        self._launch(self._held, [self._open_feed()], staged)
+
+    def hand_over(self, order: Order, stdin: int, program: int) -> None:
+        """Give a waiting box its order; what it sees is what a box built for it alone would see."""
+        assert self._held is not None
+        self.order, self.deadline = order, time.monotonic() + SETUP_S
+        self._limit_group()
+        sealed.fill(self._held, stdin)
+        self._close(self._held)
+        self._held = None
+        self._program = memoryview(sealed.content(program))
+        if self._init_pid:
+            self._open_gate()
+
+    def _open_feed(self) -> int:
+        read, self._feed = self._pipe()
+        os.set_blocking(self._feed, False)
+        return read
+
+    @property
+    def ready(self) -> bool:
+        """Waiting for an order, and alive at this moment: its end may not have been seen yet."""
+        if self._held is None or "process" not in self._open:
+            return False
+        poll = select.poll()
+        for descriptor in (self._process_fd, self.init_fd):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        return not poll.poll(0)
+
+    def _limit_group(self) -> None:
+        order, parents = self.order, self.order.plan.cgroup
+        if parents is None:
+            return
+        memory_bytes = (order.memory_mb << 20) + _OWN_MEMORY
+        processes = order.processes + _OWN_PROCESSES
+        with raised():
+            if self._group is not None:
+                self._group.limit(memory_bytes=memory_bytes, processes=processes)
+                return
+            self._group = Group.create(
+                parents, group_name(self._number), memory_bytes=memory_bytes, processes=processes
+            )
+
+    def _launch(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
+        plan = self.order.plan
         out_read, out_write = self._pipe()
         err_read, err_write = self._pipe()
         standard = (stdin, out_write, err_write)
@@ -79,7 +135,7 @@ class Box:
         self._watch(out_read, lambda: self._on_output("stdout", out_read))
         self._watch(err_read, lambda: self._on_output("stderr", err_read))
         self._open |= {"stdout", "stderr", "process"}
-        process_fd = self._own(os.pidfd_open(self.pid))
+        self._process_fd = process_fd = self._own(os.pidfd_open(self.pid))
         self._watch(process_fd, lambda: self._on_exit(process_fd))
 
     def _spawn_bubblewrap(
@@ -102,10 +158,11 @@ class Box:
         keep += [options_fd, *([] if filter_fd is None else [filter_fd])]
         command = bubblewrap.command(plan, options_fd, order)
         # No environment at all: /proc/1/environ inside the box is bubblewrap's own.
-        self.pid = execute(command, standard=standard, keep=keep)
+        with self._group.entered() if self._group is not None else contextlib.nullcontext():
+            self.pid = execute(command, standard=standard, keep=keep)
         self._open.add("status")
         self._watch(status_read, lambda: self._on_status(status_read))
-        return keep[len(files) :]
+        return keep
 
     def _spawn_direct(self, standard: Standard, files: list[int]) -> list[int]:
         order, plan = self.order, self.order.plan
@@ -149,19 +206,49 @@ class Box:
                 continue
             try:
                 self.init_fd = self._own(os.pidfd_open(pid))
-                limit(pid, self.order)
-                if self._group is not None:
-                    with raised():
-                        self._group.admit(pid)
             except OSError as error:
-                self.error = f"its first process could not be limited: {error}"
-                self.kill()
+                self._fail(error)
                 return
             self._init_pid = pid
-            self._begin()
-            os.write(self._gate, b"x")
-            self._close(self._gate)
-            self._gate = None
+            if self._held is None:
+                self._open_gate()
+
+    def _open_gate(self) -> None:
+        assert self._gate is not None
+        try:
+            limit(self._init_pid, self.order)
+            if self._group is not None:
+                with raised():
+                    self._group.admit(self._init_pid)
+            if self.lend is not None and self.init_fd is not None:
+                self.lend(self.init_fd)
+        except OSError as error:
+            self._fail(error)
+            return
+        self._begin()
+        os.write(self._gate, b"x")
+        self._close(self._gate)
+        self._gate = None
+        self._feed_program()
+
+    def _feed_program(self) -> None:
+        """The program goes in when its limits stand: a box whose warden dies earlier runs nothing."""
+        feed = self._feed
+        assert feed is not None
+        try:
+            while self._program:
+                self._program = self._program[os.write(feed, self._program) :]
+        except BlockingIOError:
+            with contextlib.suppress(KeyError):
+                self._selector.register(feed, selectors.EVENT_WRITE, self._feed_program)
+            return
+        except BrokenPipeError:
+            pass  # the box has died, which its end reports
+        self._forget(feed)
+
+    def _fail(self, error: OSError) -> None:
+        self.error = f"its first process could not be limited: {error}"
+        self.kill()
 
     def _on_output(self, name: str, descriptor: int) -> None:
         data = os.read(descriptor, _CHUNK)
@@ -213,7 +300,7 @@ class Box:
             return self._group.out_of_memory()
         if not self._init_pid:
             return False
-        return _resident_bytes(self._init_pid) > self.order.memory_mb << 20
+        return resident_bytes(self._init_pid) > self.order.memory_mb << 20
 
     @property
     def wake_at(self) -> float:
@@ -288,54 +375,9 @@ class Box:
 
     def release(self) -> bool:
         """Give everything back; False while the cgroup has a member on its way out."""
-        for descriptor in list(self._fds):
-            self._forget(descriptor)
+        self._forget_all()
         if self._home is not None:
             direct.remove_home(self._home)
             self._home = None
         with raised():
             return self._group is None or self._group.remove()
-
-    # ---- descriptors ----
-
-    def _pipe(self) -> tuple[int, int]:
-        read, write = os.pipe2(os.O_CLOEXEC)
-        return self._own(read), self._own(write)
-
-    def _memory(self, data: bytes) -> int:
-        descriptor = self._own(os.memfd_create("hone", os.MFD_CLOEXEC))
-        os.write(descriptor, data)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        return descriptor
-
-    def _own(self, descriptor: int) -> int:
-        self._fds.add(descriptor)
-        return descriptor
-
-    def _watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
-
-    def _forget(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(descriptor)
-        self._close(descriptor)
-
-    def _close(self, descriptor: int) -> None:
-        if descriptor in self._fds:
-            self._fds.remove(descriptor)
-            os.close(descriptor)
-
-
-def _resident_bytes(root: int) -> int:
-    """Private memory of a process and all it started."""
-    pages, queue = 0, [root]
-    while queue:
-        pid = queue.pop()
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{pid}/statm") as statm:
-                _, resident, shared, *_ = map(int, statm.read().split())
-            pages += resident - shared
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/children") as children:
-                    queue.extend(map(int, children.read().split()))
-    return pages * os.sysconf("SC_PAGE_SIZE")

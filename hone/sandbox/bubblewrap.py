@@ -61,9 +61,10 @@ def options(
         words += ["--tmpfs", path, "--remount-ro", path]
     words += _special_mounts(plan)
     words += ["--perms", "0700", "--size", str(order.disk_mb << 20), "--tmpfs", BOX]
+    words += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
+    # Files come last: a box that waits for its program waits here, with all mounts in place.
     for name, descriptor in zip(order.files, files, strict=True):
         words += ["--perms", "0600", "--file", str(descriptor), f"{BOX}/{name}"]
-    words += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
     if "disable-userns" in plan.bwrap_options:
         words.append("--disable-userns")
     if filter_fd is not None:

@@ -10,9 +10,11 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from hone.sandbox.rights import raised
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,8 @@ class Group:
     def __init__(self, version: int, directories: Mapping[str, Path]) -> None:
         self.version = version
         self.directories = dict(directories)
+        self._limits: tuple[int, int] | None = None
+        self._members_start_inside = False
 
     @classmethod
     def create(cls, parents: Parents, name: str, *, memory_bytes: int, processes: int) -> Group:
@@ -122,29 +126,78 @@ class Group:
         try:
             for directory in group._unique:
                 directory.mkdir()
-            if "memory" in directories:
-                group._limit_memory(memory_bytes)
-            if "pids" in directories:
-                (directories["pids"] / "pids.max").write_text(str(processes))
+            group.limit(memory_bytes=memory_bytes, processes=processes)
         except OSError:
             group.remove()
             raise
         return group
 
-    def _limit_memory(self, memory_bytes: int) -> None:
+    def limit(self, *, memory_bytes: int, processes: int) -> None:
+        """Set both limits, or change them."""
+        if self._limits == (memory_bytes, processes):
+            return
+        if "memory" in self.directories:
+            self._limit_memory(str(memory_bytes))
+        if "pids" in self.directories:
+            (self.directories["pids"] / "pids.max").write_text(str(processes))
+        self._limits = (memory_bytes, processes)
+
+    def _limit_memory(self, size: str) -> None:
         directory = self.directories["memory"]
         if self.version == 2:
-            (directory / "memory.max").write_text(str(memory_bytes))
-            extras = {"memory.swap.max": "0", "memory.oom.group": "1"}
+            limit = ("memory.max", size)
+            before, after = {}, {"memory.swap.max": "0", "memory.oom.group": "1"}
         else:
-            (directory / "memory.limit_in_bytes").write_text(str(memory_bytes))
-            extras = {"memory.memsw.limit_in_bytes": str(memory_bytes), "memory.swappiness": "0"}
-        for name, value in extras.items():
-            with contextlib.suppress(OSError):  # no swap accounting in this kernel
+            limit = ("memory.limit_in_bytes", size)
+            # Never below the other limit: raised before it, lowered after it.
+            before = {"memory.memsw.limit_in_bytes": size}
+            after = {**before, "memory.swappiness": "0"}
+        for name, value in [*before.items(), limit, *after.items()]:
+            try:
                 (directory / name).write_text(value)
+            except OSError:
+                if name == limit[0]:
+                    raise  # the others are absent in kernels without swap accounting
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """What this thread starts meanwhile is a member from birth (version 1).
+
+        Moving oneself costs nothing; moving another process stops forks on the whole machine for
+        an RCU grace period, many milliseconds on a busy one.
+        """
+        homes = self._ways_home() if self.version == 1 else []
+        if not homes:
+            yield
+            return
+        try:
+            with raised():
+                for directory in self._unique:
+                    (directory / "tasks").write_text("0")
+            yield
+            self._members_start_inside = True
+        finally:
+            with raised():
+                for home in homes:
+                    os.write(home, b"0")
+                    os.close(home)
+
+    def _ways_home(self) -> list[int]:
+        """The parents' lists of tasks, open for writing before we leave them; none if one is not ours."""
+        homes: list[int] = []
+        try:
+            with raised():
+                for directory in self._unique:
+                    homes.append(os.open(directory.parent / "tasks", os.O_WRONLY | os.O_CLOEXEC))
+        except OSError:
+            while homes:
+                os.close(homes.pop())
+        return homes
 
     def admit(self, pid: int) -> None:
-        """Move a process into the group; what it starts from now on is in it too."""
+        """Move a process into the group, if it was not born there; what it starts follows it."""
+        if self._members_start_inside:
+            return
         for directory in self._unique:
             (directory / "cgroup.procs").write_text(str(pid))
 

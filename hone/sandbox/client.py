@@ -6,10 +6,10 @@ One warden a process, started on first use and shared by all threads; a killed o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.sandbox import sealed
 from hone.sandbox.box import SETUP_S
 from hone.sandbox.plan import Order, Plan
 from hone.sandbox.result import Job, SandboxError, SandboxResult, Status
-from hone.sandbox.warden import MAX_MESSAGE
+from hone.sandbox.warden import LENT, MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,6 @@ _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[1:];"
     " from hone.sandbox.warden import main; main(int(sys.argv[1]))"
 )
-_SEALS = 0x0008 | 0x0004 | 0x0002 | 0x0001  # F_SEAL_WRITE | GROW | SHRINK | SEAL
-_ADD_SEALS = 1033
 
 
 class WardenHandle:
@@ -75,14 +74,40 @@ class WardenHandle:
         self._control = ours
         return ours
 
+    def bury(self) -> None:
+        """After a reply that never came: if the warden has died, take down what it was building."""
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=1.0)
+                    self._drop()
+
     def _drop(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=_GRACE_S)
+                if self._process.wait(timeout=_GRACE_S) != 0:
+                    _kill_session(self._process.pid)
         self._process = None
+
+
+def _kill_session(session: int) -> None:
+    """Kill every process of a dead warden's session: boxes in their first moments, which bubblewrap
+    has not yet bound to their parent's life. Its number cannot be in use again while one is left."""
+    found = True
+    while found:
+        found = False
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
+                if os.getsid(int(name)) == session and _alive(name):
+                    os.kill(int(name), signal.SIGKILL)
+                    found = True
+
+
+def _alive(pid: str) -> bool:
+    return os.path.exists(f"/proc/{pid}/exe")  # a zombie has none
 
 
 _warden = WardenHandle()
@@ -97,7 +122,7 @@ def run_job(job: Job, plan: Plan) -> SandboxResult:
     descriptors = [theirs.fileno()]
     try:
         for text in (job.stdin, job.code, *job.files.values()):
-            descriptors.append(_sealed(text))
+            descriptors.append(sealed.write(text))
         _warden.send(message, descriptors)
     finally:
         theirs.close()
@@ -105,7 +130,10 @@ def run_job(job: Job, plan: Plan) -> SandboxResult:
             os.close(descriptor)
     with ours:
         ours.settimeout(SETUP_S + job.timeout_s + _GRACE_S)
-        return _parse(_receive(ours))
+        reply = _receive(ours)
+    if not reply:
+        _warden.bury()
+    return _parse(reply)
 
 
 def close() -> None:
@@ -113,30 +141,29 @@ def close() -> None:
     _warden.close()
 
 
-def _sealed(text: str) -> int:
-    """The text as a file in memory that nobody can change."""
-    descriptor = os.memfd_create("hone-text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        # Lone surrogates do occur in model text; Python source cannot hold them, stdin may.
-        view = memoryview(text.encode(errors="surrogatepass"))
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def _receive(connection: socket.socket) -> bytes:
-    chunks = []
+    """The reply; nothing when the warden has died, and then the box is dead too.
+
+    The kernel takes a box down with its warden, but for the moment in which the box is being built:
+    so the warden lends us its first process before the program may start.
+    """
+    lent: list[int] = []
+    chunks: list[bytes] = []
     try:
-        while chunk := connection.recv(1 << 16):
-            chunks.append(chunk)
+        while True:
+            chunk, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+            lent += descriptors
+            if not chunk:
+                return b"".join(chunks)
+            chunks.append(chunk.removeprefix(LENT) if descriptors else chunk)
     except TimeoutError as error:
         raise SandboxError("sandbox: the warden did not answer before its deadline") from error
-    return b"".join(chunks)
+    finally:
+        for process in lent:
+            if not any(chunks):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
 
 
 def _parse(data: bytes) -> SandboxResult:

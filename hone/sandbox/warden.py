@@ -18,16 +18,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hone.sandbox.box import Box
 from hone.sandbox.cgroups import Parents, sweep
 from hone.sandbox.plan import NOBODY, Order
 from hone.sandbox.result import MAX_FILES, Status
 from hone.sandbox.rights import lower, raised
+from hone.sandbox.spares import Spares
 from hone.sandbox.stage import Stage
 
 MAX_MESSAGE = 1 << 17
+LENT = b"+"  # goes before the reply, with the descriptor
 _RETRY_S = 0.005  # a cgroup is busy until its last member is quite gone
 _SET_CHILD_SUBREAPER = 36
 
@@ -47,6 +49,11 @@ class Caller:
     def forget(self) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._connection)
+
+    def lend(self, process: int) -> None:
+        """Give the caller a hold on the box's first process: it can kill it if we die."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a hang-up is seen later
+            socket.send_fds(self._connection, [LENT], [process])
 
     def answer(self, data: bytes) -> None:
         self.forget()
@@ -73,11 +80,12 @@ class Warden:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
-        self._boxes: dict[Box, Caller] = {}
+        self._boxes: dict[Box, Caller | None] = {}  # None: nobody waits for it any more
         self._leaving: list[Box] = []
         self._swept: set[str] = set()
         self._number = 0
         self._stage = Stage()
+        self._spares = Spares(self._build_spare, self._give_up)
         self._closed = False
 
     def serve(self) -> None:
@@ -91,11 +99,13 @@ class Warden:
                 box.check(now)
                 if box.done:
                     self._finish(box)
+            self._spares.check(now)
             self._leaving = [box for box in self._leaving if not box.release()]
             self._reap()
 
     def _patience(self) -> float | None:
         due = min((box.wake_at for box in self._boxes), default=math.inf)
+        due = min(due, self._spares.due or math.inf)
         if self._leaving:
             due = min(due, time.monotonic() + _RETRY_S)
         return None if due == math.inf else max(0.0, due - time.monotonic())
@@ -107,6 +117,7 @@ class Warden:
         if not data:
             self._closed = True
             self._selector.unregister(self._control)
+            self._spares.drop()
             for running in self._boxes:
                 running.kill(Status.KILLED)
             return
@@ -116,23 +127,58 @@ class Warden:
             return
         connection, stdin, *files = descriptors
         caller = Caller(socket.socket(fileno=connection), self._selector)
-        self._number += 1
-        box: Box | None = None
         try:
             order = Order.from_json(data)
             self._sweep(order.plan.cgroup)
-            box = Box(order, self._number, self._selector)
-            with raised():
-                staged = self._stage.bind(order.plan.interpreter.reads if order.plan.staged else ())
-            box.start(stdin, files, staged)
+            texts = (stdin, files)
+            box = self._from_spare(order, caller, *texts) or self._fresh(order, caller, *texts)
             self._admit(box, caller)
         except (OSError, ValueError) as error:
             caller.answer(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-            if box is not None:
-                self._abandon(box)
+            return
         finally:
             for descriptor in (stdin, *files):
                 os.close(descriptor)
+        with contextlib.suppress(OSError):  # the next order builds its own box, and reports it
+            self._spares.restock(order)
+
+    def _new(self, order: Order) -> tuple[Box, dict[str, str]]:
+        self._number += 1
+        with raised():
+            staged = self._stage.bind(order.plan.interpreter.reads if order.plan.staged else ())
+        return Box(order, self._number, self._selector), staged
+
+    def _fresh(self, order: Order, caller: Caller, stdin: int, files: list[int]) -> Box:
+        box, staged = self._new(order)
+        box.lend = caller.lend
+        with self._or_abandon(box):
+            box.start(stdin, files, staged)
+        return box
+
+    def _from_spare(self, order: Order, caller: Caller, stdin: int, files: list[int]) -> Box | None:
+        box = self._spares.take(order)
+        if box is not None:
+            box.lend = caller.lend
+            try:
+                with self._or_abandon(box):
+                    box.hand_over(order, stdin, files[0])
+            except OSError:  # it died while it waited
+                return None
+        return box
+
+    def _build_spare(self, order: Order) -> Box:
+        box, staged = self._new(order)
+        with self._or_abandon(box):
+            box.prepare(staged)
+        return box
+
+    @contextlib.contextmanager
+    def _or_abandon(self, box: Box) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._abandon(box)
+            raise
 
     def _admit(self, box: Box, caller: Caller) -> None:
         def on_hang_up() -> None:
@@ -142,12 +188,17 @@ class Warden:
         self._boxes[box] = caller
         caller.watch(on_hang_up)
 
+    def _give_up(self, box: Box) -> None:
+        box.kill(Status.KILLED)
+        self._boxes[box] = None
+
     def _finish(self, box: Box) -> None:
         caller = self._boxes.pop(box)
-        reply = box.reply()
+        reply = box.reply() if caller is not None else b""
         if not box.release():
             self._leaving.append(box)
-        caller.answer(reply)
+        if caller is not None:
+            caller.answer(reply)
 
     def _abandon(self, box: Box) -> None:
         box.kill(Status.KILLED)
@@ -162,7 +213,7 @@ class Warden:
 
     def _reap(self) -> None:
         """Orphans of a box come to us: let none stay a zombie. Our own children are left alone."""
-        ours = {box.pid for box in self._boxes}
+        ours = {box.pid for box in self._boxes} | self._spares.pids
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

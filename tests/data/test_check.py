@@ -116,3 +116,30 @@ def test_the_histogram_counts_every_length_once() -> None:
     counts = [int(line.split()[3]) for line in lines[1:]]
     assert counts == [3, 0, 0, 0, 2]
     assert histogram([], "tokens") == []
+
+
+def test_files_for_supervised_training_are_asked_for_no_ground_truth(
+    write_jsonl: Callable[..., str],
+) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    for rows in (
+        [{"messages": talk}, {"messages": talk[:1]}],
+        [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}],
+        [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    ):
+        status, report = check_file(write_jsonl(rows), known_sources=set())
+        assert status == 0, report
+        assert "for supervised training" in report
+        assert report.endswith("0 errors, 0 warnings")
+    status, report = check_file(write_jsonl([{"messages": talk}, {"messages": []}]))
+    assert status == 1
+    assert "row 1: column 'messages'" in report
+
+
+def test_an_answer_column_does_not_excuse_a_row_with_a_data_source(
+    write_jsonl: Callable[..., str],
+) -> None:
+    row = {"prompt": "a", "answer": "b", "data_source": "mystery"}
+    status, report = check_file(write_jsonl([row]), known_sources={"known"})
+    assert status == 1
+    assert "no scorer knows data_source 'mystery'" in report

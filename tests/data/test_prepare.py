@@ -277,3 +277,24 @@ EXPECTED = {
 def test_real_data_give_the_known_numbers_of_rows(name: str, tmp_path: Path) -> None:
     report = prepare(name, source_dir=SHARED, local_dir=tmp_path)
     assert list(report.rows.values()) == EXPECTED[name]
+
+
+def test_all_sets_at_hand_are_prepared_checked_and_the_others_named(
+    source: Path, tmp_path: Path
+) -> None:
+    script = ROOT / "examples/prepare_all_data.py"
+    code = (
+        "import runpy, sys; from hone.data.prepare import RECIPES;"
+        " [RECIPES.pop(n) for n in [*RECIPES] if n not in ('gsm8k', 'hellaswag', 'mbpp')];"
+        " sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    arguments = [str(script), "--local_dir", str(tmp_path / "out"), "--source_dir", str(source)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("| gsm8k | train: 2 | warning: 1 rows repeat")
+    assert "| gsm8k | test: 1 | 0 errors, 0 warnings |" in lines
+    assert "| mbpp | no files there | |" in lines
+    assert (tmp_path / "out/gsm8k/test.parquet").is_file()

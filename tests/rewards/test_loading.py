@@ -81,6 +81,15 @@ def test_credit_for_form_reaches_the_rules_only_when_set(
     assert load()(countdown).sum() == pytest.approx(0.1)
     assert load("reward_model.format_score=0.2")(wrong).sum() == pytest.approx(0.2)
     assert load("reward_model.format_score=0.2")(countdown).sum() == pytest.approx(0.2)
+    assert load("reward_model.format_score=null")(countdown).sum() == pytest.approx(0.1)
+
+
+def test_a_format_score_of_zero_is_a_setting_and_not_the_default(
+    load: Callable[..., Any], make_batch: MakeBatch
+) -> None:
+    countdown = make_batch(["<answer>1</answer>"], "countdown", [{"target": 2, "numbers": [1]}])
+    assert load("reward_model.format_score=0.0")(countdown).sum() == 0.0
+    assert load("reward_model.format_score=0")(countdown).sum() == 0.0
 
 
 def test_a_users_function_is_loaded_with_its_arguments_bound(

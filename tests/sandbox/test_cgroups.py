@@ -106,3 +106,41 @@ def test_a_real_group_holds_kills_and_goes() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert not any(member.exists() for member in members)
+
+
+def test_limits_can_be_raised_and_lowered() -> None:
+    parents, reason = cgroups.find_parents()
+    if parents is None:
+        pytest.skip(f"no cgroup can be made here: {reason}")
+    group = Group.create(parents, cgroups.group_name(998), memory_bytes=64 << 20, processes=4)
+    try:
+        for size, processes in ((256 << 20, 9), (32 << 20, 3)):
+            group.limit(memory_bytes=size, processes=processes)
+            name = "memory.max" if parents.version == 2 else "memory.limit_in_bytes"
+            if "memory" in group.directories:
+                assert (group.directories["memory"] / name).read_text().strip() == str(size)
+            if "pids" in group.directories:
+                assert (group.directories["pids"] / "pids.max").read_text().strip() == str(
+                    processes
+                )
+    finally:
+        assert group.remove()
+
+
+def test_what_is_started_inside_a_group_is_a_member_and_the_starter_comes_home() -> None:
+    parents, reason = cgroups.find_parents()
+    if parents is None or parents.version != 1:
+        pytest.skip(f"needs cgroups of version 1: {reason}")
+    group = Group.create(parents, cgroups.group_name(997), memory_bytes=64 << 20, processes=8)
+    before = Path("/proc/thread-self/cgroup").read_text()
+    with group.entered():
+        child = subprocess.Popen(["sleep", "100"])
+    try:
+        assert Path("/proc/thread-self/cgroup").read_text() == before
+        members = [directory / "cgroup.procs" for directory in group.directories.values()]
+        assert all(member.read_text().split() == [str(child.pid)] for member in members)
+    finally:
+        child.kill()
+        child.wait()
+        while not group.remove():
+            time.sleep(0.01)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,10 @@ from typing import Any
 import pytest
 
 from hone.sandbox import Job, SandboxError, Status, cgroups, client, run_many, run_python
+from hone.sandbox.client import run_job
+from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
+
+from .attacks import processes_that_mention
 
 HOSTILE: dict[str, dict[str, Any]] = {
     "fork bomb": {"code": "import os\nwhile True: os.fork()", "timeout_s": 0.2, "processes": 8},
@@ -46,6 +53,16 @@ def hostile_jobs(count: int, burning_every: int) -> list[dict[str, Any]]:
         else quick[i % len(quick)]
         for i in range(count)
     ]
+
+
+def members(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(entry.name)) == session and (entry / "exe").exists():
+                found.append(int(entry.name))
+    return found
 
 
 def descendants(pid: int) -> list[int]:
@@ -85,7 +102,8 @@ def descriptors(pid: int) -> int:
 
 
 def attack(count: int, burning_every: int) -> None:
-    pid = warden_pid()
+    client.close()
+    pid = warden_pid()  # a first run leaves no spare behind: what is open now is the warden's own
     open_before = descriptors(pid)
     jobs = [Job(**job) for job in hostile_jobs(count, burning_every)]
     seen = Counter(result.status for result in run_many(jobs, max_concurrent=4))
@@ -137,6 +155,61 @@ def test_a_killed_warden_takes_its_boxes_down_and_is_replaced(bwrap: None) -> No
     assert run_python("print(1)").stdout == "1\n"
     assert warden_pid() != pid
     assert wait_until(lambda: remains(pid) == [])  # the next warden sweeps
+
+
+def test_a_warden_killed_while_a_box_is_being_built_leaves_nothing(bwrap: None) -> None:
+    token = uuid.uuid4().hex
+    for number in range(12):
+        pid = warden_pid()
+        assert wait_until(lambda warden=pid: descendants(warden) == [])
+        raised: list[str] = []
+
+        def run(raised: list[str] = raised) -> None:
+            try:
+                run_python("import time; time.sleep(1000)", timeout_s=500.0, argv=[token])
+            except SandboxError as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert wait_until(lambda warden=pid: descendants(warden) != [])
+        time.sleep(0.002 * number)
+        os.kill(pid, signal.SIGKILL)
+        thread.join(60)
+        assert "warden" in raised[0]
+        assert wait_until(lambda warden=pid: members(warden) == [])
+    assert wait_until(lambda: processes_that_mention(token) == [])
+
+
+def test_a_box_not_yet_bound_to_its_wardens_life_is_killed_by_the_caller(
+    bwrap: None, tmp_path: Path
+) -> None:
+    """bubblewrap asks to die with its parent some time after it starts: here it never gets there."""
+    slow = tmp_path / "bwrap"
+    slow.write_text("#!/bin/sh\nsleep 1000\n")
+    for path in (slow, tmp_path, *list(tmp_path.parents)[:2]):
+        path.chmod(0o755)
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(slow))
+    pid = warden_pid()
+    raised: list[str] = []
+
+    def sleepers() -> list[int]:
+        found = members(pid)
+        return [p for p in found if Path(f"/proc/{p}/cmdline").read_bytes().startswith(b"sleep")]
+
+    def run() -> None:
+        try:
+            run_job(Job("pass"), plan)
+        except SandboxError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert wait_until(lambda: sleepers() != [])
+    os.kill(pid, signal.SIGKILL)
+    thread.join(60)
+    assert "warden ended" in raised[0]
+    assert members(pid) == []
 
 
 def test_a_killed_trainer_leaves_no_box_no_warden_no_group(bwrap: None) -> None:

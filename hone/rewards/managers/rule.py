@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -115,10 +115,12 @@ class RuleRewardManager(AbstractRewardManager):
             function = function.func
         return function is table.default_compute_score
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def check_rows(
+        self, rows: Iterable[Mapping[str, Any]], where: Callable[[int], str] = "row {}".format
+    ) -> None:
         """Raise before the first step when a row's data source has no scorer."""
         if self.uses_table:
-            table.check_sources(rows, self.reward_fn_key)
+            table.check_sources(rows, self.reward_fn_key, where)
 
     def judge(self, rows: Sequence[Row], results: Sequence[Scored | Failed]) -> list[Scored]:
         """Apply the failure policy, count, and add `score` and `acc` to the extras."""

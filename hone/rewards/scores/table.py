@@ -18,6 +18,7 @@ from hone.rewards.failures import SetupError
 _HERE = "hone.rewards.scores"
 _MATCHES = ("exact", "prefix", "substring")
 _SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+_BOXED_SETS = ("math500", "amc23", "olympiadbench", "minerva_math", "svamp", "asdiv", "mawps")
 _NUMINA_SETS = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 
 
@@ -46,7 +47,7 @@ def _rows(
 _EXACT: dict[str, Entry] = {
     **_rows("gsm8k", "openai/gsm8k", "gsm8k"),
     **_rows("math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"),
-    **_rows("math_reward", "HuggingFaceH4/MATH-500", "math500"),
+    **_rows("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS),
     **_rows("math_dapo", "math_dapo", "math", "math_dapo_reasoning"),
     **_rows("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS)),
     **_rows(
@@ -163,10 +164,15 @@ def known_sources() -> dict[str, list[str]]:
     return {match: sorted({*_registered[match], *_BUILT_IN[match]}) for match in _MATCHES}
 
 
-def check_sources(rows: Iterable[str | Mapping[str, Any]], key: str = "data_source") -> None:
+def check_sources(
+    rows: Iterable[str | Mapping[str, Any]],
+    key: str = "data_source",
+    where: Callable[[int], str] = "row {}".format,
+) -> None:
     """Raise UnknownSourceError for the first row without a scorer, naming it and what is known.
 
-    A row is its data source, or the data row itself; rows of style "model" need no rule.
+    A row is its data source, or the data row itself; rows of style "model" need no rule. `where`
+    says in words which row an index is.
     """
     seen: set[str] = set()
     for index, row in enumerate(rows):
@@ -178,11 +184,11 @@ def check_sources(rows: Iterable[str | Mapping[str, Any]], key: str = "data_sour
             source = row.get(key)
         if not isinstance(source, str):
             raise UnknownSourceError(
-                f"row {index} has no data source in column {key!r} (got {source!r}). Write one, or "
+                f"{where(index)} has no data source in column {key!r} (got {source!r}). Write one, or "
                 "name the right column with data.reward_fn_key."
             )
         if source not in seen and find(source) is None:
-            raise UnknownSourceError(_unknown(source, f"row {index}"))
+            raise UnknownSourceError(_unknown(source, where(index)))
         seen.add(source)
 
 

@@ -3,10 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
 
+from hone.data.prepare import RECIPES
+from hone.data.preprocess.sources import Source, Upstream
 from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.scores import table
 from hone.rewards.scores.table import (
@@ -153,3 +156,55 @@ def test_the_familys_module_names_are_there() -> None:
 
     assert multiply.compute_score("<answer>6</answer>", 6) == 1.0
     assert search_r1_like_qa_em.compute_score("<answer>x</answer>", {"target": ["x"]}) == 1.0
+
+
+ANY_RECORD = {
+    "question": "q?",
+    "problem": "p",
+    "answer": "#### 1",
+    "solution": r"\boxed{1}",
+    "golden_answers": ["a"],
+    "data_source": "nq",
+    "answer_in_corpus": True,
+    "activity_label": "a",
+    "ctx_a": "b.",
+    "ctx_b": "c",
+    "endings": list("abcd"),
+    "label": "1",
+    "prompt": "p",
+    "test": "def check(f): pass",
+    "entry_point": "f",
+    "task_id": 1,
+    "test_list": ["assert True"],
+    "text": "t",
+    "tests": {"inputs": [], "outputs": []},
+    "split": "train",
+    "images": [b""],
+    "nums": [1, 2],
+    "numbers": [1, 2],
+    "target": 3,
+    "chosen": "\n\nHuman: a\n\nAssistant: b",
+    "rejected": "\n\nHuman: a\n\nAssistant: c",
+}
+"""A record with every field that a preparer reads."""
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_source_that_a_preparer_writes_has_a_rule(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(self: Source, upstream: Upstream, split: str) -> list[Any] | None:
+        return None if split == "examples" else [dict(ANY_RECORD)]
+
+    monkeypatch.setattr(Source, "find", find)
+    recipe = RECIPES[name]
+    builders = [b for b in (recipe.builder, recipe.generator) if b]
+    for builder in builders:
+        module, function = builder.split(":")
+        build = getattr(import_module(f"hone.data.preprocess.{module}"), function)
+        sizes = {"train_size": 4, "test_size": 2} if builder == recipe.generator else {}
+        arguments = {"source": Source()} if builder == recipe.builder else sizes
+        splits = build(**arguments, **recipe.fixed)
+        rows = [row for split in splits.values() for row in split if "data_source" in row]
+        assert rows or name in ("gsm8k_multiturn_sft",), name
+        check_sources(rows)

@@ -1,0 +1,50 @@
+"""File descriptors that one box owns: opened close-on-exec, watched, and all given back at its end.
+
+Leaves out what the events mean: box.py says so with its callbacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from collections.abc import Callable
+
+
+class Descriptors:
+    """What is open for one run, and whom the warden's loop calls when something happens there."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._fds: set[int] = set()
+
+    def _pipe(self) -> tuple[int, int]:
+        read, write = os.pipe2(os.O_CLOEXEC)
+        return self._own(read), self._own(write)
+
+    def _memory(self, data: bytes) -> int:
+        descriptor = self._own(os.memfd_create("hone", os.MFD_CLOEXEC))
+        os.write(descriptor, data)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return descriptor
+
+    def _own(self, descriptor: int) -> int:
+        self._fds.add(descriptor)
+        return descriptor
+
+    def _watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+        self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self._fds:
+            self._fds.remove(descriptor)
+            os.close(descriptor)
+
+    def _forget_all(self) -> None:
+        for descriptor in list(self._fds):
+            self._forget(descriptor)

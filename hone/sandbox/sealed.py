@@ -1,0 +1,50 @@
+"""Texts as files in memory that nobody can change once they are written.
+
+The program in the box reads its standard input from one; it must not be able to write there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+_ADD_SEALS = 1033
+_WRITE, _GROW, _SHRINK, _SEAL = 0x0008, 0x0004, 0x0002, 0x0001
+
+
+def empty() -> int:
+    """A file that can be filled and sealed later."""
+    return os.memfd_create("hone-text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def write(text: str) -> int:
+    """A sealed file with this text."""
+    descriptor = empty()
+    try:
+        # Lone surrogates do occur in model text; Python source cannot hold them, stdin may.
+        view = memoryview(text.encode(errors="surrogatepass"))
+        while view:
+            view = view[os.write(descriptor, view) :]
+        _seal(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def fill(descriptor: int, source: int) -> None:
+    """Copy all of source into an empty file, and seal it. source's offset stays where it is."""
+    size, done = os.fstat(source).st_size, 0
+    while done < size:
+        done += os.sendfile(descriptor, source, done, size - done)
+    _seal(descriptor)
+
+
+def content(descriptor: int) -> bytes:
+    """All of it, wherever its offset is."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _seal(descriptor: int) -> None:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, _ADD_SEALS, _WRITE | _GROW | _SHRINK | _SEAL)

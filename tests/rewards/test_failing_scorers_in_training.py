@@ -1,0 +1,151 @@
+"""Scorers that hang, raise, lie or crash, in a real run of the trainer's command on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config import load_config
+from hone.rewards.failures import RewardError
+from hone.rewards.scores.table import UnknownSourceError
+from hone.tracking import read_metrics
+
+SCORER = """
+import os
+import time
+
+
+def wanted(kind, index):
+    return kind if kind != "mixed" else ("sleeps", "raises", "returns_nan", "crashes", "well")[index % 5]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, kind=""):
+    fault = wanted(kind, extra_info["index"])
+    if fault == "sleeps":
+        time.sleep(10**9)
+    if fault == "raises":
+        raise KeyError("no such rule")
+    if fault == "crashes":
+        os._exit(7)
+    return float("nan") if fault == "returns_nan" else float(len(solution_str))
+"""
+REASONS = {"sleeps": "timeout", "raises": "exception", "returns_nan": "nan", "crashes": "crash"}
+ROWS = 5
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, a data file of five rows, and the scorer that misbehaves as it is told."""
+    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+
+    folder = tmp_path_factory.mktemp("failing")
+    tokenizer = character_tokenizer()
+    lm = tiny_lm(len(tokenizer), hidden=32, layers=1, mlp=32, seed=1)
+    save_pretrained(lm, tokenizer, folder / "model")
+    (folder / "scorer.py").write_text(SCORER)
+    write_rows(folder / "train.jsonl", ["failing"] * ROWS)
+    return folder
+
+
+def write_rows(path: Path, sources: list[str]) -> None:
+    rows = [
+        {
+            "data_source": source,
+            "prompt": f"{i}+1=",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"index": i},
+        }
+        for i, source in enumerate(sources)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(files: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Two steps of five prompts, two responses each; the lines of its metrics file."""
+    from hone.trainer.main_ppo import run as train_as_configured
+
+    settings = [
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={files / 'model'}",
+        f"data.train_files={files / 'train.jsonl'}",
+        "data.val_files=[]",
+        "data.prompt_format=raw",
+        f"data.train_batch_size={ROWS}",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        "actor_rollout_ref.rollout.n=2",
+        "reward_model.reward_manager=prime",
+        "reward_model.reward_kwargs.timeout_s=0.2",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=0",
+        "trainer.logger=[jsonl]",
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={run}",
+    ]
+    train_as_configured(load_config([*settings, *overrides]))
+    return [line for line in read_metrics(run) if "training/global_step" in line]
+
+
+def scorer(files: Path, kind: str) -> tuple[str, str]:
+    return (
+        f"custom_reward_function.path={files / 'scorer.py'}",
+        f"+custom_reward_function.reward_kwargs.kind={kind}",
+    )
+
+
+def counted(step: dict[str, Any]) -> Counter[str]:
+    head = "reward/failures/"
+    return Counter({k.removeprefix(head): int(v) for k, v in step.items() if k.startswith(head)})
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "raises", "returns_nan"])
+def test_training_goes_on_past_a_scorer_that_fails_on_every_row(
+    files: Path, tmp_path: Path, kind: str
+) -> None:
+    steps = train(files, tmp_path, *scorer(files, kind))
+    assert [step["training/global_step"] for step in steps] == [1, 2]
+    assert [counted(step) for step in steps] == [Counter({REASONS[kind]: 2 * ROWS})] * 2
+    assert [step["critic/score/mean"] for step in steps] == [0.0, 0.0]
+
+
+def test_a_mixture_of_failures_is_counted_by_reason_and_the_rest_is_learnt_from(
+    files: Path, tmp_path: Path
+) -> None:
+    settings = [f"reward_model.reward_kwargs.{s}" for s in ("failure_score=-1", "timeout_s=3")]
+    steps = train(files, tmp_path, *scorer(files, "mixed"), *settings)
+    assert len(steps) == 2
+    for step in steps:
+        assert counted(step) == Counter(dict.fromkeys(REASONS.values(), 2))
+        assert step["critic/score/min"] == -1.0
+        assert step["critic/score/max"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("sleeps", r"timeout: no score after 0.2 s; the process was killed"),
+        ("raises", r"exception: .*compute_score raised KeyError: 'no such rule' at .*scorer.py:"),
+        ("returns_nan", r"nan: the score is NaN"),
+    ],
+)
+def test_the_policy_raise_stops_the_run_with_row_source_and_cause(
+    files: Path, tmp_path: Path, kind: str, words: str
+) -> None:
+    stop = "reward_model.reward_kwargs.on_failure=raise"
+    with pytest.raises(RewardError, match=rf"row 0 \(data_source 'failing'\).*{words}.*failure_sc"):
+        train(files, tmp_path, *scorer(files, kind), stop)
+
+
+def test_an_unknown_source_stops_the_run_before_the_first_step(files: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", ["openai/gsm8k", "openai/gsm8k", "openai/gsm9k"])
+    overrides = (f"data.train_files={tmp_path / 'rows.jsonl'}", "data.train_batch_size=3")
+    expected = (
+        r"'openai/gsm9k' \(.*rows.jsonl, row 2\). Did you mean 'openai/gsm8k'\? Known: .*musi"
+    )
+    with pytest.raises(UnknownSourceError, match=expected):
+        train(files, tmp_path / "run", *overrides)
+    assert not list((tmp_path / "run").glob("metrics.jsonl*"))
