@@ -22,6 +22,7 @@ LOOPS = Table(
     "agent loop",
     {
         "single_turn_agent": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
+        "tool_agent": "hone.agents.loops.tool:ToolAgentLoop",
     },
 )
 

@@ -23,7 +23,7 @@ from hone.agents.contract import (
     ServerManager,
 )
 from hone.config import PPOTrainerConfig
-from hone.ops.counter_rng import fold_seed
+from hone.ops.counter_rng import trajectory_seed
 from hone.plugins import load_object
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
@@ -32,6 +32,9 @@ from hone.rollout.contract import RolloutEngine
 class AgentLoopFailed(RuntimeError):
     """A loop raised; the message says which loop, on which row, and what."""
 
+
+LOOPS_DEADLINE_S = 24 * 3600.0
+"""All trajectories of one call; tools and turns have deadlines of their own."""
 
 LoopFactory = Callable[..., AgentLoopBase]
 Widths = Callable[[int, int], tuple[int, int]]
@@ -52,7 +55,7 @@ class LoopRunner:
 
     def run(self, rows: DataProto, *, widths: Widths | None = None) -> DataProto:
         """One trajectory for each row; `meta_info` says how to sample (`sampling_params`)."""
-        outputs = asyncio.run(self._run_all(rows))
+        outputs = self._engine.play(self._run_all(rows))
         width = max(len(o.prompt_ids) for o in outputs)
         length = max(len(o.response_ids) for o in outputs)
         if widths is not None:
@@ -63,6 +66,8 @@ class LoopRunner:
             prompt_width=width,
             response_width=length,
         )
+        if not self._config.actor_rollout_ref.rollout.calculate_log_probs:
+            batch.batch.pop("rollout_log_probs", None)
         batch.meta_info["metrics"] = _summary(outputs)
         return batch
 
@@ -76,20 +81,27 @@ class LoopRunner:
             for i in range(len(rows))
         ]
         try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
+            return await asyncio.wait_for(asyncio.gather(*tasks), LOOPS_DEADLINE_S)
+        except BaseException as error:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if isinstance(error, asyncio.TimeoutError):
+                late = [columns["uid"][i] for i, task in enumerate(tasks) if task.cancelled()]
+                raise AgentLoopFailed(
+                    f"{len(late)} of {len(tasks)} agent loops had not ended after "
+                    f"{LOOPS_DEADLINE_S:g} s, the first on row uid={late[0]}; give what it waits for a "
+                    "deadline of its own (asyncio.wait_for)"
+                ) from error
             raise
 
     async def _run_one(self, row: Mapping[str, Any], sampling: dict[str, Any]) -> AgentLoopOutput:
         rollout = self._config.actor_rollout_ref.rollout
-        name = row.get("agent_name") or rollout.agent.default_agent_loop
-        factory = self._own[name] if name in self._own else LOOPS.get(name)
+        name = row.get("agent_name") or rollout.default_loop
+        factory = LOOPS.get(name, self._own)
         manager = ServerManager(
             self._engine,
-            seed=fold_seed(self._run_seed, row["uid"], row["sample_index"]),
+            seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),
             max_tokens=rollout.response_length,
         )
         try:

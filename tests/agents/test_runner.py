@@ -130,6 +130,31 @@ def test_loops_listed_in_a_yaml_file_get_their_arguments(
     assert decode(tokenizer, runner(echo, key).run(data)) == ["please", "nope", "c</s>"]
 
 
+class WaitingLoop(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+def test_a_loop_that_waits_for_ever_is_ended_and_named(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.agents.runner.LOOPS_DEADLINE_S", 0.2)
+    data = rows(["a", "b"], agent_name=[None, here("WaitingLoop")])
+    with pytest.raises(AgentLoopFailed, match=r"1 of 2 agent loops had not ended.*uid=u1"):
+        runner(echo).run(data)
+
+
+def test_a_misspelt_loop_is_told_the_listed_names_too(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, tmp_path: Path
+) -> None:
+    listing = tmp_path / "loops.yaml"
+    listing.write_text(f"- name: polite\n  _target_: {here('FixedLoop')}\n")
+    key = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listing}"
+    with pytest.raises(PluginError, match=r"Did you mean 'polite'\? Known: .*single_turn_agent"):
+        runner(echo, key).run(rows(["a"], agent_name=["polit"]))
+
+
 def test_a_listed_loop_without_a_target_is_refused(
     runner: Runner, echo: ScriptedRollout, tmp_path: Path
 ) -> None:

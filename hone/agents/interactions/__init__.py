@@ -1,0 +1,1 @@
+"""Simulated users: the contract, the YAML list, and built-in ones."""

@@ -1,0 +1,44 @@
+"""A teacher for GSM8K: says that an answer is wrong and lets the model try again.
+
+A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.agents.interactions.contract import BaseInteraction, Messages
+from hone.rewards.scores.gsm8k import compute_score
+
+RIGHT = "Your response is correct!"
+WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """Ends the talk at the first right answer; a turn scores 1 when right, else 0."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._talks: dict[str, dict[str, Any]] = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
+        instance_id = await super().start_interaction(instance_id)
+        self._talks[instance_id] = {"ground_truth": ground_truth, "said": ""}
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: Messages, **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        spoken = [m["content"] for m in messages if m["role"] == "assistant"]
+        self._talks[instance_id]["said"] = spoken[-1] if spoken else ""
+        score = await self.calculate_score(instance_id)
+        return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        talk = self._talks[instance_id]
+        return compute_score(talk["said"], talk["ground_truth"], method="flexible")
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        del self._talks[instance_id]

@@ -1,0 +1,243 @@
+"""The tool loop: the model speaks, its calls are answered, it speaks again; or a simulated user answers.
+
+What tools and users say is appended as tokens with mask 0. A trajectory ends with a turn that calls
+nothing, with the user's word, or at a limit of `rollout.multi_turn`. Leaves out images in answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from hone.agents.interactions.contract import BaseInteraction
+from hone.agents.interactions.listing import load_interactions
+from hone.agents.observations import cut_text, cut_tokens, observation_ids
+from hone.agents.parsers.contract import PARSERS, ToolParser
+from hone.agents.tools.contract import BaseTool
+from hone.agents.tools.listing import load_tools
+from hone.agents.tools.session import CallLimits, ToolSession
+from hone.config.rollout import MultiTurnConfig
+from hone.data.prompts import truncate
+from hone.rollout.contract import TokenOutput
+
+
+@dataclass
+class Talk:
+    """The trajectory so far."""
+
+    prompt_ids: list[int]
+    messages: list[dict[str, Any]]
+    """The talk in words, for an interaction; the model never reads them."""
+    response_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    model_turns: int = 0
+    other_turns: int = 0
+    scores: list[float] = field(default_factory=list)
+    """What an interaction gave each turn."""
+    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
+    stop_reason: str | None = None
+
+    def add_turn(self, output: TokenOutput) -> None:
+        self.response_ids += output.token_ids
+        self.mask += [1] * len(output.token_ids)
+        self.log_probs += output.log_probs
+        self.versions += output.versions
+        self.model_turns += 1
+        self.stop_reason = output.stop_reason.value
+
+    def add_observation(self, ids: Sequence[int]) -> None:
+        self.response_ids += ids
+        self.mask += [0] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        self.versions += [self.versions[-1]] * len(ids)
+        self.other_turns += 1
+
+
+class ToolAgentLoop(AgentLoopBase):
+    """Named `tool_agent` in rows; `rollout.multi_turn` has its limits."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        limits: MultiTurnConfig = self.config.actor_rollout_ref.rollout.multi_turn
+        self.limits = limits
+        self.tools = _tools(limits.tool_config_path, limits.function_tool_path)
+        self.interactions = _interactions(limits.interaction_config_path)
+        self.parser: ToolParser = PARSERS.get(limits.format)()
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
+        prompt = truncate(
+            self.prompt_ids(row, schemas), self.prompt_length, self.config.data.truncation
+        )
+        talk = Talk(prompt, _as_talk(row["raw_prompt"]))
+        session = ToolSession(self.tools, row.get("tools_kwargs") or {}, self._call_limits())
+        user = self._user_of(row)
+        talk_id = None
+        if user is not None:
+            talk_id = await user.start_interaction(uuid4().hex, **_words(row))
+        try:
+            await self._converse(talk, session, user, talk_id, sampling_params, row)
+            scores = await session.scores()
+            if user is not None and talk_id is not None:
+                scores[user.name] = float(await user.calculate_score(talk_id))
+        finally:
+            await session.release()
+            if user is not None and talk_id is not None:
+                await user.finalize_interaction(talk_id)
+        return self._output(talk, session, scores)
+
+    async def _converse(
+        self,
+        talk: Talk,
+        session: ToolSession,
+        user: BaseInteraction | None,
+        talk_id: str | None,
+        sampling_params: Mapping[str, Any],
+        row: Mapping[str, Any],
+    ) -> None:
+        deadline = _deadline(self.limits.trajectory_timeout_s)
+        while True:
+            text = await self._model_turn(talk, sampling_params, row["trajectory_id"])
+            if self._at_a_limit(talk):
+                return
+            if time.monotonic() > deadline:
+                session.facts.timeouts.append("trajectory")
+                return
+            calls = self.parser.calls(text) if self.tools else []
+            if calls:
+                started = time.perf_counter()
+                answers = await session.answer(calls)
+                talk.seconds["tools"] += time.perf_counter() - started
+                new = [{"role": "tool", "content": answer} for answer in answers]
+            elif user is not None and talk_id is not None:
+                done, said, score, _ = await user.generate_response(
+                    talk_id, talk.messages, **_words(row)
+                )
+                talk.scores.append(float(score))
+                if done:
+                    return
+                new = [{"role": "user", "content": said}]
+            else:
+                return
+            if not self._observe(talk, new):
+                return
+
+    async def _model_turn(self, talk: Talk, sampling: Mapping[str, Any], request_id: str) -> str:
+        room = self.response_length - len(talk.response_ids)
+        asked = sampling.get("max_tokens")
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            request_id,
+            prompt_ids=[*talk.prompt_ids, *talk.response_ids],
+            sampling_params={**sampling, "max_tokens": room if asked is None else min(asked, room)},
+        )
+        talk.seconds["model"] += time.perf_counter() - started
+        talk.add_turn(output)
+        text: str = self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
+        words = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        talk.messages.append({"role": "assistant", "content": words})
+        return text
+
+    def _at_a_limit(self, talk: Talk) -> bool:
+        most, most_others = self.limits.max_assistant_turns, self.limits.max_user_turns
+        return (
+            len(talk.response_ids) >= self.response_length
+            or (most is not None and talk.model_turns >= most)
+            or (most_others is not None and talk.other_turns >= most_others)
+        )
+
+    def _observe(self, talk: Talk, new: list[dict[str, Any]]) -> bool:
+        """Append what was said to the model; false when no room is left for it to answer."""
+        ids = observation_ids(
+            new,
+            self.tokenizer,
+            last_token=talk.response_ids[-1],
+            template_kwargs=self.config.data.apply_chat_template_kwargs,
+            chat=self.config.data.prompt_format == "chat",
+        )
+        if len(talk.response_ids) + len(ids) >= self.response_length:
+            return False
+        talk.add_observation(ids)
+        talk.messages += new
+        return True
+
+    def _call_limits(self) -> CallLimits:
+        limits = self.limits
+        side = limits.tool_response_truncate_side
+        chars, tokens = limits.max_tool_response_length, limits.max_observation_tokens
+
+        def cut(text: str) -> str:
+            return cut_tokens(cut_text(text, chars, side), self.tokenizer, tokens, side)
+
+        return CallLimits(
+            limits.max_parallel_calls, limits.max_tool_calls, limits.tool_timeout_s, cut
+        )
+
+    def _user_of(self, row: Mapping[str, Any]) -> BaseInteraction | None:
+        """The interaction the row names; the only one where it names none."""
+        wanted = row.get("interaction_kwargs") or {}
+        if not self.interactions or not wanted:
+            return None
+        name = wanted.get("name") or next(iter(self.interactions))
+        if name not in self.interactions:
+            raise ValueError(
+                f"the row's interaction_kwargs.name={name!r} is not in "
+                f"{self.limits.interaction_config_path}; it has {', '.join(self.interactions)}"
+            )
+        return self.interactions[name]
+
+    def _output(
+        self, talk: Talk, session: ToolSession, scores: Mapping[str, float]
+    ) -> AgentLoopOutput:
+        facts = session.facts
+        return AgentLoopOutput(
+            prompt_ids=talk.prompt_ids,
+            response_ids=talk.response_ids,
+            response_mask=talk.mask,
+            response_logprobs=talk.log_probs,
+            versions=talk.versions,
+            num_turns=talk.model_turns + talk.other_turns + 1,
+            metrics=AgentLoopMetrics(talk.seconds["model"], talk.seconds["tools"]),
+            stop_reason=talk.stop_reason,
+            extra_fields={
+                "tool_outputs": facts.outputs,
+                "tool_rewards": facts.rewards,
+                "turn_scores": talk.scores,
+                "timeouts": facts.timeouts,
+                "tool_call_counts": len(facts.outputs),
+                "tool_failures": facts.failures,
+                "reward_scores": dict(scores),
+            },
+        )
+
+
+def _as_talk(raw_prompt: Any) -> list[dict[str, Any]]:
+    if isinstance(raw_prompt, str):
+        return [{"role": "user", "content": raw_prompt}]
+    return [dict(message) for message in raw_prompt]
+
+
+def _words(row: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(row.get("interaction_kwargs") or {})
+
+
+def _deadline(seconds: float | None) -> float:
+    return float("inf") if seconds is None else time.monotonic() + seconds
+
+
+@functools.cache
+def _tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, BaseTool]:
+    """Loaded once a process: a tool may hold a connection pool."""
+    return load_tools(tool_config_path, function_tool_path)
+
+
+@functools.cache
+def _interactions(path: str | None) -> dict[str, BaseInteraction]:
+    return load_interactions(path)

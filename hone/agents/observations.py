@@ -1,0 +1,100 @@
+"""What tools and users say, as tokens that follow the model's own: text is rendered, ids are appended.
+
+The chat template is asked only for what stands after an assistant turn, so nothing the model wrote is
+tokenised again and no glue between turns is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.data.prompts import PromptError
+
+Message = dict[str, Any]
+_SPOKEN = "QZ7assistantturnQZ7"
+"""Stands for the model's turn while a template renders what follows it."""
+_CUT = "(truncated)"
+
+
+def observation_ids(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    *,
+    last_token: int,
+    template_kwargs: Mapping[str, Any],
+    chat: bool,
+) -> list[int]:
+    """Token ids of new messages after the model's turn, up to where it speaks next.
+
+    `last_token` is the turn's last id: an end token the model wrote itself is not written twice.
+    """
+    if chat and getattr(tokenizer, "chat_template", None):
+        text = _rendered(messages, tokenizer, template_kwargs)
+        ended = tokenizer.decode([last_token], skip_special_tokens=False)
+        text = text.removeprefix(ended) if ended else text
+    else:
+        text = "".join(_plain(message) for message in messages)
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _rendered(messages: Sequence[Message], tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError  # a template language that only a chat template needs
+
+    talk = [
+        {"role": "user", "content": "."},
+        {"role": "assistant", "content": _SPOKEN},
+        *messages,
+    ]
+    options = {**kwargs, "add_generation_prompt": True}
+    try:
+        text: str = tokenizer.apply_chat_template(talk, tokenize=False, **options)
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(sorted({str(m["role"]) for m in messages}))
+        raise PromptError(
+            f"the tokenizer's chat template cannot render a turn of {roles}: {error}; use a template "
+            "that knows these roles (actor_rollout_ref.model.custom_chat_template)"
+        ) from error
+    _, found, after = text.rpartition(_SPOKEN)
+    if not found:
+        raise PromptError(
+            "the tokenizer's chat template leaves out the assistant's turn, so turns cannot follow it"
+        )
+    return after
+
+
+def _plain(message: Message) -> str:
+    """Without a template: tool answers in the tags of Hermes, a user's words on lines of their own."""
+    if message["role"] == "tool":
+        return f"\n<tool_response>\n{message['content']}\n</tool_response>\n"
+    return f"\n{message['content']}\n"
+
+
+def cut_text(text: str, longest_chars: int, side: str) -> str:
+    """At most `longest_chars` of the text: `left` keeps the head, `right` the tail, `middle` both."""
+    if len(text) <= longest_chars:
+        return text
+    if side == "left":
+        return f"{text[:longest_chars]}...{_CUT}"
+    if side == "right":
+        return f"{_CUT}...{text[-longest_chars:]}"
+    head = longest_chars // 2
+    return f"{text[:head]}...{_CUT}...{text[len(text) - (longest_chars - head) :]}"
+
+
+def cut_tokens(text: str, tokenizer: Any, longest_tokens: int | None, side: str) -> str:
+    """At most `longest_tokens` of the text; the tags around it are added later and stay whole."""
+    if longest_tokens is None:
+        return text
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) <= longest_tokens:
+        return text
+    if side == "left":
+        kept = ids[:longest_tokens]
+    elif side == "right":
+        kept = ids[-longest_tokens:]
+    else:
+        head = longest_tokens // 2
+        kept = [*ids[:head], *ids[len(ids) - (longest_tokens - head) :]]
+    decoded: str = tokenizer.decode(kept, skip_special_tokens=True)
+    return decoded

@@ -1,0 +1,65 @@
+"""`calc_gsm8k_reward`: the model asks whether its answer is right before it gives it.
+
+A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from hone.rewards.scores.gsm8k import compute_score
+
+NO_BETTER = -0.05
+"""Reward of a call whose answer scores no better than the best before it."""
+
+
+class Gsm8kTool(BaseTool):
+    """Says `score` of the answer given; asking again without improving costs a little."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+        super().__init__(config, tool_schema)
+        self._asked: dict[str, dict[str, Any]] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        answer = {"type": "string", "description": "The model's answer, as in the last line"}
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "calc_gsm8k_reward",
+                    "description": "Check an answer to a grade-school problem: 1.0 is right.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"answer": answer},
+                        "required": ["answer"],
+                    },
+                },
+            }
+        )
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        instance_id, response = await super().create(instance_id)
+        self._asked[instance_id] = {"ground_truth": ground_truth, "answer": "", "best": 0.0}
+        return instance_id, response
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        answer = parameters.get("answer", "")
+        state = self._asked[instance_id]
+        state["answer"] = str(answer)
+        score = await self.calc_reward(instance_id)
+        reward = 0.0 if score > state["best"] else NO_BETTER
+        state["best"] = max(score, state["best"])
+        said = f"Current parsed answer={answer!r} score={score}"
+        return ToolResponse(text=said), reward, {"score": score}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        state = self._asked[instance_id]
+        return compute_score(state["answer"], state["ground_truth"], method="flexible")
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self._asked[instance_id]

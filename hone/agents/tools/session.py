@@ -1,0 +1,183 @@
+"""One trajectory's dealings with its tools: every call gets an answer, within the limits.
+
+A tool that raises, hangs or does not exist never stops a run: the model reads a sentence about it, and
+the failure is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from hone.agents.parsers.contract import ToolCall
+from hone.agents.tools.contract import BaseTool, ToolResponse
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """How many calls, and how long each."""
+
+    a_turn: int
+    a_trajectory: int | None
+    timeout_s: float
+    cut: Callable[[str], str]
+    """Shortens an answer to what the model may read."""
+
+
+@dataclass
+class ToolFacts:
+    """What is kept of a trajectory's calls."""
+
+    rewards: list[float] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    timeouts: list[str] = field(default_factory=list)
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    text: str
+    reward: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    failed: bool = False
+    timed_out: bool = False
+
+
+class ToolSession:
+    """Makes calls for one trajectory; state is created at a tool's first call."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, BaseTool],
+        tools_kwargs: Mapping[str, Any],
+        limits: CallLimits,
+    ) -> None:
+        self._tools = tools
+        self._kwargs = tools_kwargs
+        self._limits = limits
+        self._instances: dict[str, str] = {}
+        self._made = 0
+        self.facts = ToolFacts()
+
+    async def answer(self, calls: Sequence[ToolCall]) -> list[str]:
+        """One text a call, in order; calls of one turn run at the same time."""
+        refusals = [self._allowed(place, call) for place, call in enumerate(calls)]
+        for place, call in enumerate(calls):
+            if refusals[place] is None:
+                refusals[place] = await self._create(call.name)
+        answers = await asyncio.gather(
+            *(self._one(call, refusal) for call, refusal in zip(calls, refusals, strict=True))
+        )
+        # Kept in the order of the calls, not of their ends: a replay must read the same.
+        for call, answer in zip(calls, answers, strict=True):
+            self._keep(call, answer)
+        return [answer.text for answer in answers]
+
+    def _keep(self, call: ToolCall, answer: _Answer) -> None:
+        self.facts.failures += answer.failed
+        if answer.timed_out:
+            self.facts.timeouts.append(call.name)
+        if answer.reward is not None:
+            self.facts.rewards.append(answer.reward)
+        self.facts.outputs.append(
+            {
+                "name": call.name,
+                "arguments": dict(call.arguments),
+                "text": answer.text,
+                "reward": answer.reward,
+                "metrics": answer.metrics,
+            }
+        )
+
+    def _allowed(self, place: int, call: ToolCall) -> str | None:
+        """Why a call is not made, or None."""
+        most = self._limits.a_trajectory
+        if place >= self._limits.a_turn:
+            return f"not run: at most {self._limits.a_turn} tool calls a turn"
+        if most is not None and self._made >= most:
+            return f"not run: all {most} tool calls are used up; answer without tools"
+        self._made += 1
+        if call.error:
+            return call.error
+        if call.name not in self._tools:
+            return f"there is no tool {call.name[:100]!r}; the tools are {', '.join(self._tools)}"
+        required = self._tools[call.name].tool_schema.function.parameters.required
+        missing = [name for name in required if name not in call.arguments]
+        return f"{call.name} needs {', '.join(missing)}" if missing else None
+
+    async def _create(self, name: str) -> str | None:
+        """Begin a tool's state; why it cannot be, or None."""
+        if name in self._instances:
+            return None
+        tool, given = self._tools[name], dict(self._kwargs_of(name, "create_kwargs"))
+        # The family hands these over both spread out and as one argument.
+        if _takes_anything(tool.create):
+            given["create_kwargs"] = dict(given)
+        try:
+            created = await tool.create(uuid4().hex, **given)
+        except Exception as error:  # a tool is the user's code: whatever it raises is an answer
+            return _failed(name, error)
+        self._instances[name] = created[0] if isinstance(created, tuple) else created
+        return None
+
+    async def _one(self, call: ToolCall, refusal: str | None) -> _Answer:
+        if refusal is not None:
+            return _Answer(self._limits.cut(f"Error: {refusal}"), failed=True)
+        work = self._tools[call.name].execute(
+            self._instances[call.name],
+            dict(call.arguments),
+            **self._kwargs_of(call.name, "execute_kwargs"),
+        )
+        try:
+            text, reward, more = _three(await asyncio.wait_for(work, self._limits.timeout_s))
+        except asyncio.TimeoutError:
+            late = f"{call.name} took longer than {self._limits.timeout_s:g} s"
+            return _Answer(self._limits.cut(f"Error: {late}"), failed=True, timed_out=True)
+        except Exception as error:  # as above
+            text = f"Error: {_failed(call.name, error)}"
+            return _Answer(self._limits.cut(text), failed=True)
+        return _Answer(self._limits.cut(text), reward, more)
+
+    def _kwargs_of(self, name: str, kind: str) -> Mapping[str, Any]:
+        return (self._kwargs.get(name) or {}).get(kind) or {}
+
+    async def scores(self) -> dict[str, float]:
+        """Each tool's score of the trajectory."""
+        scores: dict[str, float] = {}
+        for name, instance in self._instances.items():
+            given = self._kwargs_of(name, "calc_reward_kwargs")
+            scores[name] = float(await self._tools[name].calc_reward(instance, **given))
+        return scores
+
+    async def release(self) -> None:
+        """Forget the state of every tool; whatever happened before."""
+        while self._instances:
+            name, instance = self._instances.popitem()
+            await self._tools[name].release(instance, **self._kwargs_of(name, "release_kwargs"))
+
+
+def _failed(name: str, error: Exception) -> str:
+    logger.warning("tool %s failed: %s: %s", name, type(error).__name__, error)
+    return f"{name} failed: {type(error).__name__}: {error}"
+
+
+def _takes_anything(function: Callable[..., Any]) -> bool:
+    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _three(result: Any) -> tuple[str, float, dict[str, Any]]:
+    """(text, reward, facts) of what `execute` gave; older tools give text in place of a response."""
+    parts = result if isinstance(result, tuple) else (result,)
+    response = parts[0]
+    text = (response.text or "") if isinstance(response, ToolResponse) else str(response)
+    reward = float(parts[1]) if len(parts) > 1 and parts[1] is not None else 0.0
+    more = dict(parts[2]) if len(parts) > 2 and parts[2] else {}
+    return text, reward, more

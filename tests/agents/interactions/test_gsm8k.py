@@ -1,0 +1,25 @@
+"""The teacher: wrong answers get another try, the right one ends the talk."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hone.agents.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
+
+
+def test_it_ends_at_the_first_right_answer() -> None:
+    async def talk() -> list[tuple[bool, str, float]]:
+        teacher = Gsm8kInteraction({"name": "gsm8k"})
+        one = await teacher.start_interaction(ground_truth="9", query="4+5?", name="gsm8k")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "4+5?"}]
+        heard = []
+        for said in ("it is 8", "#### 9"):
+            messages.append({"role": "assistant", "content": said})
+            heard.append((await teacher.generate_response(one, messages))[:3])
+        assert await teacher.calculate_score(one) == 1.0
+        await teacher.finalize_interaction(one)
+        assert teacher._talks == {}
+        return heard
+
+    assert asyncio.run(talk()) == [(False, WRONG, 0.0), (True, RIGHT, 1.0)]

@@ -1,0 +1,323 @@
+"""The tool loop over a scripted engine: turns, masks, limits; and one real run of the trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.agents.interactions.gsm8k import WRONG
+from hone.agents.runner import AgentLoopFailed, LoopRunner
+from hone.config import PPOTrainerConfig
+from hone.models.tiny import character_tokenizer
+from hone.protocol import DataProto
+from hone.rollout.scripted import ScriptedRollout
+
+Rows = Callable[..., DataProto]
+TOOLS = "tools:\n  - class_name: hone.agents.tools.gsm8k.Gsm8kTool\n    config: {type: native}\n"
+TALKS = (
+    "interaction:\n  - name: gsm8k\n"
+    "    class_name: hone.agents.interactions.gsm8k.Gsm8kInteraction\n"
+)
+MULTI = "actor_rollout_ref.rollout.multi_turn"
+
+
+def asks(answer: str) -> str:
+    call = {"name": "calc_gsm8k_reward", "arguments": {"answer": answer}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+TRUTH = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "42"}}}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "tools.yaml").write_text(TOOLS)
+    (tmp_path / "talks.yaml").write_text(TALKS)
+    return {"tools": str(tmp_path / "tools.yaml"), "talks": str(tmp_path / "talks.yaml")}
+
+
+@pytest.fixture
+def play(
+    config: Callable[..., PPOTrainerConfig], rows: Rows, tokenizer: Any, files: dict[str, str]
+) -> Callable[..., Any]:
+    """`play(lines, *overrides, **columns)`: one row through the loop; engine and batch come back."""
+
+    def go(lines: list[str], *overrides: str, **columns: Any) -> tuple[ScriptedRollout, DataProto]:
+        engine = ScriptedRollout(lines, tokenizer=tokenizer)
+        own = [
+            "data.prompt_format=chat",
+            "data.max_response_length=900",
+            "data.max_prompt_length=64",
+            f"{MULTI}.tool_config_path={files['tools']}",
+            f"{MULTI}.enable=true",
+            *overrides,
+        ]
+        columns.setdefault("tools_kwargs", [TRUTH])
+        batch = LoopRunner(config(*own), engine, tokenizer, run_seed=1).run(
+            rows([[{"role": "user", "content": "6*7?"}]], **columns)
+        )
+        return engine, batch
+
+    return go
+
+
+def written(tokenizer: Any, batch: DataProto, value: int) -> str:
+    """The response's text where the mask has a value."""
+    kept = (batch.batch["response_mask"][0] == value) & batch.batch["attention_mask"][
+        0, -batch.batch["responses"].shape[1] :
+    ].bool()
+    text: str = tokenizer.decode(batch.batch["responses"][0][kept])
+    return text
+
+
+def test_a_call_is_answered_and_the_model_speaks_again(
+    play: Callable[..., Any], tokenizer: Any
+) -> None:
+    first, last = asks("41"), "so #### 42"
+    engine, batch = play([first, asks("42"), last])
+    said = "Current parsed answer='{}' score={}"
+    turns = [f"\nt:{said.format(*x)}\na:" for x in (("41", 0.0), ("42", 1.0))]
+    assert written(tokenizer, batch, 1) == f"{first}</s>{asks('42')}</s>{last}</s>"
+    assert written(tokenizer, batch, 0) == "".join(turns)
+    facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
+    assert facts["tool_rewards"] == [-0.05, 0.0]
+    assert facts["reward_scores"] == {"calc_gsm8k_reward": 1.0}
+    assert facts["num_turns"] == 6
+    assert (facts["tool_call_counts"], facts["tool_failures"]) == (2, 0)
+    assert [out["arguments"] for out in facts["tool_outputs"]] == [
+        {"answer": "41"},
+        {"answer": "42"},
+    ]
+    # Tokens in, tokens out: each request is the one before it, its answer, and the observation.
+    one, two, three = (request.prompt_ids for request in engine.requests)
+    grown = [*batch.batch["prompts"][0].tolist(), *batch.batch["responses"][0].tolist()]
+    assert grown[: len(one)] == one
+    assert grown[: len(two)] == two
+    assert grown[: len(three)] == three
+
+
+def test_observations_have_no_log_prob_and_the_version_of_their_turn(
+    play: Callable[..., Any],
+) -> None:
+    _, batch = play([asks("41"), "done"])
+    mask = batch.batch["response_mask"][0]
+    assert (batch.batch["rollout_log_probs"][0][mask == 0] == 0).all()
+    assert set(batch.non_tensor_batch["versions"][0]) == {0}
+    assert len(batch.non_tensor_batch["versions"][0]) == len(mask)
+
+
+def test_a_turn_without_a_call_ends_the_trajectory(play: Callable[..., Any]) -> None:
+    engine, batch = play(["42"])
+    assert len(engine.requests) == 1
+    assert batch.non_tensor_batch["num_turns"][0] == 2
+
+
+def test_the_models_turns_are_limited(play: Callable[..., Any]) -> None:
+    engine, _ = play([asks("1"), "x"], f"{MULTI}.max_assistant_turns=1")
+    assert len(engine.requests) == 1
+
+
+def test_one_users_turn_allows_two_of_the_models(play: Callable[..., Any]) -> None:
+    engine, _ = play([asks("1"), asks("2"), "x"], f"{MULTI}.max_user_turns=1")
+    assert len(engine.requests) == 2
+
+
+def test_when_calls_are_used_up_the_model_is_told(play: Callable[..., Any], tokenizer: Any) -> None:
+    _, batch = play([asks("1"), asks("2"), "x"], f"{MULTI}.max_tool_calls=1")
+    assert "all 1 tool calls are used up" in written(tokenizer, batch, 0)
+    assert batch.non_tensor_batch["tool_failures"][0] == 1
+
+
+def test_only_so_many_calls_of_a_turn_are_made(play: Callable[..., Any], tokenizer: Any) -> None:
+    both = asks("1") + asks("2")
+    _, one = play([both, "x"])
+    _, two = play([both, "x"], f"{MULTI}.max_parallel_calls=2")
+    assert "at most 1 tool calls a turn" in written(tokenizer, one, 0)
+    assert "parsed answer='2'" in written(tokenizer, two, 0)
+
+
+@pytest.mark.parametrize(
+    ("side", "shown"),
+    [
+        ("left", "Curre...(truncated)"),
+        ("right", "(truncated)...e=0.0"),
+        ("middle", "Cu...(truncated)...0.0"),
+    ],
+)
+def test_long_answers_are_cut(
+    play: Callable[..., Any], tokenizer: Any, side: str, shown: str
+) -> None:
+    limits = (f"{MULTI}.max_tool_response_length=5", f"{MULTI}.tool_response_truncate_side={side}")
+    _, batch = play([asks("1"), "x"], *limits)
+    assert written(tokenizer, batch, 0) == f"\nt:{shown}\na:"
+
+
+def test_observations_are_cut_in_tokens_too(play: Callable[..., Any], tokenizer: Any) -> None:
+    wanted = (f"{MULTI}.max_observation_tokens=4", f"{MULTI}.tool_response_truncate_side=left")
+    _, batch = play([asks("1"), "x"], *wanted)
+    assert written(tokenizer, batch, 0) == "\nt:Curr\na:"
+
+
+def test_an_observation_that_leaves_no_room_is_not_appended(
+    play: Callable[..., Any], tokenizer: Any
+) -> None:
+    first = asks("41")
+    engine, batch = play([first, "x"], f"data.max_response_length={len(first) + 20}")
+    assert len(engine.requests) == 1
+    assert written(tokenizer, batch, 0) == ""
+
+
+def test_a_turn_has_what_is_left_of_the_response(play: Callable[..., Any]) -> None:
+    engine, _ = play([asks("41"), "x"], "data.max_response_length=300")
+    used = len(engine.requests[1].prompt_ids) - len(engine.requests[0].prompt_ids)
+    assert engine.requests[1].sampling.max_tokens == 300 - used
+
+
+def test_a_malformed_call_is_answered_not_run(play: Callable[..., Any], tokenizer: Any) -> None:
+    _, batch = play(["<tool_call>print('x')</tool_call>", "x"])
+    assert "not valid JSON" in written(tokenizer, batch, 0)
+    assert batch.non_tensor_batch["tool_failures"][0] == 1
+
+
+def test_a_trajectory_that_takes_too_long_ends_with_its_turn(play: Callable[..., Any]) -> None:
+    engine, batch = play([asks("1"), "x"], f"{MULTI}.trajectory_timeout_s=1e-9")
+    assert len(engine.requests) == 1
+    assert batch.non_tensor_batch["timeouts"][0] == ["trajectory"]
+
+
+SLOW = """
+import asyncio
+from hone.agents.tools.function_tool import function_tool
+
+
+@function_tool
+async def wait(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "awake"
+"""
+
+
+def test_a_slow_tool_is_cut_off_and_functions_are_tools(
+    play: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    call = '<tool_call>{"name": "wait", "arguments": {"seconds": 30}}</tool_call>'
+    own = (f"{MULTI}.function_tool_path={tmp_path / 'slow.py'}", f"{MULTI}.tool_timeout_s=0.05")
+    _, batch = play([call, "x"], *own)
+    assert "wait took longer than 0.05 s" in written(tokenizer, batch, 0)
+    assert batch.non_tensor_batch["timeouts"][0] == ["wait"]
+
+
+OWN_PARSER = """
+from hone.agents.parsers.contract import ToolCall, ToolParser
+
+
+class Question(ToolParser):
+    def calls(self, text):
+        asked = text.replace("</s>", "").partition("?")[2]
+        return [ToolCall("calc_gsm8k_reward", {"answer": asked})] if asked else []
+"""
+
+
+def test_a_parser_of_ones_own_is_named_by_its_place(
+    play: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "parser.py").write_text(OWN_PARSER)
+    _, batch = play(["?42", "x"], f"{MULTI}.format='{tmp_path / 'parser.py'}:Question'")
+    assert "parsed answer='42' score=1.0" in written(tokenizer, batch, 0)
+
+
+def test_a_simulated_user_answers_until_the_answer_is_right(
+    play: Callable[..., Any], tokenizer: Any, files: dict[str, str]
+) -> None:
+    talks = f"{MULTI}.interaction_config_path={files['talks']}"
+    kwargs = {"name": "gsm8k", "query": "6*7?", "ground_truth": "42"}
+    engine, batch = play(["#### 41", "#### 42", "never"], talks, interaction_kwargs=[kwargs])
+    assert len(engine.requests) == 2
+    assert written(tokenizer, batch, 0) == f"\nu:{WRONG}\na:"
+    assert batch.non_tensor_batch["turn_scores"][0] == [0.0, 1.0]
+    assert batch.non_tensor_batch["reward_scores"][0] == {"gsm8k": 1.0}
+
+
+def test_an_unknown_interaction_is_said(play: Callable[..., Any], files: dict[str, str]) -> None:
+    talks = f"{MULTI}.interaction_config_path={files['talks']}"
+    with pytest.raises(AgentLoopFailed, match=r"name='other' is not in .*it has gsm8k"):
+        play(["x"], talks, interaction_kwargs=[{"name": "other"}])
+
+
+def test_rows_choose_by_agent_name_where_the_switch_is_off(play: Callable[..., Any]) -> None:
+    off = f"{MULTI}.enable=false"
+    single, _ = play([asks("1"), "x"], off)
+    named, _ = play([asks("1"), "x"], off, agent_name=["tool_agent"])
+    assert (len(single.requests), len(named.requests)) == (1, 2)
+
+
+def test_a_prompt_too_long_with_its_tools_is_cut_as_the_data_say(
+    play: Callable[..., Any], tokenizer: Any
+) -> None:
+    with pytest.raises(AgentLoopFailed, match=r"data\.max_prompt_length=4"):
+        play(["x"], "data.max_prompt_length=4")
+    _, batch = play(["x"], "data.max_prompt_length=4", "data.truncation=left")
+    assert tokenizer.decode(batch.batch["prompts"][0]) == "?\na:"
+
+
+def test_a_real_run_calls_its_tool_and_learns_only_from_what_it_wrote(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    """GRPO over rows like gsm8k's with a tool; one token of the vocabulary is a whole call."""
+    import pyarrow.parquet as pq
+
+    from hone.config import load_config
+    from hone.models.tiny import save_pretrained, tiny_lm
+    from hone.tracking import read_metrics
+    from hone.trainer.main_ppo import run
+
+    tokenizer = character_tokenizer(words=[asks(str(n)) for n in range(40, 70)])
+    save_pretrained(tiny_lm(len(tokenizer), hidden=32, mlp=48, seed=3), tokenizer, tmp_path / "m")
+    row = {
+        "data_source": "openai/gsm8k",
+        "agent_name": "tool_agent",
+        "prompt": [{"role": "user", "content": "6*7?"}],
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+        "extra_info": {"need_tools_kwargs": True, "tools_kwargs": TRUTH},
+    }
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    run(
+        load_config(
+            [
+                "algorithm.adv_estimator=grpo",
+                f"data.train_files={tmp_path}/rows.jsonl",
+                "data.val_files=[]",
+                "data.train_batch_size=4",
+                "data.max_prompt_length=32",
+                "data.max_response_length=600",
+                f"actor_rollout_ref.model.path={tmp_path}/m",
+                "actor_rollout_ref.actor.optim.lr=1e-3",
+                "actor_rollout_ref.rollout.n=4",
+                "actor_rollout_ref.rollout.max_tokens_per_turn=8",
+                f"{MULTI}.tool_config_path={files['tools']}",
+                f"{MULTI}.max_assistant_turns=3",
+                "trainer.total_training_steps=2",
+                "trainer.save_freq=0",
+                "trainer.logger=[jsonl]",
+                "trainer.device=cpu",
+                f"trainer.default_local_dir={tmp_path}/run",
+                f"trainer.rollout_data_dir={tmp_path}/run/rollouts",
+            ]
+        )
+    )
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["num_turns/max"] > 2
+    assert last["tool_call_counts/max"] >= 1
+    kept = pq.read_table(tmp_path / "run" / "rollouts" / "step_1.parquet").to_pylist()
+    called = [line for line in kept if json.loads(line["tool_outputs"])]
+    assert called
+    for line in called:
+        assert set(line["response_mask"]) == {0, 1}
+        (first, *_) = json.loads(line["tool_outputs"])
+        assert first["text"].startswith(("Current parsed answer=", "Error:"))
+        assert first["text"] in line["response_text"]

@@ -1,0 +1,139 @@
+"""Tools from a YAML list and from decorated functions; what is wrong with a list is said."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from hone.agents.interactions.listing import load_interactions
+from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError
+from hone.agents.tools.gsm8k import Gsm8kTool
+from hone.agents.tools.listing import load_tools
+
+LISTED = """
+tools:
+  - class_name: hone.tools.gsm8k_tool.Gsm8kTool
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: calc_gsm8k_reward
+        description: Check an answer.
+        parameters:
+          type: object
+          properties:
+            answer: {type: string, description: the answer, maxLength: 20}
+            kind: {type: string, enum: [a, b]}
+          required: [answer]
+"""
+FUNCTIONS = '''
+from hone.agents.tools.function_tool import function_tool
+
+
+@function_tool
+def add(a: float, b: int = 1, name: str | None = None) -> float:
+    """Add two numbers."""
+    return a + b
+
+
+@function_tool
+async def shout(text: str) -> str:
+    """Say it louder."""
+    return text.upper()
+
+
+def not_a_tool() -> None: ...
+'''
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_listed_class_keeps_its_schema_to_the_last_key(tmp_path: Path) -> None:
+    tools = load_tools(written(tmp_path / "tools.yaml", LISTED), None)
+    tool = tools["calc_gsm8k_reward"]
+    assert isinstance(tool, Gsm8kTool)
+    shown = tool.tool_schema.model_dump()
+    assert shown["function"]["parameters"]["properties"] == {
+        "answer": {"type": "string", "description": "the answer", "maxLength": 20},
+        "kind": {"type": "string", "enum": ["a", "b"]},
+    }
+    assert OpenAIFunctionToolSchema.model_validate(shown) == tool.tool_schema
+
+
+def test_decorated_functions_are_tools_with_a_schema_from_their_signature(tmp_path: Path) -> None:
+    tools = load_tools(None, written(tmp_path / "own.py", FUNCTIONS))
+    assert set(tools) == {"add", "shout"}
+    assert tools["add"].tool_schema.model_dump()["function"] == {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "number"},
+                "b": {"type": "integer"},
+                "name": {"type": "string"},
+            },
+            "required": ["a"],
+        },
+    }
+    assert asyncio.run(tools["add"].execute("i", {"a": 2}))[0].text == "3"
+    assert asyncio.run(tools["shout"].execute("i", {"text": "ho"}))[0].text == "HO"
+
+
+def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
+    listed = written(tmp_path / "tools.yaml", LISTED)
+    own = FUNCTIONS.replace("def add", "def calc_gsm8k_reward")
+    with pytest.raises(ToolError, match="two tools are called 'calc_gsm8k_reward'"):
+        load_tools(listed, written(tmp_path / "own.py", own))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tools: []", "no list `tools:`"),
+        ("tools:\n - config: {}", "needs a `class_name`"),
+        ("tools:\n - class_name: a.B\n   config: {type: mcp}", "type 'mcp' is not built"),
+        (
+            "tools:\n - class_name: hone.agents.tools.contract.BaseTool",
+            "BaseTool has no schema of its own",
+        ),
+        (
+            "tools:\n - class_name: hone.agents.tools.gsm8k.Gsm8kTool\n   tool_schema: {name: x}",
+            "a tool schema is",
+        ),
+    ],
+)
+def test_a_wrong_list_says_what_is_wrong(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(ToolError, match=why):
+        load_tools(written(tmp_path / "tools.yaml", text), None)
+
+
+def test_a_missing_file_and_a_file_without_tools_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match=r"no\.yaml does not exist"):
+        load_tools(str(tmp_path / "no.yaml"), None)
+    with pytest.raises(ToolError, match="has no tool; put @function_tool"):
+        load_tools(None, written(tmp_path / "empty.py", "x = 1\n"))
+    own = FUNCTIONS.replace("def add(a: float", "def add(*a: float")
+    with pytest.raises(ToolError, match="cannot be shown to a model"):
+        load_tools(None, written(tmp_path / "star.py", own))
+
+
+def test_interactions_are_listed_by_name(tmp_path: Path) -> None:
+    entry = "  - class_name: hone.interactions.gsm8k_interaction.Gsm8kInteraction\n"
+    found = load_interactions(written(tmp_path / "i.yaml", "interaction:\n" + entry))
+    assert found["gsm8k"].name == "gsm8k"
+    twice = written(tmp_path / "two.yaml", "interaction:\n" + entry + entry)
+    with pytest.raises(ToolError, match="two interactions are called 'gsm8k'"):
+        load_interactions(twice)
+    assert load_interactions(None) == {}
+
+
+def test_a_tool_without_execute_says_so() -> None:
+    schema = OpenAIFunctionToolSchema.model_validate({"function": {"name": "x"}})
+    with pytest.raises(NotImplementedError, match="execute"):
+        asyncio.run(BaseTool({}, schema).execute("i", {}))

@@ -1,0 +1,151 @@
+"""Every call gets an answer: made, refused, late or failed; and what happened is kept in order."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from hone.agents.parsers.contract import ToolCall
+from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from hone.agents.tools.session import CallLimits, ToolSession
+
+
+class Echo(BaseTool):
+    """Says `text` after `wait` seconds; keeps who was created and released."""
+
+    def __init__(self) -> None:
+        self.alive: dict[str, dict[str, Any]] = {}
+        self.most_at_once = self.running = 0
+        schema = {
+            "type": "function",
+            "function": {"name": "echo", "parameters": {"required": ["text"]}},
+        }
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate(schema))
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        if kwargs.get("broken"):
+            raise ConnectionError("no server")
+        self.alive[str(instance_id)] = kwargs
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        assert instance_id in self.alive
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        await asyncio.sleep(parameters.get("wait", 0))
+        self.running -= 1
+        if parameters["text"] == "raise":
+            raise KeyError("oops")
+        if parameters["text"] == "old style":
+            return "as text", 0.5, {}
+        said = parameters["text"] + kwargs.get("suffix", "")
+        return ToolResponse(text=said), 0.25, {"n": len(said)}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.75
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.alive[instance_id]
+
+
+def session(tool: BaseTool, kwargs: Any = None, **changes: Any) -> ToolSession:
+    limits = {"a_turn": 3, "a_trajectory": None, "timeout_s": 5.0, "cut": lambda text: text[:80]}
+    return ToolSession({tool.name: tool}, kwargs or {}, CallLimits(**{**limits, **changes}))
+
+
+def echo(text: str, **more: Any) -> ToolCall:
+    return ToolCall("echo", {"text": text, **more})
+
+
+def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
+    tool = Echo()
+    talk = session(tool)
+    calls = [echo("late", wait=0.02), echo("b"), echo("c")]
+    assert asyncio.run(talk.answer(calls)) == ["late", "b", "c"]
+    assert tool.most_at_once == 3
+    assert [output["text"] for output in talk.facts.outputs] == ["late", "b", "c"]
+    assert talk.facts.outputs[0] == {
+        "name": "echo",
+        "arguments": {"text": "late", "wait": 0.02},
+        "text": "late",
+        "reward": 0.25,
+        "metrics": {"n": 4},
+    }
+    assert talk.facts.rewards == [0.25] * 3
+    assert len(tool.alive) == 1  # one state a trajectory, not one a call
+
+
+def test_the_rows_arguments_reach_create_and_execute() -> None:
+    tool = Echo()
+    kwargs = {"echo": {"create_kwargs": {"truth": 7}, "execute_kwargs": {"suffix": "!"}}}
+    assert asyncio.run(session(tool, kwargs).answer([echo("hi")])) == ["hi!"]
+    (created,) = tool.alive.values()
+    assert created == {"truth": 7, "create_kwargs": {"truth": 7}}
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (ToolCall("nothing", {}), "Error: there is no tool 'nothing'; the tools are echo"),
+        (ToolCall("echo", {}), "Error: echo needs text"),
+        (ToolCall("", {}, "the call is not valid JSON"), "Error: the call is not valid JSON"),
+        (echo("raise"), "Error: echo failed: KeyError: 'oops'"),
+        (echo("x", wait=1), "Error: echo took longer than 0.05 s"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, said: str) -> None:
+    talk = session(Echo(), timeout_s=0.05)
+    assert asyncio.run(talk.answer([call])) == [said]
+    assert talk.facts.failures == 1
+    assert talk.facts.timeouts == (["echo"] if "longer" in said else [])
+    assert talk.facts.rewards == []
+
+
+def test_a_tool_that_cannot_begin_is_an_answer_too() -> None:
+    talk = session(Echo(), {"echo": {"create_kwargs": {"broken": True}}})
+    said = asyncio.run(talk.answer([echo("x")]))
+    assert said == ["Error: echo failed: ConnectionError: no server"]
+
+
+def test_calls_beyond_the_turns_limit_are_not_made() -> None:
+    tool = Echo()
+    answers = asyncio.run(session(tool, a_turn=1).answer([echo("a"), echo("b")]))
+    assert answers == ["a", "Error: not run: at most 1 tool calls a turn"]
+
+
+def test_calls_beyond_the_trajectorys_limit_are_not_made() -> None:
+    async def twice() -> list[str]:
+        talk = session(Echo(), a_trajectory=2)
+        first = await talk.answer([echo("a"), echo("b"), echo("c")])
+        return [*first, *(await talk.answer([echo("d")]))]
+
+    a, b, c, d = asyncio.run(twice())
+    assert (a, b) == ("a", "b")
+    assert c == d == "Error: not run: all 2 tool calls are used up; answer without tools"
+
+
+def test_answers_are_cut() -> None:
+    assert asyncio.run(session(Echo(), cut=lambda text: text[:2]).answer([echo("long")])) == ["lo"]
+
+
+def test_tools_that_answer_with_text_work() -> None:
+    talk = session(Echo())
+    assert asyncio.run(talk.answer([echo("old style")])) == ["as text"]
+    assert talk.facts.rewards == [0.5]
+
+
+def test_scores_are_asked_once_and_state_is_forgotten() -> None:
+    async def whole() -> tuple[dict[str, float], Echo]:
+        tool = Echo()
+        talk = session(tool)
+        await talk.answer([echo("a")])
+        scores = await talk.scores()
+        await talk.release()
+        await talk.release()
+        return scores, tool
+
+    scores, tool = asyncio.run(whole())
+    assert scores == {"echo": 0.75}
+    assert tool.alive == {}
