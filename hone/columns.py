@@ -175,6 +175,14 @@ _DECLARED = (
         "reward model's score, on the last token",
     ),
     Column(
+        "step_mask",
+        _BT,
+        "mask",
+        "score",
+        "reward_model.type=prm",
+        "where a reasoning step ends: the process reward model judges it there",
+    ),
+    Column(
         "token_level_scores", _BT, "float", "score", "always", "configured sum of the reward parts"
     ),
     Column(
@@ -252,6 +260,14 @@ _DECLARED = (
         "advantages",
         "algorithm.rollout_correction.rollout_is is set",
         "importance weight of each token, trainer over rollout",
+    ),
+    Column(
+        "step_row",
+        _B,
+        "int",
+        "advantages",
+        "always",
+        "the row's number in the step before ranks share the rows: mini-batches are drawn over it",
     ),
     # what the controller adds on the way to a worker
     Column(

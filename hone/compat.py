@@ -48,6 +48,14 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.single_controller.base.worker_group": f"{_CONTROLLER}.worker_group",
     "hone.experimental.agent_loop.agent_loop": _AGENTS,
     "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.loops.single_turn",
+    "hone.experimental.agent_loop.tool_agent_loop": "hone.agents.loops.tool",
+    "hone.experimental.agent_loop.tool_parser": "hone.agents.parsers.contract",
+    "hone.tools.base_tool": "hone.agents.tools.contract",
+    "hone.tools.schemas": "hone.agents.tools.contract",
+    "hone.tools.gsm8k_tool": "hone.agents.tools.gsm8k",
+    "hone.tools.function_tool": "hone.agents.tools.function_tool",
+    "hone.interactions.base": "hone.agents.interactions.contract",
+    "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
     "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
     "hone.utils.seqlen_balancing": "hone.ops.balancing",
     "hone.utils.tracking": "hone.tracking",
@@ -70,6 +78,7 @@ _LOOP_NAMES = {
     "register": f"{_AGENTS}:register",
     "register_agent_loop": f"{_AGENTS}:register_agent_loop",
     "SingleTurnAgentLoop": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
+    "ToolAgentLoop": "hone.agents.loops.tool:ToolAgentLoop",
 }
 _BASE_NAMES = {
     "Worker": f"{_CONTROLLER}:Worker",
@@ -82,6 +91,7 @@ _RAY_NAMES = {
     "RayClassWithInitArgs": f"{_CONTROLLER}:RayClassWithInitArgs",
     "RayWorkerGroup": f"{_CONTROLLER}:RayWorkerGroup",
     "create_colocated_worker_cls": f"{_CONTROLLER}:create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused": f"{_CONTROLLER}:create_colocated_worker_cls_fused",
 }
 _WORKER_NAMES = {
     "ActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
@@ -129,17 +139,6 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.reward_manager": _MANAGER_NAMES,
     "hone.workers.fsdp_workers": _WORKER_NAMES,
     "hone.experimental.agent_loop": _LOOP_NAMES,
-    "hone.experimental.agent_loop.tool_agent_loop": {
-        "ToolAgentLoop": "hone.agents.loops.tool:ToolAgentLoop"
-    },
-    "hone.tools.base_tool": {"BaseTool": "hone.agents.tools.contract:BaseTool"},
-    "hone.tools.schemas": {
-        "ToolResponse": "hone.agents.tools.contract:ToolResponse",
-        "OpenAIFunctionToolSchema": "hone.agents.tools.contract:OpenAIFunctionToolSchema",
-    },
-    "hone.interactions.base": {
-        "BaseInteraction": "hone.agents.interactions.contract:BaseInteraction"
-    },
     "hone.single_controller.base": _BASE_NAMES,
     "hone.single_controller.ray": _RAY_NAMES,
     "hone.single_controller.ray.base": _RAY_NAMES,

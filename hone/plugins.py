@@ -36,25 +36,34 @@ class Table:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def get(self, name: str) -> Any:
-        if name in self._entries:
-            target = self._entries[name]
+    def is_built_in(self, name: str) -> bool:
+        """True for a name that points to a place in this package and has not been loaded for it."""
+        return isinstance(self._entries.get(name), str)
+
+    def get(self, name: str, own: Mapping[str, Any] | None = None) -> Any:
+        """The object under a name; the `own` names of one run are looked at first."""
+        name = getattr(name, "value", name)  # the family passes enum members too
+        entries = {**self._entries, **(own or {})}
+        if name in entries:
+            target = entries[name]
             return load_object(target) if isinstance(target, str) else target
         if ":" in name:
             return load_object(name)
-        near = difflib.get_close_matches(name, self._entries, n=1)
+        near = difflib.get_close_matches(name, entries, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PluginError(
-            f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(self.names())}; "
+            f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(entries))}; "
             'or your own as "pkg.mod:object" or "file.py:object"'
         )
 
     def add(self, name: str, target: Any) -> None:
         """Register an object or "module:object"; another one under a taken name is an error."""
         taken = self._entries.get(name)
+        if isinstance(taken, str) and not isinstance(target, str):
+            taken = load_object(taken)
         if taken is not None and not _same(taken, target):
             raise PluginError(f"{self.kind} {name!r} is already {taken!r}; choose another name")
-        self._entries[name] = target
+        self._entries.setdefault(name, target)
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator form of `add`."""

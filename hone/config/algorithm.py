@@ -107,7 +107,7 @@ class CurriculumFilterConfig:
 
     enable: bool = False
     """Filter groups by their mean rule score."""
-    fn_name: str = "remove_extreme"
+    fn_name: Literal["remove_extreme", "interquartile"] = "remove_extreme"
     """remove_extreme keeps 0 < mean < 1; interquartile keeps the middle of the batch."""
     fn_params: dict[str, Any] = field(
         default_factory=lambda: {"lower_percentile_bound": 25, "upper_percentile_bound": 75}

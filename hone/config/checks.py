@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from hone.config.agreements import AGREEMENTS
 from hone.config.convert import show_value
 from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import RANGES, out_of_range
@@ -166,6 +167,23 @@ def uses_critic(config: PPOTrainerConfig) -> bool:
     return config.critic.enable
 
 
+def _exact(config: PPOTrainerConfig) -> Iterator[str]:
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.rollout.exact=true"
+    if not policy.rollout.exact:
+        return
+    if policy.rollout.name != "native":
+        yield f"{key} is the native engine's, and rollout.name={policy.rollout.name}; use native"
+    if config.world_size > 1:
+        yield (
+            f"{key} is for one rank, and this run has {config.world_size}; use trainer.nnodes=1 and "
+            "trainer.n_gpus_per_node=1, or exact=false"
+        )
+    if policy.model.uses_lora:
+        yield f"{key} does not know adapters; use model.lora_rank=0, or exact=false"
+    if policy.actor.use_torch_compile or policy.actor.fsdp_config.use_torch_compile:
+        yield f"{key} has kernels of its own; use actor.use_torch_compile=false, or exact=false"
+
+
 def _estimator(config: PPOTrainerConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     if algorithm.adv_estimator in LEAVE_ONE_OUT and n == 1:
@@ -240,6 +258,14 @@ def _rewards(config: PPOTrainerConfig) -> Iterator[str]:
         )
     if isinstance(credit, float) and credit <= 0:
         yield f"reward_model.credit_assignment={show_value(credit)}; a temperature is above 0, as 0.1"
+    judges_steps = model.enable and model.type == "prm"
+    estimator = config.algorithm.adv_estimator
+    if judges_steps and credit == "strict min-form" and estimator != "rloo_token":
+        yield (
+            "reward_model.credit_assignment=strict min-form is a return of tokens, which "
+            f"algorithm.adv_estimator={estimator} does not compute; use "
+            "algorithm.adv_estimator=rloo_token, or a temperature such as 0.1"
+        )
     buffer = model.reward_kwargs.overlong_buffer_cfg
     limit = model.reward_kwargs.max_resp_len or config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= limit:
@@ -286,12 +312,18 @@ def _run(config: PPOTrainerConfig) -> Iterator[str]:
         for part in dict.fromkeys(parts):
             if part not in CHECKPOINT_PARTS:
                 yield f"{key}.checkpoint has no part '{part}'; use {', '.join(CHECKPOINT_PARTS)}"
-    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    if size != -1 and (size < 1 or ranks % size):
-        yield (
-            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide {ranks} ranks; "
-            f"use -1, or {divisors(ranks, max(size, 1)).removeprefix('use ')}"
-        )
+    sharded = {
+        "actor_rollout_ref.actor.fsdp_config": config.actor_rollout_ref.actor.fsdp_config,
+        "actor_rollout_ref.ref.fsdp_config": config.actor_rollout_ref.ref.fsdp_config,
+        "critic.model.fsdp_config": config.critic.model.fsdp_config,
+    }
+    for key, sharding in sharded.items():
+        size = sharding.fsdp_size
+        if size != -1 and (size < 1 or ranks % size):
+            yield (
+                f"{key}.fsdp_size={size} does not divide {ranks} ranks; "
+                f"use -1, or {divisors(ranks, max(size, 1)).removeprefix('use ')}"
+            )
 
 
 CHECKS: tuple[Callable[[PPOTrainerConfig], Iterator[str]], ...] = (
@@ -300,11 +332,13 @@ CHECKS: tuple[Callable[[PPOTrainerConfig], Iterator[str]], ...] = (
     _micro_batches,
     _token_budgets,
     _sampling,
+    _exact,
     _estimator,
     _kl,
     _correction,
     _rewards,
     _data,
+    *AGREEMENTS,
     _run,
 )
 
@@ -329,4 +363,8 @@ def find_idle(config: PPOTrainerConfig, origins: dict[str, str]) -> list[str]:
         say("actor_rollout_ref.ref", "no KL to the reference policy is asked for")
     if not config.reward_model.enable:
         say("reward_model.model", "reward_model.enable=false")
+    if config.world_size == 1:
+        for block in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model"):
+            why = "there is one rank; param_offload and optimizer_offload work there"
+            say(f"{block}.fsdp_config.offload_policy", why)
     return idle

@@ -60,9 +60,9 @@ class FSDPConfig:
     wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
     """Which modules become sharding units."""
     param_offload: bool = False
-    """Keep parameters in host memory between phases."""
+    """Keep parameters in host memory between phases (on a CPU they are there already)."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory between updates."""
+    """Keep optimizer state and float32 masters in host memory between updates."""
     offload_policy: bool = False
     """FSDP2's own CPU offload, during the phase as well."""
     reshard_after_forward: bool = True
@@ -76,9 +76,9 @@ class FSDPConfig:
     use_orig_params: bool = False
     """A setting of the first FSDP; the second keeps original parameters always."""
     seed: int = 42
-    """Seed of the engine's own random numbers (dropout, new heads)."""
+    """Seed of dropout; under `full_determinism` of every generator."""
     full_determinism: bool = False
-    """Ask torch for deterministic kernels."""
+    """Ask torch for deterministic kernels, and seed every generator."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share one sequence."""
     entropy_from_logits_with_chunking: bool = False

@@ -74,6 +74,12 @@ class GenerationRolloutConfig(SamplingConfig):
     """Share of GPU memory for the KV cache."""
     enforce_eager: bool = False
     """No CUDA graphs, for debugging."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """Batch sizes to capture as CUDA graphs; null chooses."""
+    enable_prefix_caching: bool = True
+    """Keep the keys and values of shared prefixes."""
+    exact: bool = False
+    """Log-probs are bit for bit those of a training pass: Llama and Qwen2 families, one rank."""
     free_cache_engine: bool = True
     """Free the KV cache after generation."""
     load_format: str = "auto"
@@ -142,7 +148,7 @@ class GenerationTrainerConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU when there is one."""
     controller: Literal["auto", "local", "ray"] = "auto"
-    """local runs in this process, ray on a cluster; auto is local for one rank, else ray."""
+    """auto and local: this process, or one plain process a rank; ray is refused, torchrun spans machines."""
     seed: int = 1
     """Run seed of the sampling."""
 

@@ -247,8 +247,8 @@ class RewardModelConfig:
     """More score functions: data source to `pkg.mod:function` or `file.py:function`."""
     score_kwargs: dict[str, Any] = field(default_factory=dict)
     """More keyword arguments for the score functions."""
-    format_score: float = 0.0
-    """Rule scores: credit for a well-formed wrong answer; 0.1 is common."""
+    format_score: float | None = None
+    """Rule scores: credit for a well-formed wrong answer; null: each rule's own (countdown 0.1)."""
 
     def sequences_per_micro_batch(self, ranks: int) -> int | None:
         """Sequences in one forward on one rank; None where the token budget decides."""

@@ -12,6 +12,8 @@ from hone.config.engine import sequences_per_rank
 from hone.config.keys import follows
 from hone.config.profiler import ProfilerConfig
 
+SINGLE_TURN_LOOP, TOOL_LOOP = "single_turn_agent", "tool_agent"
+
 
 @dataclass(frozen=True)
 class ValKwargs:
@@ -46,19 +48,19 @@ class MultiTurnConfig:
     max_user_turns: int | None = None
     """Environment turns a trajectory; null is no limit."""
     max_parallel_calls: int = 1
-    """Tool calls of one turn that run at the same time."""
+    """Tool calls of one turn that are made, at the same time; further ones get a sentence."""
     max_tool_calls: int | None = None
-    """Tool calls a trajectory; null is no limit."""
+    """Tool calls a trajectory; null is no limit. Beyond it the model is told to answer."""
     tool_timeout_s: float = 60.0
     """Seconds one tool call may take; then the model sees a time-out message."""
     trajectory_timeout_s: float | None = None
-    """Seconds one trajectory may take, all turns together; null is no limit."""
+    """Seconds after which a trajectory ends with its current turn; null is no limit."""
     max_tool_response_length: int = 256
     """Longest tool answer, in characters as the family counts; longer ones are cut."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """What a cut keeps: left the head, right the tail, middle both."""
     max_observation_tokens: int | None = None
-    """Longest observation in tokens; null leaves only the character limit."""
+    """Longest tool answer in tokens; null leaves only the character limit."""
     interaction_config_path: str | None = None
     """YAML file that lists the interactions (simulated users)."""
     use_inference_chat_template: bool = False
@@ -66,7 +68,7 @@ class MultiTurnConfig:
     tokenization_sanity_check_mode: Literal["disable", "strict", "ignore_strippable"] = "strict"
     """Check of re-tokenised turns; nothing is re-tokenised here."""
     format: str = "hermes"
-    """Tool-call parser."""
+    """Tool-call parser: hermes, or `pkg.mod:Class` for your own."""
     num_repeat_rollouts: int | None = None
     """Nothing reads it in the family either."""
 
@@ -87,7 +89,7 @@ class AgentConfig:
 
     num_workers: int = 8
     """Loop workers; loops are coroutines beside their engine here."""
-    default_agent_loop: str = "single_turn_agent"
+    default_agent_loop: str = SINGLE_TURN_LOOP
     """Loop of rows that name none in `agent_name`; `pkg.mod:Class` is your own."""
     agent_loop_config_path: str | None = None
     """YAML file that lists more loops (name, _target_, arguments)."""
@@ -188,7 +190,7 @@ class RolloutConfig(SamplingConfig):
     dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
     """Compute dtype; auto is the actor's."""
     exact: bool = False
-    """Rollout and trainer log-probs agree bit for bit, at a cost."""
+    """Rollout and trainer log-probs agree bit for bit, at a cost: Llama and Qwen2 families, one rank."""
     gpu_memory_utilization: float = 0.5
     """Share of GPU memory for the KV cache; nothing to share out on CPU."""
     enforce_eager: bool = False
@@ -246,7 +248,7 @@ class RolloutConfig(SamplingConfig):
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     """Limits and formats of loops with more than one turn."""
     calculate_log_probs: bool = True
-    """Keep the log-probs of sampled tokens."""
+    """Keep the log-probs of sampled tokens: correction and `rollout_corr/*` read them."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Agent loops."""
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
@@ -277,6 +279,12 @@ class RolloutConfig(SamplingConfig):
     """Nodes of a rollout pool of its own; 0 shares the trainer's."""
     n_gpus_per_node: int = field(default=follows("trainer.n_gpus_per_node"))
     """Devices a node of that pool."""
+
+    @property
+    def default_loop(self) -> str:
+        """The agent loop of rows that name none; `multi_turn.enable` turns single turns into talks."""
+        named = self.agent.default_agent_loop
+        return TOOL_LOOP if self.multi_turn.enable and named == SINGLE_TURN_LOOP else named
 
     @property
     def max_total_tokens(self) -> int:

@@ -80,6 +80,12 @@ class PPOTrainerConfig:
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
 
     @property
+    def sampling_seed(self) -> int:
+        """The run seed of every trajectory."""
+        seed = self.actor_rollout_ref.rollout.seed
+        return self.trainer.seed if seed is None else seed
+
+    @property
     def uses_reference(self) -> bool:
         """True when a KL to the reference policy enters reward or loss."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss

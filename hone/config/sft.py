@@ -127,7 +127,7 @@ class SFTTrainerSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU when there is one."""
     controller: Literal["auto", "local", "ray"] = "auto"
-    """local runs in this process, ray on a cluster; auto is local for one rank, else ray."""
+    """auto and local: this process, or one plain process a rank; ray is refused, torchrun spans machines."""
     max_ckpt_to_keep: int | None = None
     """Checkpoints kept; null keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"

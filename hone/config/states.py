@@ -65,11 +65,10 @@ def refused(pattern: str, why: str) -> Rule:
 ROLLOUT = "actor_rollout_ref.rollout"
 
 ENGINE_RULES: tuple[Rule, ...] = (
-    works_only("**.strategy", ("fsdp", "fsdp2"), "only FSDP2 is built; use fsdp2"),
+    only("**.strategy", ("fsdp", "fsdp2"), "FSDP2 is the one way to shard; use fsdp2"),
     only("**.wrap_policy.min_num_params", (0,), "sharding is by decoder layer; use 0"),
     neutral("**.forward_prefetch", "FSDP2 prefetches by itself"),
     neutral("**.use_orig_params", "FSDP2 always keeps the original parameters"),
-    neutral("**.use_torch_compile", "blocks run uncompiled; compiling changes speed, not results"),
     neutral("**.entropy_from_logits_with_chunking", "log-probs and entropy always go in chunks"),
     neutral("**.entropy_checkpointing", "chunks are always recomputed in the backward pass"),
     neutral("**.use_no_sync_for_gradient_accumulation", "it changes traffic, not results"),
@@ -86,30 +85,17 @@ ENGINE_RULES: tuple[Rule, ...] = (
     only("**.use_liger", (False,), "Liger kernels are not used"),
     only("**.tiled_mlp.enabled", (False,), "the MLP is not sliced; lower the token budget instead"),
     neutral("**.tiled_mlp.num_shards", "no effect while tiled_mlp.enabled=false"),
-    neutral(
-        "**.param_offload",
-        "parameters stay where they compute; offload_policy moves them (several ranks)",
-    ),
-    neutral("**.optimizer_offload", "optimizer state stays beside its parameters"),
-    works_only(
-        "**.model_dtype", ("auto", "fp32", "float32"), "master weights are float32; use fp32"
-    ),
+    only("**.model_dtype", ("auto", "fp32", "float32"), "master weights are float32; use fp32"),
     neutral("**.entropy_from_logits_chunk_size", "chunks are sized by memory"),
-    neutral("**.forward_only", "a role without an optimizer never updates"),
-    only(
-        "**.full_determinism",
-        (False,),
-        "on a CPU runs are deterministic; on a GPU this is not built",
-    ),
-    neutral("actor_rollout_ref.nccl_timeout", "collective operations wait 600 s at most"),
+    neutral("actor_rollout_ref.ref.fsdp_config.forward_only", "the reference is never updated"),
+    neutral("reward_model.model.fsdp_config.forward_only", "reward models are never updated"),
+    only("**.forward_only", (False,), "this model is trained; hone generate runs one without"),
     neutral("actor_rollout_ref.actor.calculate_entropy", "the entropy is always measured"),
     refused(
-        "actor_rollout_ref.model.hf_config_path",
+        "**.hf_config_path",
         "the model's own config.json is read; use override_config",
     ),
     neutral("algorithm.filter_groups.max_inflight_gen_batches", "rounds run one at a time"),
-    neutral("reward_model.split_step_char", "read by process reward models only"),
-    neutral("reward_model.step_separator", "read by process reward models only"),
     only(
         "**.enable_activation_offload",
         (False,),
@@ -141,7 +127,7 @@ PROFILER_RULES: tuple[Rule, ...] = (
 ROLLOUT_RULES: tuple[Rule, ...] = (
     works_only(
         f"{ROLLOUT}.name",
-        ("native", "hf", "scripted"),
+        ("native", "hf"),
         "its adapter is not built; use native, which decodes with the actor's own parameters",
     ),
     neutral(f"{ROLLOUT}.mode", "loops always run as coroutines"),
@@ -171,9 +157,6 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     only(f"{ROLLOUT}.scheduling_policy", ("fcfs",), "requests are served in order; use fcfs"),
     only(f"{ROLLOUT}.over_sample_rate", (0.0,), "use algorithm.filter_groups to generate more"),
     refused(
-        f"{ROLLOUT}.exact", "bit-for-bit agreement is not built; rollout_corr/* reports the gap"
-    ),
-    refused(
         f"{ROLLOUT}.trace.backend",
         "tracing is not built; trainer.rollout_data_dir keeps every turn",
     ),
@@ -199,25 +182,11 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
 )
 
 AGENT_RULES: tuple[Rule, ...] = (
-    refused(
-        f"{ROLLOUT}.multi_turn.tool_config_path", "the tool loop is not built; write an agent loop"
-    ),
-    refused(
-        f"{ROLLOUT}.multi_turn.function_tool_path",
-        "the tool loop is not built; write an agent loop",
-    ),
-    refused(
-        f"{ROLLOUT}.multi_turn.interaction_config_path",
-        "interactions are not built; write an agent loop",
-    ),
-    refused(f"{ROLLOUT}.multi_turn.enable", "the tool loop is not built; write an agent loop"),
-    refused("data.tool_config_path", "the tool loop is not built; write an agent loop"),
     only(f"{ROLLOUT}.multi_turn.num_repeat_rollouts", (None,), "use rollout.n for more responses"),
     neutral(
         f"{ROLLOUT}.multi_turn.use_inference_chat_template", "turns are appended, never re-rendered"
     ),
     neutral(f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode", "turns are never re-tokenised"),
-    neutral(f"{ROLLOUT}.multi_turn.*", "a limit of tool loops; a loop of your own may read it"),
     refused("retriever.url", "the search loop is not built; write an agent loop"),
     refused("retriever.corpus_path", "the search loop is not built; write an agent loop"),
     neutral("retriever.*", "no effect while there is no search loop"),
@@ -229,6 +198,23 @@ AGENT_RULES: tuple[Rule, ...] = (
 )
 
 REWARD_RULES: tuple[Rule, ...] = (
+    only(
+        "reward_model.model.fsdp_config.offload_policy",
+        (False,),
+        "the reward model is not sharded; use param_offload",
+    ),
+    neutral(
+        "reward_model.model.fsdp_config.optimizer_offload", "the reward model has no optimizer"
+    ),
+    neutral(
+        "reward_model.model.fsdp_config.reshard_after_forward",
+        "every rank holds the whole reward model",
+    ),
+    neutral("reward_model.model.fsdp_config.fsdp_size", "every rank holds the whole reward model"),
+    neutral(
+        "reward_model.model.fsdp_config.use_torch_compile",
+        "the reward model runs uncompiled; compiling changes speed, not results",
+    ),
     refused("reward_model.enable_resource_pool", "the reward model shares the run's devices"),
     refused("reward_model.nnodes", "the reward model shares the run's devices"),
     neutral("reward_model.n_gpus_per_node", "no effect while enable_resource_pool=false"),
@@ -253,6 +239,12 @@ OTHER_RULES: tuple[Rule, ...] = (
         (True,),
         "training and rollout share their devices; use true",
     ),
+    neutral(f"{ROLLOUT}.dtype", "the rollout decodes with the actor's own parameters"),
+    neutral("actor_rollout_ref.ref.rollout_n", "the reference scores every response there is"),
+    neutral("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
+    only("data.tokenizer", (None,), "use actor_rollout_ref.model.tokenizer_path"),
+    neutral("data.image_key", "images stay in the row; no vision model reads them"),
+    neutral("data.video_key", "videos stay in the row; no vision model reads them"),
     refused("**.router_replay.*", "expert routing is not replayed"),
     refused(
         "actor_rollout_ref.model.mtp.*", "multi-token prediction heads are not trained or decoded"

@@ -76,12 +76,20 @@ SFT_RENAMED_BLOCKS = {
 RAY_RENAMED = {"ray_init.timeline_json_file": "ray_kwargs.timeline_json_file"}
 RAY_RENAMED_BLOCKS = {"ray_init": "ray_kwargs.ray_init"}
 
+NO_RAY = "the ranks are plain processes; start them with torchrun, Ray is not used"
+NO_RAY_RULES = (
+    only("ray_kwargs.ray_init.local_mode", (False,), "use trainer.controller=local"),
+    neutral("ray_kwargs.ray_init.num_cpus", NO_RAY),
+    neutral("ray_kwargs.ray_init.num_gpus", NO_RAY),
+    refused("ray_kwargs.**", NO_RAY),
+)
+
 SFT_RULES = (
     neutral("data.pad_mode", "rows are always packed without padding"),
     refused("model.mtp.*", "multi-token prediction heads are not trained"),
     only("trainer.profile_interval", ((-1, -1),), "no profiler is wired"),
     refused("trainer.default_hdfs_dir", "checkpoints go to trainer.default_local_dir"),
-    only("ray_kwargs.ray_init.local_mode", (False,), "use trainer.controller=local"),
+    *NO_RAY_RULES,
     *PROFILER_RULES,
     *ENGINE_RULES,
 )
@@ -89,11 +97,14 @@ GENERATION_RULES = (
     *(replace(r, pattern=r.pattern.replace(ROLLOUT, "rollout")) for r in ROLLOUT_RULES),
     only("rollout.n", (1,), "use data.n_samples for more responses a prompt"),
     neutral("rollout.log_prob_micro_batch_size*", "nothing is trained in generation"),
+    neutral("rollout.free_cache_engine", "the engine ends with the run"),
     neutral("actor.**", "nothing is trained in generation"),
-    only("ray_kwargs.ray_init.local_mode", (False,), "use trainer.controller=local"),
+    *NO_RAY_RULES,
 )
 EVALUATION_RULES = (
-    only("ray_kwargs.ray_init.local_mode", (False,), "scores run in local processes"),
+    neutral("data.prompt_key", "responses are scored without their prompts"),
+    neutral("sandbox_fusion.max_concurrent", "each of num_processes sends one request at a time"),
+    *NO_RAY_RULES,
 )
 
 SFT_RANGES = {

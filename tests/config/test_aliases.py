@@ -145,7 +145,6 @@ RULE_CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     ],
     "max_turns": [(4, {f"{ROLLOUT}.multi_turn.max_assistant_turns": 5})],
     "do_search": [
-        (True, {f"{ROLLOUT}.agent.default_agent_loop": "search_agent"}),
         (False, {f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent"}),
     ],
 }
@@ -194,6 +193,14 @@ def test_a_rule_changes_the_value(old: str) -> None:
         config = load({old: value}).config
         for key, wanted in expected.items():
             assert get(config, key) == wanted, (old, value, key)
+
+
+def test_a_search_loop_of_ones_own_is_what_do_search_means() -> None:
+    own = {f"{ROLLOUT}.agent.agent_loop_config_path": "loops.yaml"}
+    config = load({"do_search": True, **own}).config
+    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "search_agent"
+    with pytest.raises(ConfigError, match="the search loop is not built"):
+        load({"do_search": True})
 
 
 def test_a_rule_refuses_a_value_it_cannot_say() -> None:
@@ -292,7 +299,7 @@ SFT_CASES: dict[str, Any] = {
     "data.tools_key": "functions",
     "data.enable_thinking_key": "think",
     "trainer.run_name": "exp",
-    "ray_init.timeline_json_file": "t.json",
+    "ray_init.timeline_json_file": None,
 }
 
 

@@ -13,6 +13,49 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CASES: dict[str, tuple[list[str], str, list[str]]] = {
+    "a prompt has one number of responses": (
+        [f"{ACTOR}.rollout_n=5", f"{ROLLOUT}.n=4"],
+        f"{ACTOR}.rollout_n=5 differs from {ROLLOUT}.n=4, the responses a prompt has; use 4, or leave "
+        "it out",
+        [f"{ACTOR}.rollout_n=4"],
+    ),
+    "a talk needs somebody to talk with": (
+        [f"{ROLLOUT}.multi_turn.enable=true"],
+        f"{ROLLOUT}.multi_turn.enable=true has nobody to talk with; give "
+        f"{ROLLOUT}.multi_turn.tool_config_path, {ROLLOUT}.multi_turn.function_tool_path or "
+        f"{ROLLOUT}.multi_turn.interaction_config_path, or use {ROLLOUT}.multi_turn.enable=false",
+        [f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"],
+    ),
+    "the search loop is one's own": (
+        [f"{ROLLOUT}.agent.default_agent_loop=search_agent"],
+        f"{ROLLOUT}.agent.default_agent_loop=search_agent: the search loop is not built; use "
+        "single_turn_agent, tool_agent with a search tool, or file.py:Loop of your own",
+        [f"{ROLLOUT}.agent.default_agent_loop=tool_agent"],
+    ),
+    "the rollout has the actor's dtype": (
+        [f"{ROLLOUT}.dtype=bfloat16", "trainer.device=cpu"],
+        f"{ROLLOUT}.dtype=bfloat16: the rollout decodes with the actor's own parameters, in fp32 here; "
+        f"use {ROLLOUT}.dtype=auto, or set {ACTOR}.fsdp_config.dtype=bfloat16 as well",
+        [f"{ACTOR}.fsdp_config.dtype=bfloat16"],
+    ),
+    "the critic reads the policy's tokens": (
+        ["critic.model.tokenizer_path=other", "actor_rollout_ref.model.path=mine"],
+        "critic.model.tokenizer_path=other: the critic reads the policy's tokens; use mine, or leave "
+        "it out",
+        ["critic.model.tokenizer_path=mine"],
+    ),
+    "the strict minimum is a return of tokens": (
+        [
+            "reward_model.enable=true",
+            "reward_model.type=prm",
+            "reward_model.model.path=judge",
+            "reward_model.credit_assignment=strict min-form",
+        ],
+        "reward_model.credit_assignment=strict min-form is a return of tokens, which "
+        "algorithm.adv_estimator=gae does not compute; use algorithm.adv_estimator=rloo_token, or a "
+        "temperature such as 0.1",
+        ["algorithm.adv_estimator=rloo_token", f"{ROLLOUT}.n=2"],
+    ),
     "ranks divide the batch": (
         ["trainer.n_gpus_per_node=8", "data.train_batch_size=100"],
         "data.train_batch_size=100 is not divisible by 8 data-parallel ranks; use 96 or 104",
@@ -272,6 +315,11 @@ def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> N
         (["algorithm.adv_estimator=grpo", "critic.optim.lr=1"], "critic.optim.lr", "no critic"),
         (["actor_rollout_ref.ref.log_prob_micro_batch_size=1"], "actor_rollout_ref.ref", "no KL"),
         (["reward_model.model.path=m"], "reward_model.model.path", "reward_model.enable=false"),
+        (
+            [f"{ACTOR}.fsdp_config.offload_policy=true"],
+            f"{ACTOR}.fsdp_config.offload_policy",
+            "there is one rank; param_offload and optimizer_offload work there",
+        ),
     ],
 )
 def test_a_key_that_another_makes_idle_is_noted(overrides: list[str], key: str, why: str) -> None:

@@ -78,7 +78,7 @@ def test_explain_tells_all_about_a_key() -> None:
         ("ray_init.num_cpus", "CPUs Ray may use"),
         ("max_turns", "one more: so many searches, then the answer"),
         ("actor_rollout_ref.actor.megatron.anything", "refused\n  megatron is not built"),
-        ("actor_rollout_ref.rollout.name", "works with native, hf, scripted; otherwise: "),
+        ("actor_rollout_ref.rollout.name", "works with native, hf; otherwise: "),
         ("lr", "3 keys end in 'lr'"),
         ("data.n_samples", "tree     generation"),
         ("model.partial_pretrain", "is another name: model.path"),

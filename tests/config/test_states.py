@@ -92,7 +92,7 @@ def test_every_refused_or_limited_key_refuses_another_value(name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("actor_rollout_ref.actor.strategy=megatron", "only FSDP2 is built; use fsdp2"),
+        ("actor_rollout_ref.actor.strategy=megatron", "FSDP2 is the one way to shard; use fsdp2"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "use 1"),
         ("actor_rollout_ref.model.mtp.enable=true", "multi-token prediction"),
         ("actor_rollout_ref.actor.router_replay.mode=R2", "not replayed"),

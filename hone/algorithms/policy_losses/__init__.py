@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hone.algorithms.lookup import Entry, Table
+from hone.plugins import Table
 
 T = TypeVar("T")
 
@@ -18,20 +18,20 @@ _HERE = "hone.algorithms.policy_losses"
 TABLE = Table(
     "policy loss",
     {
-        "vanilla": Entry(f"{_HERE}.vanilla:vanilla"),
-        "gspo": Entry(f"{_HERE}.sequence_ratio:gspo"),
-        "luspo": Entry(f"{_HERE}.sequence_ratio:luspo"),
-        "geo_mean": Entry(f"{_HERE}.sequence_ratio:geo_mean"),
-        "sapo": Entry(f"{_HERE}.sapo:sapo"),
-        "cispo": Entry(f"{_HERE}.cispo:cispo"),
-        "gpg": Entry(f"{_HERE}.reinforce:gpg"),
-        "reinforce": Entry(f"{_HERE}.reinforce:reinforce"),
-        "bypass_mode": Entry(f"{_HERE}.bypass:bypass_mode"),
-        "clip_cov": Entry(f"{_HERE}.covariance:clip_cov"),
-        "kl_cov": Entry(f"{_HERE}.covariance:kl_cov"),
-        "dppo_tv": Entry(f"{_HERE}.dppo:dppo_tv"),
-        "dppo_kl": Entry(f"{_HERE}.dppo:dppo_kl"),
-        "dro": Entry(f"{_HERE}.dro:dro"),
+        "vanilla": f"{_HERE}.vanilla:vanilla",
+        "gspo": f"{_HERE}.sequence_ratio:gspo",
+        "luspo": f"{_HERE}.sequence_ratio:luspo",
+        "geo_mean": f"{_HERE}.sequence_ratio:geo_mean",
+        "sapo": f"{_HERE}.sapo:sapo",
+        "cispo": f"{_HERE}.cispo:cispo",
+        "gpg": f"{_HERE}.reinforce:gpg",
+        "reinforce": f"{_HERE}.reinforce:reinforce",
+        "bypass_mode": f"{_HERE}.bypass:bypass_mode",
+        "clip_cov": f"{_HERE}.covariance:clip_cov",
+        "kl_cov": f"{_HERE}.covariance:kl_cov",
+        "dppo_tv": f"{_HERE}.dppo:dppo_tv",
+        "dppo_kl": f"{_HERE}.dppo:dppo_kl",
+        "dro": f"{_HERE}.dro:dro",
     },
 )
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hone.algorithms import advantages, policy_losses
-from hone.algorithms.lookup import Entry, Table, UnknownName
+from hone.plugins import PluginError
 
 
 def own(token_level_rewards, response_mask, index=None, config=None, *, values, **kw):
@@ -34,7 +34,7 @@ def test_the_table_knows_what_each_estimator_reads():
 def test_an_unknown_name_gets_a_proposal_and_the_list():
     with pytest.raises(ValueError, match=r"Did you mean 'grpo'.*Known: .*rloo"):
         advantages.get_adv_estimator_fn("gropo")
-    with pytest.raises(UnknownName, match=r"Did you mean 'vanilla'.*Known: .*gspo"):
+    with pytest.raises(PluginError, match=r"Did you mean 'vanilla'.*Known: .*gspo"):
         policy_losses.get_policy_loss_fn("vannila")
     with pytest.raises(ValueError, match=r"unknown policy loss 'zzzzzz'. Known"):
         policy_losses.get_policy_loss_fn("zzzzzz")
@@ -47,38 +47,50 @@ def test_a_users_own_is_found_by_path_with_its_needs():
 
 
 def test_a_wrong_path_says_which_part_is_missing():
-    with pytest.raises(UnknownName, match=r"cannot import 'no_such_module'"):
+    with pytest.raises(PluginError, match=r"'no_such_module' is neither a file"):
         advantages.get_adv_estimator_fn("no_such_module:fn")
-    with pytest.raises(UnknownName, match="has no 'nothing'"):
+    with pytest.raises(PluginError, match="has no 'nothing'"):
         advantages.get_adv_estimator_fn(f"{__name__}:nothing")
 
 
 def test_the_decorator_ends_in_the_same_table():
-    table = Table("thing", {"old": Entry(f"{__name__}:own")})
-    assert table.register("mine")(own) is own
-    assert table.get("mine") is own
-    assert table.entry("mine").needs == ("values",)
-    assert table.register("mine")(own) is own  # again is fine
-    assert table.register("old")(own) is own  # and so is what the table already points to
-    with pytest.raises(ValueError, match="already registered"):
-        table.register("mine")(lambda: None)
+    register = advantages.register_adv_est
+    assert register("test_names_own")(own) is own
+    try:
+        assert advantages.get_adv_estimator_fn("test_names_own") is own
+        assert advantages.needs("test_names_own") == ("values",)
+        assert advantages.optional("test_names_own") == ("trajectory_id",)
+        assert register("test_names_own")(own) is own  # again is fine
+        with pytest.raises(ValueError, match="is already"):
+            register("test_names_own")(lambda: None)
+    finally:
+        del advantages.TABLE._entries["test_names_own"]
+
+
+def test_what_the_table_already_points_to_may_register_itself():
+    rloo = advantages.get_adv_estimator_fn("rloo")
+    assert advantages.register_adv_est("rloo")(rloo) is rloo
+    with pytest.raises(ValueError, match="advantage estimator 'rloo' is already"):
+        advantages.register_adv_est("rloo")(own)
+    assert advantages.TABLE.is_built_in("rloo")
 
 
 def test_the_rooms_offer_the_decorators_of_the_family():
-    @advantages.register_adv_est("test_lookup_adv", needs=("rm_scores",))
+    @advantages.register_adv_est("test_names_adv", needs=("rm_scores",))
     def estimator():
         return 1
 
-    @policy_losses.register_policy_loss("test_lookup_loss")
+    @policy_losses.register_policy_loss("test_names_loss")
     def loss():
         return 2
 
-    assert advantages.get_adv_estimator_fn("test_lookup_adv")() == 1
-    assert advantages.needs("test_lookup_adv") == ("rm_scores",)
-    assert policy_losses.get_policy_loss_fn("test_lookup_loss")() == 2
+    assert advantages.get_adv_estimator_fn("test_names_adv")() == 1
+    assert advantages.needs("test_names_adv") == ("rm_scores",)
+    assert policy_losses.get_policy_loss_fn("test_names_loss")() == 2
     del (
-        advantages.TABLE._entries["test_lookup_adv"],
-        policy_losses.TABLE._entries["test_lookup_loss"],
+        advantages.READS["test_names_adv"],
+        advantages.TABLE._entries["test_names_adv"],
+        policy_losses.TABLE._entries["test_names_loss"],
     )
 
 

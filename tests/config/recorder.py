@@ -1,0 +1,107 @@
+"""Which dotted keys running code reads: a recorder around the schema's classes.
+
+Reads by the config room itself (checks, printing, copying) do not count, and neither do those of
+`dataclasses`, `copy` and `pickle`: a key that is only shown or passed on has not been read. A property
+of a schema class counts for the keys it reads when it is asked from outside. `vars(block)` is not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hone.config
+from hone.config.keys import block_type, hints
+from hone.config.trees import TREES
+
+CONFIG_ROOM = str(Path(hone.config.__file__).parent)
+COPYING = ("dataclasses.py", "copy.py", "pickle.py", "cloudpickle.py", "reprlib.py")
+SELF = __file__
+
+
+def schema_classes() -> dict[type, set[str]]:
+    """Every class of the trees, with its field names."""
+    found: dict[type, set[str]] = {}
+    waiting = [tree.root for tree in TREES.values()]
+    while waiting:
+        cls = waiting.pop()
+        if cls in found:
+            continue
+        found[cls] = {field.name for field in dataclasses.fields(cls)}
+        waiting += [inner for inner in map(block_type, hints(cls).values()) if inner is not None]
+    return found
+
+
+class Recorder:
+    """Dotted keys read, by tree; where each was read first."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, dict[str, str]] = {name: {} for name in TREES}
+        self._roots = {tree.root: name for name, tree in TREES.items()}
+        self._paths: dict[int, tuple[str, str, Any]] = {}
+
+    def note(self, block: Any, name: str, value: Any, frame: FrameType) -> None:
+        place = self._place(block)
+        if place is None:
+            return
+        tree, prefix = place
+        key = f"{prefix}{name}"
+        if dataclasses.is_dataclass(value):
+            self._paths[id(value)] = (tree, key + ".", value)
+            return
+        reader = asker(frame)
+        if reader is not None:
+            self.read[tree].setdefault(key, reader)
+
+    def _place(self, block: Any) -> tuple[str, str] | None:
+        if type(block) in self._roots:
+            return self._roots[type(block)], ""
+        found = self._paths.get(id(block))
+        return found[:2] if found is not None and found[2] is block else None
+
+
+def asker(frame: FrameType | None) -> str | None:
+    """`file:line` of who wants the value; None when only the config room or a copier does."""
+    while frame is not None and (_is_property(frame) or frame.f_code.co_filename == SELF):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    file = frame.f_code.co_filename
+    generated = file.startswith("<")  # a dataclass's own __repr__ and __eq__
+    if generated or file.startswith(CONFIG_ROOM) or file.endswith(COPYING):
+        return None
+    return f"{file}:{frame.f_lineno}"
+
+
+def _is_property(frame: FrameType) -> bool:
+    """A method of a schema class: it asks on behalf of its caller."""
+    owner = frame.f_locals.get("self")
+    return frame.f_code.co_filename.startswith(CONFIG_ROOM) and dataclasses.is_dataclass(owner)
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Watch every config object while the block runs."""
+    recorder, classes = Recorder(), schema_classes()
+
+    def watch(cls: type, names: set[str]) -> None:
+        def __getattribute__(self: Any, name: str) -> Any:
+            value = object.__getattribute__(self, name)
+            if name in names:
+                recorder.note(self, name, value, sys._getframe(1))
+            return value
+
+        cls.__getattribute__ = __getattribute__  # type: ignore[method-assign, assignment]
+
+    for cls, names in classes.items():
+        watch(cls, names)
+    try:
+        yield recorder
+    finally:
+        for cls in classes:
+            del cls.__getattribute__

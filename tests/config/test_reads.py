@@ -1,0 +1,137 @@
+"""Nothing is accepted and ignored: every key stated to work is read by a program that runs.
+
+Real tiny runs are watched (recorder.py); what this machine cannot run, such as a GPU engine or a second
+rank, is shown in the source, place by place. A key that nobody reads fails here by its name.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hone
+from hone.config import config_to_dict, load_config
+from hone.config.describe import describe_keys, follows_key
+from hone.config.states import first_match, neutral
+from hone.config.trees import TREES
+
+from .key_runs import RUNS, prepare
+from .recorder import Recorder, recording
+
+PACKAGE = Path(hone.__file__).parent
+READ_ELSEWHERE: dict[str, tuple[str, str]] = {
+    # several ranks
+    "**.offload_policy": ("engine/sharding.py", "config.offload_policy"),
+    "**.reshard_after_forward": ("engine/sharding.py", "config.reshard_after_forward"),
+    "**.fsdp_size": ("engine/sharding.py", "config.fsdp_size"),
+    # a GPU
+    "**.gpu_memory_utilization": ("rollout/build.py", "config.gpu_memory_utilization"),
+    "**.enforce_eager": ("rollout/build.py", "config.enforce_eager"),
+    "**.cudagraph_capture_sizes": ("rollout/build.py", "config.cudagraph_capture_sizes"),
+    "**.enable_prefix_caching": ("rollout/build.py", "config.enable_prefix_caching"),
+    "actor_rollout_ref.rollout.max_model_len": ("rollout/build.py", "config.max_total_tokens"),
+    # a cluster
+    "ray_kwargs.ray_init.*": ("trainer/ppo/roles.py", "config.ray_kwargs.ray_init"),
+    "ray_kwargs.timeline_json_file": (
+        "trainer/ppo/roles.py",
+        "config.ray_kwargs.timeline_json_file",
+    ),
+    # a code-running service
+    "**.sandbox_fusion.max_concurrent": ("rewards/loading.py", "sandbox.max_concurrent"),
+}
+"""Key to the file and the expression that reads it."""
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    with recording() as watched:
+        ground = prepare(tmp_path_factory.mktemp("keys"))
+        for run in RUNS:
+            run(ground)
+    return watched
+
+
+def read_keys(tree: str, recorder: Recorder) -> set[str]:
+    """Keys read themselves, and keys whose value another read key takes over."""
+    infos = describe_keys(TREES[tree])
+    followed = {info.key: follows_key(info.default) for info in infos}
+    read = set(recorder.read[tree])
+    while more := {followed[k] for k in read if followed.get(k)} - read - {None}:
+        read |= {key for key in more if key is not None}
+    return read
+
+
+def elsewhere(key: str) -> str | None:
+    return next((p for p in READ_ELSEWHERE if first_match(key, (neutral(p, ""),))), None)
+
+
+@pytest.mark.parametrize("tree", sorted(TREES))
+def test_every_key_that_works_is_read(tree: str, recorder: Recorder) -> None:
+    read = read_keys(tree, recorder)
+    works = [info.key for info in describe_keys(TREES[tree]) if info.state == "works"]
+    assert [key for key in works if key not in read and not elsewhere(key)] == []
+
+
+@pytest.mark.parametrize("tree", sorted(TREES))
+def test_a_key_that_is_read_is_stated_to_work(tree: str, recorder: Recorder) -> None:
+    """A neutral or refused key that code reads would be a wrong statement."""
+    stated = {info.key: info.state for info in describe_keys(TREES[tree])}
+    assert {
+        key: where for key, where in recorder.read[tree].items() if stated[key] != "works"
+    } == {}
+
+
+@pytest.mark.parametrize("pattern", sorted(READ_ELSEWHERE))
+def test_what_cannot_run_here_is_read_in_the_source(pattern: str, recorder: Recorder) -> None:
+    file, expression = READ_ELSEWHERE[pattern]
+    source = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    read = {ast.unparse(n) for n in ast.walk(source) if isinstance(n, ast.Attribute)}
+    assert expression in read
+    keys = [
+        info.key
+        for name, tree in TREES.items()
+        for info in describe_keys(tree)
+        if info.state == "works" and info.key not in recorder.read[name]
+    ]
+    assert any(elsewhere(key) == pattern for key in keys), "this machine does read it: remove it"
+
+
+def test_showing_copying_and_checking_do_not_count_as_reading() -> None:
+    import copy
+    import pickle
+
+    with recording() as watched:
+        config = load_config(["data.train_batch_size=4"])
+        config_to_dict(config)
+        copy.deepcopy(config)
+        pickle.loads(pickle.dumps(config))
+        assert repr(config)
+    assert watched.read["ppo_trainer"] == {}
+
+
+def test_reading_counts_directly_by_a_property_and_by_another_name() -> None:
+    with recording() as watched:
+        config: Any = load_config()
+        _ = config.data.seed
+        _ = config.actor_rollout_ref.actor.low_clip
+        moved = config.critic.optim
+        _ = moved.lr
+    read = watched.read["ppo_trainer"]
+    assert {"data.seed", "critic.optim.lr"} <= set(read)
+    assert {"actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"} <= set(
+        read
+    )
+    assert "actor_rollout_ref.actor.optim.lr" not in read
+    assert read["data.seed"].startswith(__file__)
+
+
+def test_after_recording_the_classes_are_as_before() -> None:
+    with recording():
+        pass
+    with recording() as watched:
+        pass
+    _ = load_config().data.seed
+    assert watched.read["ppo_trainer"] == {}
