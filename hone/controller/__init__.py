@@ -9,7 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hone.controller.class_with_init_args import ClassWithInitArgs
-from hone.controller.colocated import create_colocated_worker_cls
+from hone.controller.colocated import (
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+)
 from hone.controller.decorator import (
     Dispatch,
     Execute,
@@ -48,6 +51,7 @@ __all__ = [
     "Worker",
     "WorkerGroup",
     "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "register",

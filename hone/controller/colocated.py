@@ -14,3 +14,7 @@ from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedCla
 def create_colocated_worker_cls(class_dict: Mapping[Any, ClassWithInitArgs]) -> ColocatedClass:
     """Roles by name, to be started as one group; `group.spawn(roles)` gives a group for each."""
     return ColocatedClass({str(role): made_of for role, made_of in class_dict.items()})
+
+
+create_colocated_worker_cls_fused = create_colocated_worker_cls
+"""The family has two ways to share a process; here there is one, under both names."""

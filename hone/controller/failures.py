@@ -32,7 +32,8 @@ class WorkerDied(RuntimeError):
         tail = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (it wrote nothing)"
         super().__init__(
             f"worker rank {seat.rank} of {role!r} (pid {seat.pid} on {seat.node_ip}) died during "
-            f"{method!r}: {reason}\nits last log lines:\n{tail}\nlogs: {', '.join(seat.logs)}"
+            f"{method!r}: {reason}\nits last log lines:\n{tail}\nlogs: {', '.join(seat.logs)}\n"
+            "the same command, started again, goes on from the run's last checkpoint"
         )
 
     def __reduce__(self) -> tuple[type[WorkerDied], tuple[object, ...]]:

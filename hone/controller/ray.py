@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from hone.controller.class_with_init_args import ClassWithInitArgs
+from hone.controller.cluster_address import check_reachable
 from hone.controller.crew import Call, Crew
 from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
 from hone.controller.host import WorkerHost
@@ -55,6 +56,9 @@ def start_ray(ray_init: Mapping[str, Any]) -> bool:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a token in the home folder serves nobody
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = {key: value for key, value in ray_init.items() if value is not None}
+    check_reachable(options.get("address"), "ray_kwargs.ray_init.address")
+    if "address" not in options:
+        check_reachable(os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")
     ray.init(**{"include_dashboard": False, "logging_level": logging.WARNING, **options})
     return True
 

@@ -121,6 +121,12 @@ class WorkerGroup:
             raise ValueError(f"no role {unknown} in worker group {self.name!r}; it has {roles}")
         return {role: self._by_role[role] for role in wanted}
 
+    spawn_fused = spawn
+
+    def fuse(self, prefix_set: Iterable[Any]) -> None:
+        """Make each of these roles an attribute: `group.critic.compute_values(…)`."""
+        vars(self).update(self.spawn(prefix_set))
+
     def shutdown(self) -> None:
         """Stop the ranks, and with them every group on the same processes."""
         self._crew.shutdown()

@@ -10,10 +10,13 @@ from torch import nn
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.offload import offload_of
 from hone.engine.optimizer import Optimizer
+from hone.models.compiled import compile_layers
 from hone.models.fused import fuse
 from hone.models.load import EXPORT_FOLDER
 from hone.models.lora import ADAPTER_FOLDER, adapter_weights, is_lora, save_adapter
+from hone.models.writing import without_progress_bar
 
 
 def build_engine(
@@ -26,11 +29,15 @@ def build_engine(
     infer_rule: MicroBatchRule,
     response_width: int,
     world_size: int,
+    compile_blocks: bool = False,
 ) -> Engine:
     """Shard over the ranks where there are several, and give a trained model its optimizer."""
     device = next(module.parameters()).device
+    compile_blocks |= fsdp.use_torch_compile
     if device.type == "cuda":
-        fuse(module)
+        fuse(module, kernels=not compile_blocks)
+    if compile_blocks:
+        compile_layers(module)
     shards = None
     if world_size > 1:
         from hone.engine.sharding import join_group, shard
@@ -42,15 +49,20 @@ def build_engine(
         optimizer = Optimizer(
             module.named_parameters(), optim, grad_clip=grad_clip, total=optim.total_training_steps
         )
-    return Engine(
+    offload = offload_of(module, optimizer, fsdp)
+    engine = Engine(
         module,
         optimizer=optimizer,
         train_rule=train_rule,
         infer_rule=infer_rule,
         response_width=response_width,
         share_prompts=device.type == "cpu",
+        seed=fsdp.seed,
         shards=shards,
+        offload=offload,
     )
+    offload.start()
+    return engine
 
 
 def export_hf(engine: Engine, lm: Any, tokenizer: Any, folder: Path, rank: int) -> None:
@@ -66,7 +78,8 @@ def export_hf(engine: Engine, lm: Any, tokenizer: Any, folder: Path, rank: int) 
         return
     target = folder / EXPORT_FOLDER
     base = lm.get_base_model() if adapter else lm
-    base.save_pretrained(target, state_dict=weights)
+    with without_progress_bar():
+        base.save_pretrained(target, state_dict=weights)
     tokenizer.save_pretrained(target)
     if adapter:
         save_adapter(lm, adapter, folder / ADAPTER_FOLDER)

@@ -7,7 +7,7 @@ checkpoint.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,10 @@ from hone.algorithms.aggregation import BatchCounts, counted
 from hone.engine.checkpoint import load_checkpoint, save_checkpoint
 from hone.engine.contract import Objective, Terms
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.models.lora import is_lora, merged_weights
+from hone.ops.counter_rng import fold_seed
 from hone.ops.packing import PackedRows, pack_rows
 from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
@@ -42,28 +44,44 @@ class Engine:
         infer_rule: MicroBatchRule,
         response_width: int,
         share_prompts: bool,
+        seed: int,
         shards: Shards | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.module = module
         # Offloaded shards rest elsewhere than they compute.
         self.device = shards.device if shards is not None else next(module.parameters()).device
         self.optimizer = optimizer
+        self.offload = offload or Offload()
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
         self._share_prompts = share_prompts
+        self._seed = seed
+        self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
         self._shards = shards
         self._group = shards.group if shards is not None else None
         self.data_parallel_size = shards.ranks if shards is not None else 1
         self.data_parallel_rank = shards.rank if shards is not None else 0
 
+    def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Inside, what rests on the host between phases is on the device; worker verbs enter it once."""
+        return self.offload.present(optimizer=optimizer)
+
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
+        with self.present(optimizer=True):
+            return self._train_minibatch(batch, objective)
+
+    def _train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
         self.optimizer.zero_grad()  # an update that failed midway leaves nothing behind
         counts = self._global_counts(batch)
         if objective.needs_batch_statistics:
             batch = self._prepared(batch, objective)
         self.module.train()
+        if self._drops_out:  # by the update's number: a resumed run drops the same
+            tried = self.optimizer.updates + self.optimizer.skipped
+            torch.manual_seed(fold_seed(self._seed, tried, self.data_parallel_rank))
         totals: dict[str, float] = {}
         maxima: dict[str, float] = {}
         with counted(counts):
@@ -90,8 +108,11 @@ class Engine:
         self.optimizer.gather_gradients()
         return replace(terms, loss=terms.loss.detach()), weight
 
-    @torch.no_grad()
     def infer(self, batch: DataProto, **options: Any) -> dict[str, Tensor]:
+        with self.present(), torch.no_grad():
+            return self._infer(batch, **options)
+
+    def _infer(self, batch: DataProto, **options: Any) -> dict[str, Tensor]:
         self.module.eval()
         whole: dict[str, Tensor] = {}
         for rows, micro in self._micro_batches(batch, self._infer_rule):
@@ -110,17 +131,15 @@ class Engine:
             with self.gathered_parameters():
                 yield from merged_weights(lm)
             return
-        for name, parameter in self.module.named_parameters():
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            yield name.removeprefix("lm."), whole.detach()
+        with self.present():
+            for name, parameter in self.module.named_parameters():
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                yield name.removeprefix("lm."), whole.detach()
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
         """Inside, every rank holds the whole parameters: for decoding with the module itself."""
-        if self._shards is None:
-            yield
-            return
-        with self._shards.gathered():
+        with self.present(), self._shards.gathered() if self._shards else nullcontext():
             yield
 
     def widest(self, prompt: int, response: int) -> tuple[int, int]:
@@ -132,10 +151,12 @@ class Engine:
         return int(widths[0]), int(widths[1])
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
-        save_checkpoint(folder, self.module, self.optimizer, contents)
+        with self.present(optimizer=True):
+            save_checkpoint(folder, self.module, self.optimizer, contents)
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
-        load_checkpoint(folder, self.module, self.optimizer, contents)
+        with self.present(optimizer=True):
+            load_checkpoint(folder, self.module, self.optimizer, contents)
 
     def _prepared(self, batch: DataProto, objective: Objective) -> DataProto:
         """The batch with the columns that need statistics of the mini-batch of all ranks."""

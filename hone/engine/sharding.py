@@ -17,12 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from hone.config.engine import FSDPConfig
 from hone.protocol import DataProto
 
-TIMEOUT_S = 600
+TIMEOUT_S = 600.0
+"""A collective operation waits so long at most, where no key says otherwise (SFT, tools)."""
+
+_ENTER = "enter_as_root"
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Shards:
     def gathered(self) -> Iterator[None]:
         """Inside, every rank holds the whole parameters and nothing reshards them."""
         # Whoever runs forward first is taken for the root; decoding enters below it.
-        self.module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        getattr(self.module, _ENTER)()
         for part in self._parts():
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
@@ -79,14 +88,14 @@ class Shards:
         return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
 
-def join_group(device: torch.device) -> None:
-    """This process's place among the ranks; joins on the first call."""
+def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+    """This process's place among the ranks; joins on the first call, whose timeout holds."""
     if not dist.is_initialized():
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
         )
 
 
@@ -104,9 +113,15 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> Shards
     for layer in decoder_layers(module):
         fully_shard(layer, **options)
     fully_shard(module, **options)
+    setattr(module, _ENTER, _nothing)
+    register_fsdp_forward_method(module, _ENTER)
     group = dist.group.WORLD
     assert group is not None
     return Shards(module, device, group, config.reshard_after_forward)
+
+
+def _nothing() -> None:
+    """A forward that computes nothing, for FSDP2 to see the root first."""
 
 
 def _mesh(shard_size: int, device: torch.device) -> DeviceMesh:

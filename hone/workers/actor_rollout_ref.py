@@ -21,8 +21,8 @@ from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
-from hone.rollout.build import build_rollout
-from hone.workers.device import pick_device, pick_dtype
+from hone.rollout.build import build_rollout, refuse_inexact
+from hone.workers.device import pick_device, pick_dtype, prepare_process
 from hone.workers.external import import_external
 from hone.workers.objectives import PolicyObjective, update_in_minibatches
 from hone.workers.roofline import Roofline
@@ -41,6 +41,8 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         whole, config = self.config, self.config.actor_rollout_ref
         self.device = pick_device(whole.trainer.device, self.local_rank)
+        sharding = [config.actor.fsdp_config, config.ref.fsdp_config]
+        prepare_process(self.device, self.world_size, config.nccl_timeout, sharding)
         import_external(config.model.external_lib)
         self.tokenizer = load_tokenizer(
             config.model.tokenizer_path or config.model.path,
@@ -68,6 +70,7 @@ class ActorRolloutRefWorker(Worker):
     def _build_actor(self) -> None:
         config, rollout = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout
         actor = config.actor
+        refuse_inexact(rollout, config.model.path, config.model.trust_remote_code)
         policy = self._load_policy(pick_dtype(actor.fsdp_config.dtype, self.device))
         if config.model.uses_lora:
             policy.lm = self._with_adapters(policy.lm)
@@ -86,10 +89,12 @@ class ActorRolloutRefWorker(Worker):
             ),
             response_width=rollout.response_length,
             world_size=self.world_size,
+            compile_blocks=actor.use_torch_compile,
         )
         ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)
-        self.rollout = build_rollout(rollout, policy, self.tokenizer, ends, self.device)
-        run_seed = self.config.trainer.seed if rollout.seed is None else rollout.seed
+        with self.engine.present():
+            self.rollout = build_rollout(rollout, policy, self.tokenizer, ends, self.device)
+        run_seed = self.config.sampling_seed
         self.runner = LoopRunner(self.config, self.rollout, self.tokenizer, run_seed=run_seed)
 
     def _with_adapters(self, lm: Any) -> Any:
@@ -125,6 +130,7 @@ class ActorRolloutRefWorker(Worker):
             infer_rule=rule,
             response_width=config.rollout.response_length,
             world_size=self.world_size,
+            compile_blocks=ref.use_torch_compile,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -181,18 +187,20 @@ class ActorRolloutRefWorker(Worker):
         """Every update of this step, then the new weights are the rollout's too."""
         actor = self.config.actor_rollout_ref.actor
         started = time.perf_counter()
-        metrics = update_in_minibatches(
-            self.engine,
-            data,
-            PolicyObjective(
-                actor,
-                temperature=data.meta_info["temperature"],
-                correction=self.config.algorithm.rollout_correction,
-            ),
-            rows_per_update=actor.sequences_per_update() // self.world_size,
-            epochs=actor.ppo_epochs,
-            shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+        objective = PolicyObjective(
+            actor,
+            temperature=data.meta_info["temperature"],
+            correction=self.config.algorithm.rollout_correction,
         )
+        with self.engine.present(optimizer=True):
+            metrics = update_in_minibatches(
+                self.engine,
+                data,
+                objective,
+                rows_per_update=actor.sequences_per_update(),
+                epochs=actor.ppo_epochs,
+                shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+            )
         assert self.engine.optimizer is not None
         self.engine.optimizer.advance_schedule()
         self.version = self.engine.optimizer.updates
@@ -220,9 +228,10 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
         contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        self.engine.save(Path(folder), contents)
-        if "hf_model" in contents:
-            export_hf(self.engine, self.policy.lm, self.tokenizer, Path(folder), self.rank)
+        with self.engine.present():
+            self.engine.save(Path(folder), contents)
+            if "hf_model" in contents:
+                export_hf(self.engine, self.policy.lm, self.tokenizer, Path(folder), self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:

@@ -15,7 +15,7 @@ from hone.models.load import load_causal_lm
 from hone.models.lora import wrap_lora
 from hone.models.policy import ValueModel
 from hone.protocol import DataProto
-from hone.workers.device import pick_device, pick_dtype
+from hone.workers.device import pick_device, pick_dtype, prepare_process
 from hone.workers.external import import_external
 from hone.workers.objectives import ValueObjective, update_in_minibatches
 
@@ -29,6 +29,8 @@ class CriticWorker(Worker):
     def init_model(self) -> None:
         whole, config = self.config, self.config.critic
         device = pick_device(whole.trainer.device, self.local_rank)
+        sharding = [config.model.fsdp_config]
+        prepare_process(device, self.world_size, whole.actor_rollout_ref.nccl_timeout, sharding)
         import_external(config.model.external_lib)
         lm: Any = load_causal_lm(
             config.model.path or whole.actor_rollout_ref.model.path,
@@ -75,14 +77,15 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
         config = self.config.critic
-        metrics = update_in_minibatches(
-            self.engine,
-            data,
-            ValueObjective(config),
-            rows_per_update=config.sequences_per_update() // self.world_size,
-            epochs=config.ppo_epochs,
-            shuffle_seed=config.data_loader_seed if config.shuffle else None,
-        )
+        with self.engine.present(optimizer=True):
+            metrics = update_in_minibatches(
+                self.engine,
+                data,
+                ValueObjective(config),
+                rows_per_update=config.sequences_per_update(),
+                epochs=config.ppo_epochs,
+                shuffle_seed=config.data_loader_seed if config.shuffle else None,
+            )
         assert self.engine.optimizer is not None
         self.engine.optimizer.advance_schedule()
         for name in ("grad_norm", "lr", "skipped_updates"):

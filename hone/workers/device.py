@@ -1,8 +1,15 @@
-"""What this process runs on: device and dtype, decided in one place for every role."""
+"""What this process runs on: device, dtype, ranks; decided in one place for every role."""
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Iterable
+
+import numpy as np
 import torch
+
+from hone.config.engine import FSDPConfig
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -30,3 +37,28 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return _DTYPES[wanted]
+
+
+def prepare_process(
+    device: torch.device, world_size: int, timeout_s: float, sharding: Iterable[FSDPConfig]
+) -> None:
+    """Before the first model: join the other ranks, and fix what one of the roles wants fixed."""
+    if world_size > 1:
+        from hone.engine.sharding import join_group
+
+        join_group(device, timeout_s)
+    for config in sharding:
+        if config.full_determinism:
+            make_deterministic(config.seed)
+
+
+def make_deterministic(seed: int) -> None:
+    """Deterministic kernels where torch has them (it warns where not), every generator seeded."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Nobody reads it, and filling is slow.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

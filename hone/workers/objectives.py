@@ -153,6 +153,23 @@ class SupervisedObjective:
         return Terms(loss, {"train/loss": loss.detach()})
 
 
+def minibatches(
+    numbers: Tensor, total: int, rows_per_update: int, shuffle_seed: int | None
+) -> list[Tensor]:
+    """Where the rows of each mini-batch lie here; drawn over all rows of the step, on any rank.
+
+    `numbers` [B] are these rows' numbers among `total`. A rank may hold no row of some mini-batch.
+    """
+    order = torch.arange(total)
+    if shuffle_seed is not None:
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(shuffle_seed))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(total)
+    mine = place[numbers]
+    rows = mine.argsort(stable=True)
+    return [rows[mine[rows] // rows_per_update == k] for k in range(-(-total // rows_per_update))]
+
+
 def update_in_minibatches(
     engine: Any,
     batch: DataProto,
@@ -164,13 +181,15 @@ def update_in_minibatches(
 ) -> dict[str, float]:
     """All updates of one step; metrics are means over the updates, counts their largest."""
     seen: dict[str, list[float]] = {}
+    if batch.has_column("step_row"):
+        numbers, total = batch.batch["step_row"], batch.meta_info["step_rows"]
+    else:  # a loop that shares rows out itself: each rank takes its part of every mini-batch
+        numbers, total = torch.arange(len(batch)), len(batch)
+        rows_per_update //= engine.data_parallel_size
     for epoch in range(epochs):
-        order = torch.arange(len(batch))
-        if shuffle_seed is not None:
-            generator = torch.Generator().manual_seed(shuffle_seed + epoch)
-            order = torch.randperm(len(batch), generator=generator)
-        for part in order.split(rows_per_update):
-            metrics = engine.train_minibatch(batch.select_idxs(part), objective)
+        seed = None if shuffle_seed is None else shuffle_seed + epoch
+        for rows in minibatches(numbers, total, rows_per_update, seed):
+            metrics = engine.train_minibatch(batch.select_idxs(rows), objective)
             for name, value in metrics.items():
                 seen.setdefault(name, []).append(value)
     largest = {"skipped_updates"}

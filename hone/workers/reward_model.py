@@ -6,6 +6,7 @@ rank holds all of it. Leaves out process rewards.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.offload import HostRest
 from hone.models.load import load_tokenizer, resolve_model_path
 from hone.protocol import DataProto
 from hone.rewards.managers.reading import last_policy_tokens
-from hone.workers.device import pick_device, pick_dtype
+from hone.workers.device import pick_device, pick_dtype, prepare_process
 from hone.workers.external import import_external
 
 
@@ -32,12 +34,14 @@ class RewardModelWorker(Worker):
 
         config = self.config.reward_model
         self.device = pick_device(self.config.trainer.device, self.local_rank)
+        sharding, timeout_s = config.model.fsdp_config, self.config.actor_rollout_ref.nccl_timeout
+        prepare_process(self.device, self.world_size, timeout_s, [sharding])
         import_external(config.model.external_lib)
         folder = resolve_model_path(str(config.model.path))
         self.model: Any = AutoModelForSequenceClassification.from_pretrained(
             folder,
             num_labels=1,
-            dtype=pick_dtype(config.model.fsdp_config.dtype, self.device),
+            dtype=pick_dtype(sharding.dtype, self.device),
             trust_remote_code=config.model.trust_remote_code,
             **config.model.override_config,
         )
@@ -47,6 +51,9 @@ class RewardModelWorker(Worker):
                 "a `score` head over every token; use a decoder with a sequence-classification head"
             )
         self.model.to(self.device).eval()
+        self._rest = HostRest(self.model.parameters) if sharding.param_offload else None
+        if self._rest is not None:
+            self._rest.away()
         trust = config.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, trust_remote_code=trust)
         written_with = config.model.input_tokenizer
@@ -67,11 +74,12 @@ class RewardModelWorker(Worker):
         rows = [ids if limit is None else ids[-limit:] for ids in self._rows(data)]
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         ends = last_policy_tokens(data)
-        for part in self._rule.split([len(ids) for ids in rows]):
-            found = self._score([rows[i] for i in part])
-            for row, score in zip(part, found.tolist(), strict=True):
-                if (end := ends[row]) is not None:
-                    scores[row, end] = score
+        with nullcontext() if self._rest is None else self._rest.present():
+            for part in self._rule.split([len(ids) for ids in rows]):
+                found = self._score([rows[i] for i in part])
+                for row, score in zip(part, found.tolist(), strict=True):
+                    if (end := ends[row]) is not None:
+                        scores[row, end] = score
         return DataProto.from_dict({"rm_scores": scores})
 
     def _rows(self, data: DataProto) -> list[list[int]]:

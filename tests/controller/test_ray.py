@@ -232,6 +232,23 @@ def test_ranks_on_two_nodes_work_together_and_their_logs_are_found() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_ray_starts_with_the_options_of_ray_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from hone.config import load_config
+    from hone.controller.ray import start_ray
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    config = load_config(
+        ["ray_kwargs.ray_init.num_cpus=3", "ray_kwargs.ray_init.runtime_env={env_vars: {A: b}}"]
+    )
+    assert start_ray(vars(config.ray_kwargs.ray_init))
+    assert (given["num_cpus"], given["runtime_env"]) == (3, {"env_vars": {"A": "b"}})
+    assert "address" not in given  # what nobody asked for is Ray's to choose
+
+
 def test_failures_survive_pickling() -> None:
     died = WorkerDied("actor", Seat(3, 7, "host", "n", ("/log",)), "step", "why", ["last"])
     late = WaitTimeout("critic", "x", 2.0, "do y")

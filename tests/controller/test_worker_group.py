@@ -282,6 +282,9 @@ def test_a_users_own_mode_overrides_and_colocated_roles(kind: str) -> None:
         assert {said[2] for said in other.say()} == {"other"}
         assert [said[1] for said in other.say()] == [w["pid"] for w in custom.whereabouts()]
         assert whole.other_say() == other.say()
+        whole.fuse({"other"})
+        assert whole.other.say() == other.say()
+        assert set(whole.spawn_fused(["custom"])) == {"custom"}
         assert custom.scale(rows(3)).batch["y"].tolist() == [2, 4, 6]
         with pytest.raises(ValueError, match="no role \\['ghost'\\]"):
             whole.spawn({"ghost"})

@@ -23,6 +23,7 @@ from hone.controller.worker import free_port
 from hone.engine.build import export_hf
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.offload import offload_of
 from hone.models.lora import wrap_lora
 from hone.models.policy import hidden_states
 from hone.models.tiny import character_tokenizer
@@ -106,6 +107,9 @@ def shapes(rank: int, world: int, folder: Path) -> dict[str, Any]:
         made = engine(policy(), rule=ONE, fsdp=fsdp, world_size=world)
         made.infer(share(rank, world), temperature=0.8)  # leaves nothing gathered behind
         found[name] = update(made, share(rank, world), actor("kl_cov"))
+    found["resting"] = update(
+        resting(share(rank, world), world), share(rank, world), actor("kl_cov")
+    )
     padded = split_padded(rows(), world)[rank]
     found["padded rows"] = update(engine(policy(), world_size=world), padded, actor("kl_cov"))
     alone = rows() if rank == 0 else rows().select_idxs([])
@@ -119,6 +123,20 @@ def shapes(rank: int, world: int, folder: Path) -> dict[str, Any]:
     made = engine(policy(), rule=ONE, grad_clip=0.01, world_size=world)
     found["clipped"] = update(made, share(rank, world), actor("kl_cov"))
     return found
+
+
+def resting(batch: DataProto, world: int) -> Engine:
+    """Shards that lie on the host between calls; the CPU plays the accelerator."""
+    made = engine(policy(), rule=ONE, world_size=world)
+    asked = FSDPConfig(param_offload=True, optimizer_offload=True)
+    made.offload = offload_of(made.module, made.optimizer, asked, devices=("cpu",))
+    made.offload.start()
+    assert made.offload.parameters is not None
+    assert made.offload.parameters.bytes_resting > 0
+    with made.gathered_parameters():
+        assert all(p.untyped_storage().nbytes() > 0 for p in made.module.parameters())
+    made.infer(batch, temperature=0.8)
+    return made
 
 
 def values(rank: int, world: int, folder: Path) -> Any:
@@ -204,10 +222,10 @@ def export(rank: int, world: int, folder: Path) -> None:
         export_hf(made, model.lm, character_tokenizer(), folder / f"export-{name}", rank)
 
 
-def lora_policy() -> Any:
+def lora_policy(**changes: Any) -> Any:
     model = policy()
     torch.manual_seed(0)
-    model.lm = wrap_lora(model.lm, **LORA)
+    model.lm = wrap_lora(model.lm, **LORA | changes)
     return model
 
 

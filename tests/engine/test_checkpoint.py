@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
+from hone.config.critic import CriticConfig
 from hone.config.engine import OptimConfig
-from hone.engine.checkpoint import CheckpointMissing
+from hone.engine.checkpoint import AnotherBase, CheckpointMissing
+from hone.models.lora import wrap_lora
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from tests.engine import ranks
 from tests.engine.batches import rows
@@ -34,6 +37,7 @@ MODELS = {
     "untied": (lambda: policy(tie_embeddings=False), ADAM),
     "bf16": (bf16, OptimConfig(lr=1e-4)),
     "lora": (ranks.lora_policy, ADAM),
+    "dropout": (lambda: ranks.lora_policy(dropout=0.3), ADAM),
     "sgd": (policy, SGD),
     "momentum": (policy, MOMENTUM),
     "scheduled": (policy, OptimConfig(lr=1e-2, lr_warmup_steps=4)),
@@ -122,8 +126,6 @@ def test_an_engine_without_optimizer_loads_the_weights(tmp_path):
 
 
 def test_the_critic_resumes_with_its_head(tmp_path):
-    from hone.config.critic import CriticConfig
-
     objective = ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
     made, other = engine(critic(), ADAM), engine(critic(seed=4), ADAM)
     made.train_minibatch(rows(), objective)
@@ -132,3 +134,44 @@ def test_the_critic_resumes_with_its_head(tmp_path):
     assert torch.equal(made.infer(rows())["values"], other.infer(rows())["values"])
     expected = made.train_minibatch(rows(), objective)
     assert other.train_minibatch(rows(), objective) == expected
+
+
+def saved_names(folder):
+    return set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def test_of_a_lora_model_only_what_is_trained_is_kept(tmp_path):
+    made = engine(ranks.lora_policy(), ADAM)
+    train(made)
+    made.save(tmp_path, CONTENTS)
+    kept = {name for name in saved_names(tmp_path) if name.startswith("model.")}
+    assert kept
+    assert all(".lora_" in name for name in kept)
+
+
+def test_adapters_are_not_laid_over_another_base(tmp_path):
+    made = engine(ranks.lora_policy(), ADAM)
+    train(made)
+    made.save(tmp_path, CONTENTS)
+    other = ranks.lora_policy()
+    with torch.no_grad():
+        other.lm.get_input_embeddings().weight[0, 0] += 1e-3
+    with pytest.raises(AnotherBase, match=r"set model\.path to the model the run began with"):
+        engine(other, ADAM).load(tmp_path)
+
+
+def test_a_critic_with_adapters_keeps_its_head(tmp_path):
+    def lora_critic():
+        model = critic()
+        torch.manual_seed(0)
+        model.lm = wrap_lora(model.lm, **ranks.LORA)
+        return model
+
+    made = engine(lora_critic(), ADAM)
+    objective = ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
+    made.train_minibatch(rows(), objective)
+    made.save(tmp_path, CONTENTS)
+    assert any("value_head" in name for name in saved_names(tmp_path))
+    other = engine(lora_critic(), ADAM)
+    other.load(tmp_path)
+    assert torch.equal(made.infer(rows())["values"], other.infer(rows())["values"])

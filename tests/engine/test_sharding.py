@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hone.config.critic import CriticConfig
-from hone.engine.sharding import decoder_layers
+from hone.engine.sharding import decoder_layers, join_group
 from hone.models.policy import hidden_states
 from hone.models.tiny import tiny_lm
 from hone.workers.objectives import ValueObjective
@@ -56,7 +59,7 @@ def test_two_ranks_keep_the_normalisation_law(two, name):
 
 
 HOLDINGS = ["keep gathered", "offload", "copies", "padded rows", "rows on one rank"]
-HOLDINGS += ["gradient checkpointing", "clipped"]
+HOLDINGS += ["gradient checkpointing", "clipped", "resting"]
 
 
 def expected_shape(name):
@@ -188,3 +191,17 @@ def test_the_repeated_blocks_are_the_list_with_the_most_parameters():
     lm = tiny_lm(VOCABULARY)
     assert decoder_layers(lm) == list(lm.model.layers)
     assert decoder_layers(torch.nn.Linear(2, 2)) == []
+
+
+def test_the_ranks_join_once_with_the_timeout_given(monkeypatch):
+    joined = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "is_initialized", lambda: bool(joined))
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **kw: joined.append((a, kw)))
+    join_group(torch.device("cpu"), 77)
+    join_group(torch.device("cpu"), 88)
+    ((backends,), options), *more = joined
+    assert (backends, options["rank"], options["world_size"]) == ("gloo", 1, 2)
+    assert options["timeout"] == timedelta(seconds=77)
+    assert not more

@@ -8,6 +8,7 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from hone.controller.worker import Placement, free_port
+from hone.engine import offload
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.workers.ranks import TWO_RANK_RUNS, metrics_of, run_rank, walk, weights
 from tests.workers.tasks import RESPONSE, config_of, prompts, with_advantages, write_model
@@ -70,6 +71,39 @@ def test_with_lora_the_reference_is_the_actor_with_its_adapters_off(worker):
         metrics_of(one, batch)
     torch.testing.assert_close(one.compute_ref_log_prob(batch).batch["ref_log_prob"], before)
     assert (one.compute_log_prob(batch).batch["old_log_probs"] - before).abs().max() > 1e-3
+
+
+OFFLOAD = [
+    f"actor_rollout_ref.{role}.fsdp_config.param_offload=true" for role in ("actor", "ref")
+] + ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"]
+
+
+def bytes_held(module):
+    return sum(p.untyped_storage().nbytes() for p in module.parameters())
+
+
+@pytest.mark.parametrize("adapters", [0, 4])
+def test_a_worker_that_offloads_walks_the_same_steps(worker, adapters, monkeypatch, tmp_path):
+    """The rollout engine decodes with parameters that have been away and back in between."""
+    lora = f"actor_rollout_ref.model.lora_rank={adapters}"
+    plain = worker(lora)
+    monkeypatch.setattr(offload, "ACCELERATORS", {"cpu"})  # the CPU plays the accelerator
+    resting = worker(lora, *OFFLOAD)
+    for step in range(2):
+        batches = [with_advantages(one.generate_sequences(prompts())) for one in (plain, resting)]
+        assert torch.equal(*(b.batch["responses"] for b in batches))
+        assert torch.equal(*(b.batch["rollout_log_probs"] for b in batches))
+        found = [one.compute_ref_log_prob(batches[0]).batch for one in (plain, resting)]
+        assert torch.equal(*(f["ref_log_prob"] for f in found))
+        assert metrics_of(plain, batches[0]) == metrics_of(resting, batches[0])
+        assert bytes_held(resting.policy) == 0
+        assert resting.reference is None or bytes_held(resting.reference.module) == 0
+        resting.save_checkpoint(str(tmp_path / str(step)))
+    assert all(torch.equal(weights(resting)[n], x) for n, x in weights(plain).items())
+    again = worker(lora, *OFFLOAD)
+    again.load_checkpoint(str(tmp_path / "1"))
+    batch = with_advantages(plain.generate_sequences(prompts()))
+    assert metrics_of(again, batch) == metrics_of(plain, batch)
 
 
 def test_an_update_moves_weights_and_version_and_the_rollout_sees_both(worker):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from hone.workers.device import pick_device, pick_dtype
+from hone.config.engine import FSDPConfig
+from hone.engine import sharding
+from hone.workers import actor_rollout_ref, critic
+from hone.workers.device import pick_device, pick_dtype, prepare_process
+
+from .tasks import config_of, write_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -33,3 +41,49 @@ def test_ranks_of_a_node_take_its_gpus_in_turn(monkeypatch):
     assert pick_device("auto", 3) == torch.device("cuda", 1)
     assert chosen == [torch.device("cuda", 1)]
     assert pick_device("cpu", 0) == CPU
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    calls = []
+    monkeypatch.setattr(sharding, "join_group", lambda device, timeout: calls.append(timeout))
+    return calls
+
+
+def test_several_ranks_join_with_the_configured_timeout(joined):
+    prepare_process(CPU, 2, 77.0, [FSDPConfig()])
+    prepare_process(CPU, 1, 77.0, [FSDPConfig()])
+    assert joined == [77.0]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(actor_rollout_ref, "ActorRolloutRefWorker"), (critic, "CriticWorker")]
+)
+def test_every_role_takes_its_timeout_from_nccl_timeout(module, name, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(module, "prepare_process", lambda *given: asked.append(given))
+    config = config_of(write_model(tmp_path), "actor_rollout_ref.nccl_timeout=77")
+    getattr(module, name)(config).init_model()
+    assert [(device, ranks, timeout) for device, ranks, timeout, _ in asked] == [(CPU, 1, 77)]
+
+
+@pytest.fixture
+def undone():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_full_determinism_asks_for_deterministic_kernels_and_seeds_everything(undone):
+    def drawn():
+        prepare_process(CPU, 1, 1.0, [FSDPConfig(), FSDPConfig(full_determinism=True, seed=9)])
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    assert drawn() == drawn()
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_without_it_generators_are_left_alone(undone):
+    before = torch.get_rng_state()
+    prepare_process(CPU, 1, 1.0, [FSDPConfig()])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hone.config import load_config
+from hone.engine import offload
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.workers.reward_model import RewardModelWorker
@@ -120,3 +121,17 @@ def test_a_model_without_a_token_head_is_refused(tmp_path: Path) -> None:
     character_tokenizer(ALPHABET).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="without a `score` head"):
         worker(tmp_path, f"reward_model.model.input_tokenizer={tmp_path}")
+
+
+def test_an_offloaded_model_scores_the_same_and_holds_no_memory_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_classifier(tmp_path)
+    batch = batch_of(character_tokenizer(ALPHABET))
+    same = f"reward_model.model.input_tokenizer={model}"
+    expected_scores = worker(model, same).compute_rm_score(batch).batch["rm_scores"]
+    monkeypatch.setattr(offload, "ACCELERATORS", {"cpu"})  # the CPU plays the accelerator
+    resting = worker(model, same, "reward_model.model.fsdp_config.param_offload=true")
+    for _ in range(2):
+        assert not any(p.untyped_storage().nbytes() for p in resting.model.parameters())
+        assert torch.equal(resting.compute_rm_score(batch).batch["rm_scores"], expected_scores)

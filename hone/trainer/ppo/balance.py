@@ -1,27 +1,33 @@
 """Which rank computes which rows: each gets its part of every mini-batch, by length where wanted.
 
-Mini-batches keep their rows, so the updates are those of one rank; only who computes what changes.
+Mini-batches are drawn over the rows' numbers, written here before rows move, so the updates are those of
+one rank; only who computes what changes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from hone.columns import write
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.protocol import DataProto
 
 
 def balance(
-    batch: DataProto, *, ranks: int, rows_per_update: int, by_length: bool
+    batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
-    """Reorder so that rank r's contiguous share holds its part of every mini-batch."""
+    """Reorder so that rank r's contiguous share holds its part of every role's mini-batches."""
+    write(batch, "step_row", torch.arange(len(batch)))
+    batch.meta_info["step_rows"] = len(batch)
     lengths = batch.batch["attention_mask"].sum(1)
-    if ranks == 1 or len(batch) % ranks or rows_per_update % ranks:
+    if ranks == 1 or len(batch) % ranks:
         return batch, {}
+    block = math.gcd(len(batch), *rows_per_update)
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for rows in torch.arange(len(batch)).split(rows_per_update):
+    for rows in torch.arange(len(batch)).split(block if block % ranks == 0 else len(batch)):
         parts = _parts(lengths[rows], ranks, by_length)
         for share, part in zip(shares, parts, strict=True):
             share += rows[part].tolist()

@@ -58,10 +58,17 @@ def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[st
     return measured
 
 
-def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
-    """Write `advantages` and `returns`; the estimator gets the columns it declares."""
+def estimate_advantages(
+    batch: DataProto, algorithm: AlgorithmConfig, credit_assignment: float | str | None = None
+) -> None:
+    """Write `advantages` and `returns`; the estimator gets the columns it declares.
+
+    `credit_assignment` says how steps were judged, where a process reward model did.
+    """
     name = algorithm.adv_estimator
     columns = {c: _required(batch, c) for c in advantages.needs(name, algorithm)}
+    if batch.has_column("step_mask"):
+        columns["credit_assignment"] = credit_assignment
     for column in advantages.optional(name):
         if batch.has_column(column):
             columns[column] = batch.column(column)

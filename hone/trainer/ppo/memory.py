@@ -24,8 +24,10 @@ def memory_explained(step: object) -> Iterator[None]:
             f"out of memory in {step}: {str(error).splitlines()[0]} Lower "
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) and "
             "the critic's, rollout.max_num_seqs, or data.max_response_length; or set "
-            "actor_rollout_ref.model.enable_gradient_checkpointing=true. Of these only the response "
-            "length changes what is learnt; the same command resumes from the last checkpoint"
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true, on a GPU also "
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and "
+            "actor_rollout_ref.ref.fsdp_config.param_offload=true. Of these only the response length "
+            "changes what is learnt; the same command resumes from the last checkpoint"
         ) from error
 
 

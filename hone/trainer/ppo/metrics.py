@@ -79,11 +79,15 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         metrics |= spread("critic/values", values)
         error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
         metrics["critic/vf_explained_var"] = 1.0 - error.item()
+    if "step_mask" in columns.keys():  # noqa: SIM118
+        metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
     extras = batch.non_tensor_batch
     if known := [float(a) for a in extras.get("acc", ()) if a is not None]:
         metrics["accuracy"] = sum(known) / len(known)
-    turns = torch.tensor([float(t) for t in extras.get("num_turns", [])])
-    return metrics | spread("num_turns", turns)
+    for name in ("num_turns", "tool_call_counts", "tool_failures"):
+        counts = torch.tensor([float(n) for n in extras.get(name, ()) if n is not None])
+        metrics |= spread(name, counts)
+    return metrics
 
 
 def agreement_metrics(batch: DataProto) -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hone.algorithms.advantages import needs
-from hone.config import ConfigError, PPOTrainerConfig
+from hone.algorithms.policy_losses import get_policy_loss_fn
+from hone.config import PPOTrainerConfig
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,13 @@ class Plan:
     """Columns the advantage estimator reads beyond rewards, mask and uid."""
     reference: bool
     critic: bool
-    reward_model: bool
+    reward_model: Literal["orm", "prm"] | None
     old_log_probs: bool
     """Whether a pass before the update computes them; else the update's own forward gives them,
     which is the same when each batch is used for exactly one update."""
     sum_pi_squared: bool
+    rows_per_update: tuple[int, ...]
+    """Rows of a mini-batch of each role that is trained."""
 
     @property
     def log_prob_pass(self) -> bool:
@@ -35,10 +39,8 @@ class Plan:
         one_update = (
             actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
         )
-        if config.reward_model.enable and config.reward_model.type == "prm":
-            raise ConfigError(
-                "reward_model.type=prm: process reward models are not built; use reward_model.type=orm"
-            )
+        # An unknown loss is said now, not at the first update.
+        get_policy_loss_fn(actor.policy_loss.loss_mode)
         correction = algorithm.rollout_correction
         reads_old = (
             "old_log_probs" in columns
@@ -51,8 +53,12 @@ class Plan:
             columns=columns,
             reference=algorithm.use_kl_in_reward or actor.use_kl_loss,
             critic=critic,
-            reward_model=config.reward_model.enable,
+            reward_model=config.reward_model.type if config.reward_model.enable else None,
             # In bypass mode the rollout's own log-probs stand for them.
             old_log_probs=not correction.bypass_mode and (reads_old or not one_update),
             sum_pi_squared="sum_pi_squared" in columns or actor.calculate_sum_pi_squared,
+            rows_per_update=(
+                actor.sequences_per_update(),
+                *([config.critic.sequences_per_update()] if critic else []),
+            ),
         )

@@ -30,7 +30,11 @@ def default_roles(plan: Plan) -> dict[Role, type]:
         from hone.workers.critic import CriticWorker
 
         roles[Role.Critic] = CriticWorker
-    if plan.reward_model:
+    if plan.reward_model == "prm":
+        from hone.workers.process_reward_model import ProcessRewardModelWorker
+
+        roles[Role.RewardModel] = ProcessRewardModelWorker
+    elif plan.reward_model:
         from hone.workers.reward_model import RewardModelWorker
 
         roles[Role.RewardModel] = RewardModelWorker

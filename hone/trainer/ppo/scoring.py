@@ -13,7 +13,7 @@ from hone.data.dataset import SINGLE_TURN_AGENT
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 
-AGENT, RULE, MODEL = "agent", "rule", "model"
+AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 
 
@@ -23,11 +23,16 @@ def check_sources(reward_fn: Any, dataset: Any, *, default_loop: str) -> None:
         return
     columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
     kept = set(dataset.positions)
-    reward_fn.check_rows(
-        row if (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT else _NEEDS_NO_RULE
+
+    def needs_rule(position: int, row: Mapping[str, Any]) -> bool:
+        loop = row.get("agent_name") or default_loop
+        return position in kept and loop == SINGLE_TURN_AGENT
+
+    rows = (
+        row if needs_rule(position, row) else _NEEDS_NO_RULE
         for position, row in enumerate(dataset.store.scan(columns))
-        if position in kept
     )
+    reward_fn.check_rows(rows, dataset.store.where)
 
 
 def score_parts(
@@ -43,7 +48,11 @@ def score_parts(
         parts[RULE] = result["reward_tensor"]
         extras = result.get("reward_extra_info", {})
     if reward_model is not None:
-        parts[MODEL] = reward_model.compute_rm_score(batch).batch["rm_scores"]
+        scored = reward_model.compute_rm_score(batch)
+        by_steps = scored.has_column("step_mask")
+        if by_steps:
+            write(batch, "step_mask", scored.batch["step_mask"])
+        parts[PROCESS if by_steps else MODEL] = scored.batch["rm_scores"]
     return parts, extras
 
 
@@ -57,6 +66,10 @@ def write_scores(
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
     total: Tensor | None = None
     for part, scores in parts.items():
+        if (
+            part == PROCESS
+        ):  # its column is what enters the sum: the strict minimum takes it out again
+            scores = scores * config.modeling_reward_coef
         write(batch, reward_column(part), scores)
         weighted = scores * weights.get(part, 1.0)
         total = weighted if total is None else total + weighted

@@ -13,7 +13,7 @@ import numpy as np
 
 from hone.columns import write
 from hone.controller import WorkerGroup
-from hone.ops.counter_rng import fold_seed
+from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
 from hone.trainer.ppo.widths import concat_padded
 
@@ -40,7 +40,7 @@ class TrajectorySource:
         names = [f"{uid}-{i}" for uid, i in attempts]
         write(rows, "trajectory_id", np.array(names, dtype=object))
         # What the loop runner folds into the sampling of each trajectory: kept for a replay.
-        seeds = [fold_seed(self._run_seed, uid, i) for uid, i in attempts]
+        seeds = [trajectory_seed(self._run_seed, uid, i) for uid, i in attempts]
         write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
         self._pending.append(rows)

@@ -6,7 +6,8 @@ Leaves out: how rows are packed (engine), what a role computes (workers), the fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -102,14 +103,11 @@ class PPOTrainer:
         self.reference = groups.get(Role.RefPolicy) or groups.get(Role.ActorRolloutRef)
         self.critic = groups.get(Role.Critic)
         self.reward_model = groups.get(Role.RewardModel)
-        rollout, trainer = self.config.actor_rollout_ref.rollout, self.config.trainer
-        self.source = TrajectorySource(
-            self.actor, run_seed=trainer.seed if rollout.seed is None else rollout.seed
-        )
+        self.source = TrajectorySource(self.actor, run_seed=self.config.sampling_seed)
 
     def _check_sources(self) -> None:
         """An unknown data source stops the run here, not at the first reward."""
-        loop = self.config.actor_rollout_ref.rollout.agent.default_agent_loop
+        loop = self.config.actor_rollout_ref.rollout.default_loop
         check_sources(self.reward_fn, self.train_dataset, default_loop=loop)
         if self.val_loader is not None:
             check_sources(self.val_reward_fn, self.val_dataset, default_loop=loop)
@@ -160,13 +158,19 @@ class PPOTrainer:
 
     # -- the verbs ----------------------------------------------------------------------------
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the step: timed, and shown while it lasts."""
+        with self.timers.timer(name), progress(f"step {self.global_step}: {name}"):
+            yield
+
     def generate(self, prompts: Mapping[str, np.ndarray]) -> DataProto:
         rollout = self.config.actor_rollout_ref.rollout
-        with self.timers.timer("gen"):
+        with self.phase("gen"):
             self.source.submit(prompts, samples=rollout.n, sampling=training_sampling(rollout))
             batch = self.source.take()
         if "reward_baselines" in self.plan.columns:
-            with self.timers.timer("gen_max"):
+            with self.phase("gen_max"):
                 write(batch, "reward_baselines", self._greedy_scores(prompts, batch))
         batch.meta_info["temperature"] = rollout.temperature
         return batch
@@ -182,7 +186,7 @@ class PPOTrainer:
 
     def score(self, batch: DataProto, reward_fn: Any = None) -> DataProto:
         """Each reward part in its own column; `token_level_scores` is their configured sum."""
-        with self.timers.timer("reward"):
+        with self.phase("reward"):
             parts, extras = score_parts(batch, reward_fn or self.reward_fn, self.reward_model)
             write_scores(batch, parts, extras, self.config.reward_model)
         return batch
@@ -190,7 +194,7 @@ class PPOTrainer:
     def estimate(self, batch: DataProto) -> DataProto:
         """What the models say about the batch: only what the algorithm reads."""
         if self.plan.log_prob_pass:
-            with self.timers.timer("old_log_prob"):
+            with self.phase("old_log_prob"):
                 batch.meta_info["with_sum_pi_squared"] = self.plan.sum_pi_squared
                 computed = self.actor.compute_log_prob(batch)
                 if not self.plan.old_log_probs:
@@ -199,11 +203,11 @@ class PPOTrainer:
         if self.config.algorithm.rollout_correction.bypass_mode:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
         if self.plan.reference:
-            with self.timers.timer("ref"):
+            with self.phase("ref"):
                 assert self.reference is not None
                 batch = batch.union(self.reference.compute_ref_log_prob(batch))
         if self.plan.critic:
-            with self.timers.timer("values"):
+            with self.phase("values"):
                 assert self.critic is not None
                 batch = batch.union(self.critic.compute_values(batch))
         return batch
@@ -214,14 +218,15 @@ class PPOTrainer:
         with self.timers.timer("adv"):
             measured = credit.reward_after_kl(batch, algorithm, self.kl_controller)
             measured |= credit.correct_for_rollout(batch, algorithm)
-            credit.estimate_advantages(batch, algorithm)
+            steps = self.config.reward_model.credit_assignment
+            credit.estimate_advantages(batch, algorithm, credit_assignment=steps)
             batch = credit.resample(
                 batch, algorithm, seed=self.config.trainer.seed, step=self.global_step
             )
             batch, spread = balance(
                 batch,
                 ranks=self.actor.world_size,
-                rows_per_update=self.config.actor_rollout_ref.actor.sequences_per_update(),
+                rows_per_update=self.plan.rows_per_update,
                 by_length=self.config.trainer.balance_batch,
             )
             measured |= spread
@@ -232,12 +237,12 @@ class PPOTrainer:
         """Critic, then actor; afterwards the rollout sees the new weights."""
         measured: dict[str, float] = {}
         if self.plan.critic:
-            with self.timers.timer("update_critic"):
+            with self.phase("update_critic"):
                 assert self.critic is not None
                 out = self.critic.update_critic(batch)
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
-            with self.timers.timer("update_actor"):
+            with self.phase("update_actor"):
                 out = self.actor.update_actor(batch)
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
         self.skipped_updates.check(measured, self.global_step)
@@ -325,7 +330,7 @@ class PPOTrainer:
     def save(self) -> None:
         """Everything the next process needs to go on as if nothing had happened."""
         with (
-            self.timers.timer("save_checkpoint"),
+            self.phase("save_checkpoint"),
             checkpoint.writing(self.run, self.global_step) as folder,
         ):
             self.actor.save_checkpoint(str(folder / "actor"))

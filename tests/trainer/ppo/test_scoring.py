@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.config import ConfigError
 from hone.rewards.failures import RewardError
 
 from .. import rewards
@@ -172,12 +171,3 @@ def test_a_reward_model_may_be_the_only_judge(train: Callable[..., Run], judge: 
     )
     for row in run.rollouts(2):
         assert row["score"] == pytest.approx(sum(row["reward/model"]), abs=1e-6)
-
-
-def test_a_process_reward_model_is_refused_before_anything_is_loaded(
-    train: Callable[..., Run], judge: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"use reward_model\.type=orm"):
-        train(
-            "reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.type=prm"
-        )

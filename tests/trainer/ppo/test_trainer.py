@@ -85,6 +85,15 @@ def test_the_same_seed_gives_the_same_metrics(train: Callable[..., Run]) -> None
     assert first.numbers == second.numbers
 
 
+def test_full_determinism_trains_and_changes_nothing_on_a_cpu(train: Callable[..., Run]) -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.full_determinism=true"
+    try:
+        assert train(key, folder="asked").numbers == train(folder="plain").numbers
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_another_seed_gives_other_metrics(train: Callable[..., Run]) -> None:
     first, second = train(folder="a"), train("trainer.seed=2", folder="b")
     assert first.numbers != second.numbers
@@ -229,6 +238,35 @@ def test_samples_reach_the_trackers(
         ("train/generations", 3, 1),
         ("val/generations", 2, 1),
     ]
+
+
+def test_every_long_part_of_a_step_is_shown_while_it_lasts(
+    train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from hone.trainer.ppo import trainer
+
+    shown: list[str] = []
+
+    @contextmanager
+    def bar(description: str, total: float | None = None) -> Any:
+        shown.append(description)
+        yield SimpleNamespace(advance=lambda *_, **__: None)
+
+    monkeypatch.setattr(trainer, "progress", bar)
+    train(
+        task.validated(),
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=1",
+    )
+    verbs = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+    step = [f"step 1: {verb}" for verb in verbs]
+    assert shown == ["load models", *step, "validate", "step 1: reward", "step 1: save_checkpoint"]
 
 
 def test_the_trainer_is_usable_from_python(task: Task, tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Memory lent out between phases: parameters and optimizer state rest on the host while others compute.
+
+A tensor's storage is emptied and filled again, so that every view of it (joined weights of the rollout
+engine, shards) moves along. Leaves out activations, and FSDP2's own policy, which moves during a phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hone.config.engine import FSDPConfig
+from hone.engine.optimizer import Optimizer
+
+Tensors = Callable[[], Iterable[Tensor]]
+
+ACCELERATORS = frozenset({"cuda", "xpu", "npu"})
+"""Devices whose memory is not the host's; elsewhere resting would only copy."""
+
+
+class HostRest:
+    """Tensors that lie in host memory unless someone is inside `present()`."""
+
+    def __init__(self, tensors: Tensors, devices: Iterable[str] | None = None) -> None:
+        self._tensors = tensors
+        self._devices = frozenset(ACCELERATORS if devices is None else devices)
+        self._inside = 0
+        self._resting: list[_Moved] = []
+        self._spare: dict[int, list[Tensor]] = {}  # by size; kept, as pinning host memory is slow
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside, the tensors are where they compute; the outermost block moves them."""
+        if self._inside == 0:
+            self.back()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self.away()
+
+    def away(self) -> None:
+        """To the host; the device's memory is free for others."""
+        assert not self._resting, "already resting"
+        for storage in self._storages():  # one by one: a failure midway loses none
+            self._resting.append(self._send(storage))
+
+    @torch.no_grad()
+    def back(self) -> None:
+        """To the device, bit for bit; the address may be another."""
+        while self._resting:
+            moved = self._resting[-1]
+            moved.storage.resize_(len(moved.host))
+            _bytes(moved.storage).copy_(moved.host, non_blocking=True)
+            self._resting.pop()
+            self._spare.setdefault(len(moved.host), []).append(moved.host)
+
+    @property
+    def bytes_resting(self) -> int:
+        return sum(len(moved.host) for moved in self._resting)
+
+    @torch.no_grad()
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Each once: tied and joined tensors share theirs."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in self._tensors():
+            storage = _local(tensor).untyped_storage()
+            if storage.device.type not in self._devices or storage.nbytes() == 0:
+                continue
+            if not storage.resizable():  # a mapped file's
+                tensor.data = tensor.data.clone()
+                storage = tensor.untyped_storage()
+            found.setdefault(storage.data_ptr(), storage)
+        return list(found.values())
+
+    @torch.no_grad()
+    def _send(self, storage: torch.UntypedStorage) -> _Moved:
+        size = storage.nbytes()
+        spare = self._spare.get(size)
+        pinned = storage.device.type == "cuda"
+        host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        # Copy and release are ordered on the device's stream; nobody has to wait for them here.
+        host.copy_(_bytes(storage), non_blocking=True)
+        storage.resize_(0)
+        return _Moved(storage, host)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    storage: torch.UntypedStorage
+    host: Tensor  # [bytes] uint8
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What of one engine rests between phases; None is what stays."""
+
+    parameters: HostRest | None = None
+    optimizer: HostRest | None = None
+
+    @contextmanager
+    def present(self, *, optimizer: bool = False) -> Iterator[None]:
+        """Inside, the parameters can be used; with `optimizer` they can be updated too."""
+        with _present(self.parameters), _present(self.optimizer if optimizer else None):
+            yield
+
+    def start(self) -> None:
+        """A role that has just been built is not computing yet."""
+        for rest in (self.parameters, self.optimizer):
+            if rest is not None:
+                rest.away()
+
+
+def offload_of(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    fsdp: FSDPConfig,
+    devices: Iterable[str] | None = None,
+) -> Offload:
+    """As `param_offload` and `optimizer_offload` ask; what is on the host already stays there."""
+
+    def state() -> Iterator[Tensor]:
+        assert optimizer is not None
+        yield from optimizer.own_masters().values()
+        for values in optimizer.inner.state.values():
+            yield from (value for value in values.values() if isinstance(value, Tensor))
+
+    return Offload(
+        HostRest(module.parameters, devices) if fsdp.param_offload else None,
+        HostRest(state, devices) if fsdp.optimizer_offload and optimizer is not None else None,
+    )
+
+
+@contextmanager
+def _present(rest: HostRest | None) -> Iterator[None]:
+    if rest is None:
+        yield
+        return
+    with rest.present():
+        yield
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
