@@ -17,6 +17,11 @@ def fold_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def trajectory_seed(run_seed: int, uid: str, sample_index: int) -> int:
+    """The sampling law's seed: what a response follows from, whoever draws it and beside whom."""
+    return fold_seed(run_seed, uid, sample_index)
+
+
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 

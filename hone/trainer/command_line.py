@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from hone.config import Composed, compose
@@ -19,6 +20,9 @@ _MISTAKES = (
     "hone.data.rows:DataError",
     "hone.data.prompts:PromptError",
     "hone.models.load:ModelNotFound",
+    "hone.controller.failures:WorkerDied",
+    "hone.controller.failures:WaitTimeout",
+    "hone.engine.checkpoint:AnotherBase",
     "hone.engine.checkpoint:CheckpointMissing",
     "hone.rollout.contract:RolloutError",
     "hone.rewards.failures:SetupError",
@@ -34,7 +38,7 @@ _MISTAKES = (
     "hone.trainer.evaluation:EvaluationError",
     "hone.trainer.export:ExportError",
 )
-"""What the user can mend. Only classes of modules that are loaded can have been raised."""
+"""Errors whose message says all. Only classes of modules that are loaded can have been raised."""
 
 
 def composed_of(arguments: Sequence[str], *, tree: str, program: str) -> Composed:
@@ -73,6 +77,8 @@ def announce(composed: Composed) -> None:
 
 def finish(program: Callable[[], int | None]) -> int:
     """Run a program; the exit code, with a user's mistake told in a sentence."""
+    # One process saves its checkpoint as one process: nothing to warn of.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
     try:
         return program() or 0
     except Exception as error:

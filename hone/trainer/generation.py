@@ -13,6 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from hone.data.rows import BadRows, DataError, Row, RowStore, read_rows, write_p
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
-from hone.ops.counter_rng import fold_seed
+from hone.ops.counter_rng import trajectory_seed
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput
 from hone.tracking import atomic_write_text, progress
@@ -130,12 +131,19 @@ class Generation:
     def _generate(self, rows: list[int]) -> None:
         prompts = self._prompts(rows)
         engine = self._build_engine()
-        with progress("generate", self.count) as bar:
-            bar.update(self.count - len(rows) if self.ranks.world_size == 1 else 0)
+        alone = self.ranks.world_size == 1
+        with self._bar(self.count if alone else len(rows)) as bar:
+            bar.update(self.count - len(rows) if alone else 0)
             try:
-                asyncio.run(self._generate_all(engine, prompts, _Meter(bar)))
+                engine.play(self._generate_all(engine, prompts, _Meter(bar)))
             finally:
                 engine.close()
+
+    def _bar(self, total: int) -> AbstractContextManager[Bar]:
+        """Of several ranks the first shows its own share; the others count in silence."""
+        if self.ranks.is_first:
+            return progress("generate", total)
+        return nullcontext(Bar("generate", total, lambda _: None))
 
     def _prompts(self, rows: list[int]) -> list[tuple[int, list[int]]]:
         """Row number and token ids; a prompt that does not fit stops the run before it begins."""
@@ -223,7 +231,7 @@ class Generation:
             yield Sampling(
                 max_tokens=min(longest, rollout.max_tokens_per_turn or longest),
                 temperature=rollout.temperature if rollout.do_sample else 0.0,
-                seed=fold_seed(seed, uid, index),
+                seed=trajectory_seed(seed, uid, index),
                 top_k=rollout.top_k if rollout.top_k > 0 else -1,
                 top_p=rollout.top_p,
                 min_p=rollout.min_p,

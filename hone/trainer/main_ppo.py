@@ -25,7 +25,7 @@ def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> N
     model = config.actor_rollout_ref.model
     import_external(model.external_lib)
     tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+        model.tokenizer_path or model.path, trust_remote_code=config.data.trust_remote_code
     )
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template

@@ -25,6 +25,7 @@ class RowOrder:
         self._seed, self._shuffle = seed, shuffle
         self.epoch = 0
         self.batch = 0
+        self._following: list[int] | None = None  # the next epoch's, once it was looked at
         self._start()
 
     @property
@@ -32,12 +33,22 @@ class RowOrder:
         return self.rows // self.batch_rows
 
     def next_batch(self) -> list[int]:
+        numbers = self.peek()
         if self.batch == self.batches_per_epoch:
+            assert self._following is not None
             self.epoch, self.batch = self.epoch + 1, 0
-            self._order = self._next_order()
-        first = self.batch * self.batch_rows
+            self._order, self._following = self._following, None
         self.batch += 1
-        return self._order[first : first + self.batch_rows]
+        return numbers
+
+    def peek(self) -> list[int]:
+        """What `next_batch` will hand out; the state stays as it is."""
+        if self.batch < self.batches_per_epoch:
+            first = self.batch * self.batch_rows
+            return self._order[first : first + self.batch_rows]
+        if self._following is None:
+            self._following = self._next_order()
+        return self._following[: self.batch_rows]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -70,6 +81,7 @@ class RowOrder:
         self.epoch, self.batch = 0, 0
         self._chooser = random.Random(self._seed)
         self._order = self._next_order()
+        self._following = None
 
     def _next_order(self) -> list[int]:
         order = list(range(self.rows))

@@ -28,7 +28,7 @@ from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.trainer import SFTTrainer
-from hone.workers.device import pick_device, pick_dtype
+from hone.workers.device import make_deterministic, pick_device, pick_dtype
 from hone.workers.external import import_external
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class SFTRun:
     def _load_policy(self) -> PolicyModel:
         model, trainer = self.config.model, self.config.trainer
         device = pick_device(trainer.device, self.ranks.local_rank)
+        if self.config.engine.full_determinism:
+            make_deterministic(self.config.engine.seed)
         lm: Any = load_causal_lm(
             model.path,
             dtype=pick_dtype(self.config.engine.dtype, device),

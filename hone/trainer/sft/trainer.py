@@ -6,7 +6,6 @@ Each rank runs this loop on its share of every batch. Run folder, checkpoints an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
@@ -15,17 +14,8 @@ from hone.ops.balancing import get_seqlen_balanced_partitions
 from hone.protocol import DataProto
 from hone.trainer.ranks import sum_over_ranks
 from hone.trainer.sft.order import RowOrder
+from hone.trainer.sft.prefetch import EncodedRow, EncodedRows, RowsAhead
 from hone.workers.objectives import SupervisedObjective
-
-EncodedRow = dict[str, list[int]]
-
-
-class EncodedRows(Protocol):
-    """Rows of `input_ids` and `loss_mask`, lists of one length."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> EncodedRow: ...
 
 
 def collate(rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
@@ -55,7 +45,7 @@ class SFTTrainer:
         balance_tokens: bool = True,
     ) -> None:
         self.engine = engine
-        self._rows = rows
+        self._rows = RowsAhead(rows)
         self._pad = pad_token_id
         self._balance = balance_tokens
         self.order = RowOrder(len(rows), batch_rows, seed=seed, shuffle=shuffle)
@@ -71,7 +61,8 @@ class SFTTrainer:
                 return
 
     def step(self) -> dict[str, float]:
-        rows = [self._rows[i] for i in self.order.next_batch()]
+        rows = self._rows.take(self.order.next_batch())
+        self._rows.expect(self.order.peek())
         tokens = sum(len(row["input_ids"]) for row in rows)
         batch = collate(self._share(rows), self._pad)
         measured = self.engine.train_minibatch(batch, SupervisedObjective())

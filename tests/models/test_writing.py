@@ -1,0 +1,29 @@
+"""Saving a model shows no bar but ours, and leaves the user's setting as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging
+
+from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.models.writing import without_progress_bar
+
+
+def test_a_saved_model_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = character_tokenizer()
+    save_pretrained(tiny_lm(len(tokenizer)), tokenizer, tmp_path)
+    assert "Writing model shards" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_setting_comes_back(shown: bool) -> None:
+    before = logging.is_progress_bar_enabled()
+    try:
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+        with without_progress_bar():
+            assert not logging.is_progress_bar_enabled()
+        assert logging.is_progress_bar_enabled() == shown
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
