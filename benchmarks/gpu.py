@@ -14,6 +14,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks import gpu_decode, gpu_train
 from benchmarks.gpu_models import LARGE, SMALL, TINY, Shape, build, parameters
 from benchmarks.gpu_timing import ceilings
 
-PARTS = ("decode", "peer", "generate", "longtail", "sync", "update", "grpo")
+PARTS = ("decode", "peer", "generate", "longtail", "sync", "update", "grpo", "exact")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -44,11 +45,10 @@ def _run(arguments: argparse.Namespace, device: torch.device, small: bool, out: 
     shapes = [TINY] if small else [SMALL, LARGE]
     parts = arguments.parts.split(",") if arguments.parts else PARTS
     for index, shape in enumerate(shapes[: arguments.shapes]):
-        measured = measure(shape, device, limits, parts, small, arguments.steps)
-        result |= measured if index == 0 else {"second_shape": measured}
-        out.write_text(
-            json.dumps(result, indent=2) + "\n"
-        )  # what was measured survives a later failure
+        for measured in measure(shape, device, limits, parts, small, arguments.steps):
+            result |= measured if index == 0 else {"second_shape": measured}
+            # What was measured survives a later failure.
+            out.write_text(json.dumps(result, indent=2) + "\n")
     table(result)
 
 
@@ -59,12 +59,22 @@ def measure(
     parts: Any,
     small: bool,
     steps: int,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """All that was measured so far, after each of the stages."""
     out = _with_model(shape, device, limits, parts, small)
+    yield out
     _clean(device)
     if "grpo" in parts:
         out["grpo_step"] = gpu_train.grpo_step(shape, device, steps, small)
-    return out
+        yield out
+    if "exact" in parts and "grpo" in parts:
+        out["exact"] |= {
+            f"grpo_step.{name}": value
+            for name, value in gpu_train.grpo_step(
+                shape, device, min(steps, 5), small, "actor_rollout_ref.rollout.exact=true"
+            ).items()
+        }
+    yield out
 
 
 def _with_model(
@@ -79,6 +89,7 @@ def _with_model(
         "longtail": lambda: gpu_decode.longtail(lm, shape, device, small),
         "sync": lambda: gpu_decode.sync(lm, device),
         "update": lambda: gpu_train.update(lm, shape, device, limits["flops"], small),
+        "exact": lambda: _exact(lm, shape, device, limits["flops"], small),
     }
     names = {"generate": "generate_512x256", "peer": "decode"}
     out: dict[str, Any] = {"shape": shape.name, "parameters": parameters(lm)}
@@ -90,6 +101,23 @@ def _with_model(
     if "decode" in parts:
         out["decode"]["limit_ms"] = out["decode"]["bytes_per_step"] / limits["bytes_per_s"] * 1000
     return out
+
+
+def _exact(
+    lm: Any, shape: Shape, device: torch.device, flops: float, small: bool
+) -> dict[str, float]:
+    """The same work with rollout.exact=true: what it costs."""
+    decoded = gpu_decode.decode(lm, shape, device, small, exact=True)
+    generated = gpu_decode.groups(lm, shape, device, small, exact=True)
+    updated = gpu_train.update(lm, shape, device, flops, small, exact=True)
+    return {
+        "decode.hone_tokens_per_s": decoded["hone_tokens_per_s"],
+        "decode.step_ms": decoded["step_ms"],
+        "generate_512x256.hone_s": generated["hone_s"],
+        "update.hone_s": updated["hone_s"],
+        "update.mfu": updated["mfu"],
+        "update.peak_gib": updated["peak_gib"],
+    }
 
 
 def _clean(device: torch.device) -> None:
@@ -123,7 +151,9 @@ def table(result: dict[str, Any]) -> None:
         print(
             f"\n{shape['shape']}, {shape['parameters'] / 1e6:.0f}M parameters, {result['device']}"
         )
-        for name in ("decode", "generate_512x256", "longtail", "update", "grpo_step", "sync"):
+        for name in (
+            "decode", "generate_512x256", "longtail", "update", "grpo_step", "sync", "exact",
+        ):  # fmt: skip
             for key, value in shape.get(name, {}).items():
                 shown = f"{value:,.4g}" if isinstance(value, float) else value
                 print(f"  {name + '.' + key:40} {shown}")

@@ -13,6 +13,7 @@ from benchmarks.gpu_timing import RUNS, median_s
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import Sampling
 from hone.rollout.native.engine import NativeRollout
+from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.rollout.native.paged_core import PagedCore
 
 
@@ -21,15 +22,16 @@ def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
     return [[chooser.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
-def engine_for(lm: Any, *, rows: int, longest: int, eager: bool = False) -> NativeRollout:
+def engine_for(lm: Any, *, rows: int, longest: int, exact: bool = False) -> NativeRollout:
+    policy = PolicyModel(lm)
     core = PagedCore(
-        PolicyModel(lm),
+        policy,
         eos_ids=(2,),
         max_num_seqs=rows,
         max_num_batched_tokens=32768,
         max_model_len=longest,
         gpu_memory_utilization=0.5,
-        enforce_eager=eager,
+        exact=ExactDecoder(policy) if exact else None,
     )
     return NativeRollout(core)  # type: ignore[arg-type]
 
@@ -54,11 +56,13 @@ def forget(engine: NativeRollout) -> None:
     engine.update_weights((), engine._core.version + 1)
 
 
-def decode(lm: Any, shape: Shape, device: torch.device, small: bool) -> dict[str, float]:
+def decode(
+    lm: Any, shape: Shape, device: torch.device, small: bool, *, exact: bool = False
+) -> dict[str, float]:
     """256 prompts of 128 tokens, 128 new tokens each."""
     rows, length, new = (8, 20, 40) if small else (256, 128, 128)
     asked = prompts(rows, length, shape.vocabulary)
-    engine = engine_for(lm, rows=rows, longest=length + new)
+    engine = engine_for(lm, rows=rows, longest=length + new, exact=exact)
 
     def run(tokens: int) -> None:
         forget(engine)
@@ -104,11 +108,13 @@ def peer(shape: Shape, device: torch.device, small: bool) -> dict[str, float]:
     }
 
 
-def groups(lm: Any, shape: Shape, device: torch.device, small: bool) -> dict[str, float]:
+def groups(
+    lm: Any, shape: Shape, device: torch.device, small: bool, *, exact: bool = False
+) -> dict[str, float]:
     """64 prompts × 8 samples, prompt 131, 256 new tokens, prefill included."""
     count, samples, length, new = (3, 4, 21, 40) if small else (64, 8, 131, 256)
     asked = [row for row in prompts(count, length, shape.vocabulary) for _ in range(samples)]
-    engine = engine_for(lm, rows=len(asked), longest=length + new)
+    engine = engine_for(lm, rows=len(asked), longest=length + new, exact=exact)
 
     def run() -> None:
         forget(engine)

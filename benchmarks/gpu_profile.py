@@ -14,6 +14,7 @@ from benchmarks.gpu_models import LARGE, SMALL, build
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel
+from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.workers.objectives import PolicyObjective
 
 
@@ -40,13 +41,15 @@ def kernels(work: Callable[[], Any], top: int = 22) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--large", action="store_true")
-    shape = LARGE if parser.parse_args().large else SMALL
+    parser.add_argument("--exact", action="store_true", help="with the kernels of rollout.exact")
+    arguments = parser.parse_args()
+    shape = LARGE if arguments.large else SMALL
     device = torch.device("cuda")
     lm = build(shape, device)
-    for rows, name in ((256, "decode, 32 steps of 256 rows"), (512, "of 512 rows")):
-        print(name)
+    for rows in (256, 512):
+        print(f"decode, 32 steps of {rows} rows")
         asked = gpu_decode.prompts(rows, 128, shape.vocabulary)
-        engine = gpu_decode.engine_for(lm, rows=rows, longest=256)
+        engine = gpu_decode.engine_for(lm, rows=rows, longest=256, exact=arguments.exact)
         gpu_decode.generate(engine, asked, [33] * rows)
         kernels(lambda: gpu_decode.generate(engine, asked, [33] * rows))  # noqa: B023
         engine.close()
@@ -54,10 +57,12 @@ def main() -> None:
     config = gpu_train.load_config(["actor_rollout_ref.model.path=none", "data.train_files=none"])
     actor = config.actor_rollout_ref.actor
     rule = MicroBatchRule(None, 8192)
+    policy = PolicyModel(lm)
     engine = build_engine(
-        PolicyModel(lm), optim=actor.optim, grad_clip=1.0, fsdp=actor.fsdp_config, train_rule=rule,
+        policy, optim=actor.optim, grad_clip=1.0, fsdp=actor.fsdp_config, train_rule=rule,
         infer_rule=rule, response_width=256, world_size=1,
     )  # fmt: skip
+    policy.exact = ExactDecoder(policy) if arguments.exact else None
     batch = gpu_train._rows(42, 131, 256, shape.vocabulary)
     kernels(lambda: engine.train_minibatch(batch, PolicyObjective(actor, temperature=1.0)), top=36)
 

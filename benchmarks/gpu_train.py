@@ -20,13 +20,14 @@ from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
+from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.workers.objectives import PolicyObjective
 
 TOKENS_PER_FORWARD = {"qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 8192}
 
 
 def update(
-    lm: Any, shape: Shape, device: torch.device, peak: float, small: bool
+    lm: Any, shape: Shape, device: torch.device, peak: float, small: bool, *, exact: bool = False
 ) -> dict[str, float]:
     """One optimizer step over rows of 131 + 256 tokens, in micro-batches by token budget."""
     rows, prompt, response = (4, 20, 30) if small else (256, 131, 256)
@@ -34,8 +35,9 @@ def update(
     actor = config.actor_rollout_ref.actor
     budget = TOKENS_PER_FORWARD.get(shape.name, 128)
     rule = MicroBatchRule(None, budget)
+    policy = PolicyModel(lm)
     engine = build_engine(
-        PolicyModel(lm),
+        policy,
         optim=actor.optim,
         grad_clip=1.0,
         fsdp=actor.fsdp_config,
@@ -44,6 +46,7 @@ def update(
         response_width=response,
         world_size=1,
     )
+    policy.exact = ExactDecoder(policy) if exact else None
     batch = _rows(rows, prompt, response, shape.vocabulary)
     objective = PolicyObjective(actor, temperature=1.0)
     print(f"  update {rows} rows x {prompt + response}, {budget} tokens a forward", flush=True)
@@ -80,7 +83,9 @@ def _rows(rows: int, prompt: int, response: int, vocabulary: int) -> DataProto:
     )
 
 
-def grpo_step(shape: Shape, device: torch.device, steps: int, small: bool) -> dict[str, Any]:
+def grpo_step(
+    shape: Shape, device: torch.device, steps: int, small: bool, *more: str
+) -> dict[str, Any]:
     """Steps of `python -m hone.trainer.main_ppo`: 64 prompts × 8, prompt 131, 256 new tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -90,8 +95,8 @@ def grpo_step(shape: Shape, device: torch.device, steps: int, small: bool) -> di
         if device.type == "cuda":
             torch.cuda.empty_cache()
         command = [sys.executable, "-m", "hone.trainer.main_ppo"]
-        command += _overrides(folder, model, shape, steps, small)
-        print("  " + " ".join(command[:3]), flush=True)
+        command += [*_overrides(folder, model, shape, steps, small), *more]
+        print("  " + " ".join(["python", *command[1:3], *more]), flush=True)
         done = subprocess.run(
             command, env=os.environ | {"PYTHONUNBUFFERED": "1"}, capture_output=True, text=True
         )
@@ -114,6 +119,8 @@ def _summary(logged: list[dict[str, Any]]) -> dict[str, Any]:
     parts = sorted({k for m in kept for k in m if k.startswith("timing_s/") and k.count("/") == 1})
     return {
         "hone_s": median("timing_s/step"),
+        "mfu": median("perf/mfu"),
+        "mbu": median("perf/mbu"),
         "peak_gib": max((m.get("perf/max_memory_allocated_gb", 0.0) for m in flat), default=0.0),
         "parts_s": {part.removeprefix("timing_s/"): median(part) for part in parts},
         "log_prob_abs_diff_mean": median("rollout_corr/log_prob_abs_diff_mean"),
@@ -165,6 +172,7 @@ def _overrides(folder: Path, model: Path, shape: Shape, steps: int, small: bool)
         f"trainer.total_training_steps={steps}",
         "data.val_files=[]",
         "trainer.val_before_train=false",
+        "trainer.save_freq=0",
         "trainer.resume_mode=disable",
         f"trainer.default_local_dir={folder / 'run'}",
     ]

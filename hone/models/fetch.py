@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hone.models.gguf import GGUF
+from hone.models.writing import without_progress_bar
 
 
 class FetchError(RuntimeError):
@@ -78,7 +79,8 @@ def _download(source: Source, folder: Path) -> Path:
 def write_folder(gguf: GGUF, folder: Path) -> None:
     """Model, tokenizer and chat template of a Llama in GGUF."""
     lm = llama_from(gguf)
-    lm.save_pretrained(folder)
+    with without_progress_bar():
+        lm.save_pretrained(folder)
     tokenizer_from(gguf).save_pretrained(folder)
 
 

@@ -1,46 +1,100 @@
-"""Fewer passes over memory in training: norms and gated MLPs of known shape take fused kernels.
+"""Fewer passes over memory and fewer roundings in training, for the parts of families that are known.
 
-The modules, their parameters and their names stay; only how they compute changes, by rounding less often.
+The modules, their parameters and their names stay; only how they compute changes. The residual stream is
+summed in float32, as the rollout engine sums it: rounded to 16 bits at every layer, the two would drift.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.models.attention import Layout, window_of
 from hone.ops.gated import silu_gate
+from hone.ops.rms_norm import plain_rms_norm, rms_norm
+from hone.ops.rotary import plain_rotate, rotate
 
-_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
-_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
+_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
-def fuse(lm: nn.Module) -> int:
-    """Give every known norm and MLP its fused forward; returns how many were found."""
+def fuse(model: nn.Module, *, kernels: bool = True) -> int:
+    """Give what is known its own forward; returns how many modules. Without `kernels` a compiler
+    can look into all of them."""
+    lm: Any = getattr(model, "lm", model)
+    family = _FAMILIES.get(getattr(lm.config, "model_type", ""))
+    if family is None:
+        return 0
     found = 0
-    for module in lm.modules():
-        name = type(module).__name__
-        if name in _NORMS:
-            module.forward = MethodType(_norm, module)
-        elif name in _MLPS and isinstance(module.act_fn, nn.SiLU | _silu_class()):
-            module.forward = MethodType(_mlp, module)
-        else:
-            continue
-        found += 1
+    for name, module in lm.named_modules():
+        kind = type(module).__name__
+        own: Any = None
+        if kind == f"{family}RMSNorm":
+            own = _norm if kernels else _plain_norm
+        elif kind == f"{family}Attention":
+            own = _attention if kernels else _plain_attention
+        elif kind == f"{family}MLP" and kernels and isinstance(module.act_fn, _silu_classes()):
+            own = _mlp
+        elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
+            own = _embedding
+        if own is not None:
+            module.forward = MethodType(own, module)
+            found += 1
     return found
 
 
-def _silu_class() -> type:
+def _silu_classes() -> tuple[type, ...]:
     from transformers.activations import ACT2FN
 
-    return type(ACT2FN["silu"])
+    return nn.SiLU, type(ACT2FN["silu"])
+
+
+def _attention(
+    self: Any,
+    hidden_states: Tensor,  # [1, N, d]
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    *,
+    layout: Layout,
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    q, k, v = (
+        proj(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
+        for proj in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    if hasattr(self, "q_norm"):
+        q, k = self.q_norm(q), self.k_norm(k)
+    cos, sin = (x[0].to(q.dtype) for x in position_embeddings)
+    out = layout.attend(
+        turn(q, cos, sin),
+        turn(k, cos, sin),
+        v,
+        layer=self.layer_idx,
+        scaling=self.scaling,
+        window=window_of(self),
+    )
+    return self.o_proj(out.flatten(1)[None]), None
+
+
+def _plain_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _attention(self, hidden_states, *args, turn=plain_rotate, **kwargs)
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _plain_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return plain_rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(silu_gate(self.gate_proj(x), self.up_proj(x)))
+
+
+def _embedding(self: Any, ids: Tensor) -> Tensor:
+    return F.embedding(ids, self.weight, self.padding_idx).float()

@@ -6,13 +6,14 @@ value before each of them. Both never build [tokens, vocabulary] or padding.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hone.ops.logprobs import linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
+from hone.ops.wide_product import wide_product
 
 
 def hidden_states(decoder: nn.Module, packed: PackedRows) -> Tensor:  # [N, d]
@@ -25,12 +26,24 @@ def hidden_states(decoder: nn.Module, packed: PackedRows) -> Tensor:  # [N, d]
     return out.last_hidden_state[0]
 
 
+class ExactForward(Protocol):
+    """A forward whose values are those of the rollout engine, bit for bit."""
+
+    def hidden_states(self, packed: PackedRows) -> Tensor: ...
+
+    def log_probs(
+        self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class PolicyModel(nn.Module):
     """A causal language model seen as a policy."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
+        self.exact: ExactForward | None = None
+        """Set where rollout and trainer must agree bit for bit: values come from it."""
         config = lm.config.get_text_config() if hasattr(lm.config, "get_text_config") else lm.config
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
@@ -51,7 +64,9 @@ class PolicyModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
         """Whole logits: for decoding, where a step has few tokens."""
         head = self.lm.get_output_embeddings()
-        z = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        z = wide_product(hidden, head.weight)
+        if head.bias is not None:
+            z += head.bias
         if self._softcap is not None:
             z = torch.tanh(z / self._softcap) * self._softcap
         return z * self._logit_scale if self._logit_scale != 1.0 else z
@@ -64,7 +79,7 @@ class PolicyModel(nn.Module):
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
-        hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
+        hidden = self._hidden_states(packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
         options: dict[str, Any] = {
             "temperature": temperature,
@@ -72,9 +87,14 @@ class PolicyModel(nn.Module):
             "softcap": self._softcap,
             "logit_scale": self._logit_scale,
         }
-        log_probs, entropy = linear_log_probs(
-            hidden, head.weight, packed.target, with_entropy=with_entropy, **options
-        )
+        if self.exact is not None:
+            log_probs, entropy = self.exact.log_probs(
+                hidden, packed.target, temperature=temperature, with_entropy=with_entropy
+            )
+        else:
+            log_probs, entropy = linear_log_probs(
+                hidden, head.weight, packed.target, with_entropy=with_entropy, **options
+            )
         out = {"log_probs": packed.unpack(log_probs)}
         if with_entropy:
             out["entropy"] = packed.unpack(entropy)
@@ -82,6 +102,11 @@ class PolicyModel(nn.Module):
             squares = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
             out["sum_pi_squared"] = packed.unpack(squares)
         return out
+
+    def _hidden_states(self, packed: PackedRows) -> Tensor:
+        if self.exact is not None:
+            return self.exact.hidden_states(packed)
+        return hidden_states(self.decoder, packed)
 
 
 class ValueModel(nn.Module):

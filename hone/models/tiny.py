@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hone.models import attention
+from hone.models.writing import without_progress_bar
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 TURN_TEMPLATE = (
@@ -85,6 +86,7 @@ def tiny_lm(
 def save_pretrained(lm: Any, tokenizer: Any, folder: str | Path) -> Path:
     """Write model and tokenizer as an ordinary Hugging Face folder."""
     folder = Path(folder)
-    lm.save_pretrained(folder)
+    with without_progress_bar():
+        lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

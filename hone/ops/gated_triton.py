@@ -15,9 +15,9 @@ def _forward(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ig
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = i < count
     gate = tl.load(gate_ptr + i, real, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + i, real, other=0.0)
-    silu = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
-    tl.store(out_ptr + i, (silu * up.to(tl.float32)).to(up.dtype), real)
+    up = tl.load(up_ptr + i, real, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), real)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.ops.wide_product import wide_product
+
 _CHUNK_LOGITS = 2**24
 """Logits alive at once (64 MiB in float32): large enough for full matmul speed, small beside any model."""
 
@@ -67,7 +69,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
 ) -> tuple[Tensor, Tensor | None]:
     """Scaled logits in float32, and tanh of the capped ones (its derivative is needed backward)."""
-    z = (hidden @ weight.t()).float()
+    z = wide_product(hidden, weight)
     if bias is not None:
         z += bias
     if softcap is None:
@@ -113,39 +115,87 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g_log_prob, g_entropy = grads  # None where nothing depends on it
         hidden, weight, bias, target, log_norm, entropy = ctx.saved_tensors
-        g_hidden = torch.empty_like(hidden)
-        g_weight = None
-        if ctx.needs_input_grad[1]:
-            g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        g_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        for part in _chunks(hidden.shape[0], weight.shape[0]):
-            z, squashed = _logits(hidden[part], weight, bias, ctx.softcap, ctx.factor)
-            log_p = z.sub_(log_norm[part, None])
-            p = log_p.exp()
-            # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
-            # In place: two tensors of a chunk's logits are alive, not five.
-            if g_entropy is None:
-                g = p.mul_(-g_log_prob[part, None])
-            else:
-                g = log_p.add_(entropy[part, None]).mul_(-g_entropy[part, None])
-                if g_log_prob is not None:
-                    g -= g_log_prob[part, None]
-                g *= p
+        g_hidden, g_weight, g_bias = _backward(
+            hidden, weight, bias, target, log_norm, entropy, g_log_prob, g_entropy,
+            factor=ctx.factor, softcap=ctx.softcap, with_weight=ctx.needs_input_grad[1],
+        )  # fmt: skip
+        return g_hidden, g_weight, g_bias, None, None, None, None, None
+
+
+def linear_log_probs_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    norm: Tensor,
+    entropy: Tensor,
+    g_log_prob: Tensor | None,
+    g_entropy: Tensor | None,
+    *,
+    factor: float,
+    weight_needs_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of hidden states and of a plain head, for who has computed log-probs in another way."""
+    if hidden.is_cuda:
+        from hone.ops.logprobs_fused import backward
+
+        return backward(
+            hidden, weight, target, norm, entropy, g_log_prob, g_entropy,
+            factor=factor, with_weight=weight_needs_gradient,
+        )  # fmt: skip
+    return _backward(
+        hidden, weight, None, target, norm, entropy, g_log_prob, g_entropy,
+        factor=factor, softcap=None, with_weight=weight_needs_gradient,
+    )[:2]  # fmt: skip
+
+
+def _backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    log_norm: Tensor,
+    entropy: Tensor,
+    g_log_prob: Tensor | None,
+    g_entropy: Tensor | None,
+    *,
+    factor: float,
+    softcap: float | None,
+    with_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    g_hidden = torch.empty_like(hidden)
+    g_weight = None
+    if with_weight:
+        g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    g_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+    for part in _chunks(hidden.shape[0], weight.shape[0]):
+        z, squashed = _logits(hidden[part], weight, bias, softcap, factor)
+        log_p = z.sub_(log_norm[part, None])
+        p = log_p.exp()
+        # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
+        # In place: two tensors of a chunk's logits are alive, not five.
+        if g_entropy is None:
+            assert g_log_prob is not None
+            g = p.mul_(-g_log_prob[part, None])
+        else:
+            g = log_p.add_(entropy[part, None]).mul_(-g_entropy[part, None])
             if g_log_prob is not None:
-                g.scatter_add_(-1, target[part, None], g_log_prob[part, None].to(g.dtype))
-            g *= ctx.factor
-            if squashed is not None:
-                g *= 1 - squashed.square()
-            if g_bias is not None:
-                g_bias += g.sum(0)
-            g = g.to(hidden.dtype)
-            torch.mm(g, weight, out=g_hidden[part])
-            if g_weight is None:
-                continue
-            if g.dtype == g_weight.dtype:  # no second tensor as large as the weight
-                g_weight.addmm_(g.t(), hidden[part])
-            else:
-                g_weight += g.t() @ hidden[part]
-        out_weight = g_weight.to(weight.dtype) if g_weight is not None else None
-        out_bias = g_bias.to(bias.dtype) if g_bias is not None else None
-        return g_hidden, out_weight, out_bias, None, None, None, None, None
+                g -= g_log_prob[part, None]
+            g *= p
+        if g_log_prob is not None:
+            g.scatter_add_(-1, target[part, None], g_log_prob[part, None].to(g.dtype))
+        g *= factor
+        if squashed is not None:
+            g *= 1 - squashed.square()
+        if g_bias is not None:
+            g_bias += g.sum(0)
+        g = g.to(hidden.dtype)
+        torch.mm(g, weight, out=g_hidden[part])
+        if g_weight is None:
+            continue
+        if g.dtype == g_weight.dtype:  # no second tensor as large as the weight
+            g_weight.addmm_(g.t(), hidden[part])
+        else:
+            g_weight += g.t() @ hidden[part]
+    out_weight = g_weight.to(weight.dtype) if g_weight is not None else None
+    out_bias = g_bias.to(bias.dtype) if g_bias is not None and bias is not None else None
+    return g_hidden, out_weight, out_bias

@@ -56,6 +56,7 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     logits_ptr,
+    out_ptr,
     target_ptr,
     norm_ptr,
     entropy_ptr,
@@ -70,8 +71,8 @@ def _backward(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = i < vocabulary
-    at = logits_ptr + row * vocabulary + i
-    z = tl.load(at, real, other=0.0)
+    at = row * vocabulary + i
+    z = tl.load(logits_ptr + at, real, other=0.0)
     log_p = z.to(tl.float32) * factor - tl.load(norm_ptr + row)
     p = tl.exp(log_p)
     g = tl.zeros([BLOCK], tl.float32)
@@ -80,7 +81,7 @@ def _backward(  # type: ignore[no-untyped-def]
         g += tl.load(g_log_prob_ptr + row) * (hit - p)
     if ENTROPY:
         g -= tl.load(g_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
-    tl.store(at, (g * factor).to(z.dtype), real)
+    tl.store(out_ptr + at, (g * factor).to(out_ptr.dtype.element_ty), real)
 
 
 def logit_statistics(
@@ -99,22 +100,25 @@ def logit_statistics(
     return log_prob, norm, entropy
 
 
-def logits_to_gradient_(
-    logits: Tensor,
+def logits_to_gradient(
+    logits: Tensor,  # [M, V]
     target: Tensor,
     norm: Tensor,
     entropy: Tensor,
     g_log_prob: Tensor | None,
     g_entropy: Tensor | None,
     factor: float,
-) -> None:
-    """Replace logits by the gradient of the loss with respect to them."""
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the loss with respect to the logits; in their place if `dtype` is theirs."""
     rows, vocabulary = logits.shape
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     _backward[(rows, triton.cdiv(vocabulary, block))](
-        logits, target, norm, entropy,
+        logits, out, target, norm, entropy,
         g_log_prob if g_log_prob is not None else norm,
         g_entropy if g_entropy is not None else norm,
         factor, vocabulary, BLOCK=block,
         LOG_PROB=g_log_prob is not None, ENTROPY=g_entropy is not None, num_warps=4,
     )  # fmt: skip
+    return out

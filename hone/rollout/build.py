@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hone.config.rollout import RolloutConfig
+from hone.models.load import resolve_model_path
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, RolloutError
 
@@ -23,6 +24,11 @@ def build_rollout(
     if config.name == "native":
         from hone.rollout.native.engine import NativeRollout
 
+        if config.exact:
+            from hone.rollout.native.exact_decoder import ExactDecoder
+
+            policy.exact = exact = ExactDecoder(policy)
+            return NativeRollout(_paged_core(config, policy, tokenizer, eos_ids, exact))
         make_core = _paged_core if device.type == "cuda" else _slot_core
         return NativeRollout(make_core(config, policy, tokenizer, eos_ids))
     if config.name == "hf":
@@ -35,6 +41,19 @@ def build_rollout(
             "hone.rollout.scripted.ScriptedRollout and give it to LoopRunner"
         )
     raise RolloutError(f"rollout.name={config.name} is not available here; use native")
+
+
+def refuse_inexact(config: RolloutConfig, model_path: str, trust_remote_code: bool) -> None:
+    """Where rollout.exact is asked for: say no to other families, from the model's config alone."""
+    if not config.exact:
+        return
+    from transformers import AutoConfig
+
+    from hone.rollout.native.exact_decoder import refuse_unless_exact
+
+    folder = resolve_model_path(model_path)
+    told = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    refuse_unless_exact(told, model_path)
 
 
 def _slot_core(
@@ -52,7 +71,11 @@ def _slot_core(
 
 
 def _paged_core(
-    config: RolloutConfig, policy: PolicyModel, tokenizer: Any, eos_ids: Sequence[int]
+    config: RolloutConfig,
+    policy: PolicyModel,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    exact: Any = None,
 ) -> Any:
     from hone.rollout.native.paged_core import PagedCore
 
@@ -67,4 +90,5 @@ def _paged_core(
         enforce_eager=config.enforce_eager,
         capture_sizes=config.cudagraph_capture_sizes,
         prefix_caching=config.enable_prefix_caching,
+        exact=exact,
     )

@@ -87,3 +87,40 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
     return F.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=seen, scale=0.125, enable_gqa=True
     )[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("width", [896, 100])
+class TestNorm:
+    pytestmark = needs_kernels
+
+    def test_norm_and_gradients_equal_plain_torch(self, width: int) -> None:
+        from hone.ops import rms_norm_triton
+        from hone.ops.rms_norm import plain_rms_norm
+
+        x, g = torch.randn(2, 37, width, device=DEVICE)
+        weight = torch.randn(width, device=DEVICE)
+        a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        plain = plain_rms_norm(a, w, 1e-6)
+        plain.backward(g)
+        out, scale = rms_norm_triton.rms_norm_forward(x, weight, 1e-6)
+        assert relative_error(out, plain) < 1e-5
+        g_x, g_weight = rms_norm_triton.rms_norm_backward(x, weight, scale, g)
+        assert relative_error(g_x, a.grad) < 1e-4
+        assert relative_error(g_weight, w.grad) < 1e-4
+
+
+@pytest.mark.parametrize(("heads", "d"), [(14, 64), (3, 80)])
+class TestRotation:
+    pytestmark = needs_kernels
+
+    def test_rotation_and_gradient_equal_plain_torch(self, heads: int, d: int) -> None:
+        from hone.ops.rotary import plain_rotate
+        from hone.ops.rotary_triton import turn
+
+        x, g = torch.randn(2, 9, heads, d, device=DEVICE)
+        cos, sin = torch.randn(2, 9, d, device=DEVICE)
+        a = x.clone().requires_grad_()
+        plain = plain_rotate(a, cos, sin)
+        plain.backward(g)
+        assert relative_error(turn(x, cos, sin, back=False), plain) < 1e-5
+        assert relative_error(turn(g, cos, sin, back=True), a.grad) < 1e-5

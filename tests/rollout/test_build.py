@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.config import load_config
+from hone.config import load_config, replace
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutEngine, RolloutError
 from hone.rollout.hf import HFRollout
@@ -15,7 +15,8 @@ from .models import EOS, TOKENIZER, policy
 
 
 def build(name: str) -> RolloutEngine:
-    config = load_config([f"actor_rollout_ref.rollout.name={name}"]).actor_rollout_ref.rollout
+    config = replace(load_config([]), "actor_rollout_ref.rollout.name", name)
+    config = config.actor_rollout_ref.rollout
     return build_rollout(config, policy(), TOKENIZER, (EOS,), torch.device("cpu"))
 
 

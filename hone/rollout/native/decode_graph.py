@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hone.models.policy import PolicyModel
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_layouts import PagedDecode
 from hone.rollout.native.paged_rows import RowState
@@ -43,25 +41,27 @@ class DecodeStep:
 
     def __init__(
         self,
-        policy: PolicyModel,
         forward: Callable[[Tensor, Tensor, Any], Tensor],
-        cache: PagedCache,
+        logits: Callable[[Tensor], Tensor],
+        layout: Callable[[RowState], Any],
         rows: RowState,
         kernels: Any,
         *,
+        page_size: int,
         sizes: Sequence[int],
         graphs: bool,
     ) -> None:
-        self._policy, self._forward, self._cache, self._rows = policy, forward, cache, rows
-        self._kernels = kernels
+        self._forward, self._logits, self._layout, self._rows = forward, logits, layout, rows
+        self._kernels, self._page_size = kernels, page_size
         self._sizes = list(sizes)
         self._use_graphs = graphs
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
     def forget(self) -> None:
-        """Drop the recordings: parameters have moved."""
+        """Drop the recordings: parameters have moved. Their memory pool ends with the last of them."""
         self._graphs.clear()
+        self._pool = None
 
     def size_for(self, rows: int) -> int:
         """The batch size that `rows` are padded to."""
@@ -80,18 +80,10 @@ class DecodeStep:
 
     def _compute(self, size: int, draw: bool) -> Tensor:
         rows = self._rows.rows(0, size)
-        layout = PagedDecode(
-            self._cache,
-            self._kernels,
-            table=rows.table,
-            positions=rows.position,
-            slots=rows.slot,
-            splits=splits_for(size, self._cache.kv_heads),
-        )
-        hidden = self._forward(rows.token, rows.position, layout)
-        logits = head_logits(self._policy, hidden)
+        hidden = self._forward(rows.token, rows.position, self._layout(rows))
+        logits = self._logits(hidden)
         if draw:
-            self._kernels.sample(logits, rows, self._cache.page_size)
+            self._kernels.sample(logits, rows, self._page_size)
         return logits
 
     def _record(self, size: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -113,9 +105,13 @@ class DecodeStep:
         return graph, logits
 
 
-def head_logits(policy: PolicyModel, hidden: Tensor) -> Tensor:
-    """Logits before temperature, in the model's dtype where the head is a plain product."""
-    if not policy.plain_head:
-        return policy.logits(hidden)
-    head = policy.lm.get_output_embeddings()
-    return F.linear(hidden, head.weight, head.bias)
+def decode_layout(cache: PagedCache, kernels: Any, rows: RowState) -> PagedDecode:
+    """Attention of one decode step, split over keys where the rows are few."""
+    return PagedDecode(
+        cache,
+        kernels,
+        table=rows.table,
+        positions=rows.position,
+        slots=rows.slot,
+        splits=splits_for(len(rows.greedy), cache.kv_heads),
+    )

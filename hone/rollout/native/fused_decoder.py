@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.models.attention import window_of
 from hone.models.policy import PolicyModel
 
 
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
+    """The parameters of one layer, each (weight, bias) where it is a linear map."""
+
     qkv: tuple[Tensor, Tensor | None]
     out: tuple[Tensor, Tensor | None]
     gate_up: tuple[Tensor, Tensor | None]
@@ -38,7 +41,7 @@ class FusedDecoder:
         like = decoder.embed_tokens.weight[:1]
         cos, sin = decoder.rotary_emb(like, torch.arange(max_positions, device=like.device)[None])
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # [W, D]
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         self._read()
 
     def refresh(self) -> bool:
@@ -56,7 +59,7 @@ class FusedDecoder:
         decoder: Any = self._policy.decoder
         # Parameters made in inference mode could not be trained.
         with torch.inference_mode(False):
-            self._layers = [_read_layer(layer) for layer in decoder.layers]
+            self._layers = [read_layer(layer) for layer in decoder.layers]
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._norm: Tensor = decoder.norm.weight
         self._eps: float = decoder.norm.variance_epsilon
@@ -92,9 +95,9 @@ class FusedDecoder:
         return h
 
 
-def _read_layer(layer: Any) -> _Layer:
+def read_layer(layer: Any) -> Layer:
     a, m = layer.self_attn, layer.mlp
-    return _Layer(
+    return Layer(
         _joined([a.q_proj, a.k_proj, a.v_proj]),
         (a.o_proj.weight, a.o_proj.bias),
         _joined([m.gate_proj, m.up_proj]),
@@ -104,7 +107,7 @@ def _read_layer(layer: Any) -> _Layer:
         a.q_norm.weight if hasattr(a, "q_norm") else None,
         a.k_norm.weight if hasattr(a, "k_norm") else None,
         a.scaling,
-        getattr(a, "sliding_window", None),
+        window_of(a),
     )
 
 

@@ -23,3 +23,14 @@ def kernels_for(device: torch.device) -> Any:
         **{name: getattr(kernels_triton, name) for name in _NAMES},
         **{name: getattr(sampling_triton, name) for name in _SAMPLING},
     )
+
+
+def exact_kernels_for(device: torch.device) -> Any:
+    """The kernels of exact mode: a row's bits do not depend on its batch."""
+    if device.type != "cuda":
+        from hone.rollout.native import exact_reference
+
+        return exact_reference
+    from hone.rollout.native import exact_triton
+
+    return exact_triton

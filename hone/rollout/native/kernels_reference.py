@@ -24,14 +24,15 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum."""
-    total = x if residual is None else x + residual
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    """The norm of `x + residual` in the weight's dtype, and that sum in float32."""
+    total = x if residual is None else x.float() + residual
+    normed = F.rms_norm(total.float(), weight.shape, weight.float(), eps)
+    return normed.to(weight.dtype), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:  # [N, 2 F] -> [N, F]
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
 def rope_store(

@@ -53,8 +53,8 @@ def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
-    out = torch.empty_like(x)
-    total = torch.empty_like(x) if residual is not None else x
+    out = torch.empty_like(x, dtype=weight.dtype)
+    total = torch.empty_like(x, dtype=torch.float32) if residual is not None else x
     padded = triton.next_power_of_2(width)
     _add_rms_norm[(rows,)](
         x,
@@ -77,10 +77,9 @@ def _silu_mul(x_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-un
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < width
     gate = tl.load(x_ptr + row * 2 * width + column, real, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * width + width + column, real, other=0.0)
-    # The gate is rounded before the product, as the module's own two steps do.
-    gate = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + column, (gate * up.to(tl.float32)).to(up.dtype), real)
+    up = tl.load(x_ptr + row * 2 * width + width + column, real, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up  # rounded once, as in training
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), real)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ that was computed once is found again by its tokens (a later turn, a later sampl
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -187,8 +188,9 @@ class PagedCache:
 
 def pages_for(*, wanted: int, bytes_per_page: int, share: float, device: torch.device) -> int:
     """`wanted` pages, or as many as the share of the device's memory holds."""
-    if device.type != "cuda":
-        return wanted
+    if device.type != "cuda":  # the system gives memory when it is first written
+        room = share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(wanted, int(room) // bytes_per_page)
     free, total = torch.cuda.mem_get_info(device)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = min(share * total, 0.9 * (free + reusable))

@@ -18,8 +18,9 @@ from torch import Tensor
 from hone.models.policy import PolicyModel
 from hone.ops.transfer import send
 from hone.rollout.contract import RolloutError, StopReason
-from hone.rollout.native.decode_graph import DecodeStep, bucket_sizes, head_logits
+from hone.rollout.native.decode_graph import DecodeStep, bucket_sizes, decode_layout
 from hone.rollout.native.decoder import ModuleDecoder, is_plain
+from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.rollout.native.fused_decoder import FusedDecoder, can_join
 from hone.rollout.native.kernel_choice import kernels_for
 from hone.rollout.native.paged_cache import PagedCache, pages_for
@@ -31,6 +32,8 @@ from hone.rollout.requests import Request, RequestRules
 PAGE_SIZE = 16
 STEPS_PER_CHUNK = 32
 """Tokens drawn between two looks of the host: enough to hide them, few enough to refill slots soon."""
+STEPS_UNWATCHED = 64
+"""The same where no request waits for a slot."""
 
 
 @dataclass
@@ -91,6 +94,7 @@ class PagedCore:
         capture_sizes: Sequence[int] | None = None,
         prefix_caching: bool = True,
         pages: int | None = None,
+        exact: ExactDecoder | None = None,
     ) -> None:
         config = policy.lm.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -99,7 +103,8 @@ class PagedCore:
         self.policy = policy
         self._max_rows, self._prefill_limit = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
-        self._kernels = kernels_for(self.device)
+        self._exact = exact
+        self._kernels = exact.kernels if exact is not None else kernels_for(self.device)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -111,7 +116,7 @@ class PagedCore:
             head_dim=head_dim,
             pages=pages
             or pages_for(
-                wanted=max_num_seqs * (width + STEPS_PER_CHUNK // PAGE_SIZE + 1) + 1,
+                wanted=max_num_seqs * (width + STEPS_UNWATCHED // PAGE_SIZE + 1) + 1,
                 bytes_per_page=page_bytes,
                 share=gpu_memory_utilization,
                 device=self.device,
@@ -122,21 +127,21 @@ class PagedCore:
         )
         common = vars(RequestRules.of(config, eos_ids, tokenizer))
         self.rules = PagedRules(**common, longest=max_model_len, pages=self.cache.pages)
-        self._forward: Any = ModuleDecoder(policy)
-        if is_plain(policy) and can_join(policy):
-            self._forward = FusedDecoder(policy, self._kernels, max_model_len)
-        self._device_rows = RowState.empty(max_num_seqs, width, STEPS_PER_CHUNK + 1, self.device)
+        self._forward: Any = self._choose_forward(max_model_len)
+        self._logits = exact.logits if exact is not None else policy.logits
+        self._device_rows = RowState.empty(max_num_seqs, width, STEPS_UNWATCHED + 1, self.device)
         self._host_rows = HostRows(max_num_seqs, width)
         self._step = DecodeStep(
-            policy,
             self._forward,
-            self.cache,
+            self._logits,
+            self._decode_layout,
             self._device_rows,
             self._kernels,
+            page_size=PAGE_SIZE,
             sizes=bucket_sizes(max_num_seqs, capture_sizes),
             graphs=self.device.type == "cuda" and not enforce_eager,
         )
-        self._spare = max_num_seqs * (STEPS_PER_CHUNK // PAGE_SIZE)
+        self._spare = max_num_seqs * (STEPS_UNWATCHED // PAGE_SIZE)
         """Pages kept for the next chunk of every other row before one may take ahead."""
         self._version = 0
         self.prefilled_tokens = 0
@@ -145,6 +150,14 @@ class PagedCore:
         self._waiting: deque[Request] = deque()
         self._active: list[Row] = []
         self._placed: list[tuple[int, int]] = []
+
+    def _choose_forward(self, max_model_len: int) -> Any:
+        if self._exact is not None:
+            self._exact.reach(max_model_len)
+            return self._exact
+        if is_plain(self.policy) and can_join(self.policy):
+            return FusedDecoder(self.policy, self._kernels, max_model_len)
+        return ModuleDecoder(self.policy)
 
     # -- the surface that engine.py drives -----------------------------------------------------
 
@@ -157,6 +170,9 @@ class PagedCore:
         """New weights: keys computed with the old ones may not be found again."""
         self._version = version
         self.cache.pool.forget_all()
+
+    def forget(self) -> None:
+        """Nothing to do: decoding reads the parameters themselves."""
 
     def add(self, request: Request) -> None:
         self.rules.check(request)
@@ -197,15 +213,16 @@ class PagedCore:
         while admitted := self._admit(steps):
             self._prefill(admitted)
         if not running:
-            self._decode(self._steps())
+            self._decode(min(steps, self._steps()))  # they got pages for no more
         return self._retire()
 
     # -- room ----------------------------------------------------------------------------------
 
     def _steps(self) -> int:
         """Decode steps until the host looks again: no more than the longest sequence still needs."""
+        most = STEPS_PER_CHUNK if self._waiting else STEPS_UNWATCHED
         left = [row.limit - row.request.length for row in self._active]
-        return max(1, min(STEPS_PER_CHUNK, max(left, default=STEPS_PER_CHUNK)))
+        return max(1, min(most, max(left, default=most)))
 
     def _pages_needed(self, row: Row, steps: int) -> int:
         """Pages to add so that `steps` more tokens can be fed after those it has."""
@@ -326,7 +343,7 @@ class PagedCore:
         begin, end = len(self._active), len(self._active) + len(admitted)
         self._place(begin, admitted)
         self._host_rows.send(self._device_rows, begin, end)
-        logits = head_logits(self.policy, hidden[send(torch.tensor(rank), self.device)])
+        logits = self._logits(hidden[send(torch.tensor(rank), self.device)])
         self._draw(logits, [row.request for row in admitted], begin, end)
         if self._prefix_caching:
             for ids, at in leaders.items():
@@ -337,9 +354,12 @@ class PagedCore:
         """Hidden states [S, d] of each prompt's last token."""
         starts = [row.known for row in rows]
         lengths = [len(ids) - start for ids, start in zip(prompts, starts, strict=True)]
-        layout = PagedPrefill(
-            self.cache, self._kernels, [row.pages for row in rows], starts, lengths, self.device
-        )
+        pages = [row.pages for row in rows]
+        layout: Any
+        if self._exact is not None:
+            layout = self._exact.prefill_layout(self.cache, pages, starts, lengths)
+        else:
+            layout = PagedPrefill(self.cache, self._kernels, pages, starts, lengths, self.device)
         ids = [t for p, start in zip(prompts, starts, strict=True) for t in p[start:]]
         fed = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
         hidden = self._forward(fed, layout.positions, layout)
@@ -354,7 +374,16 @@ class PagedCore:
             return
         sampling = SamplingRows.of([request.sampling for request in requests], self.device)
         tokens, log_probs = draw(logits[: end - begin].float(), rows.position + 1, sampling)
+        if self._exact is not None:
+            log_probs = self._kernels.log_probs_of(
+                logits[: end - begin], tokens, rows.inverse_temperature
+            )
         self._kernels.advance(tokens, log_probs, rows, PAGE_SIZE)
+
+    def _decode_layout(self, rows: RowState) -> Any:
+        if self._exact is None:
+            return decode_layout(self.cache, self._kernels, rows)
+        return self._exact.decode_layout(self.cache, rows)
 
     def _decode(self, steps: int) -> None:
         """`steps` tokens for every row, one after the other, without a look at them."""

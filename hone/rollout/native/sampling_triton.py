@@ -46,6 +46,34 @@ def _logit_stats(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _log_norm(  # type: ignore[no-untyped-def]
+    top_ptr, mass_ptr, norm_ptr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHUNKS_PAD)
+    tops = tl.load(top_ptr + row * CHUNKS + c, c < CHUNKS, other=float("-inf"))
+    masses = tl.load(mass_ptr + row * CHUNKS + c, c < CHUNKS, other=0.0)
+    top = tl.max(tops, 0)
+    tl.store(norm_ptr + row, top + tl.log(tl.sum(masses * tl.exp(tops - top), 0)))
+
+
+@triton.jit
+def _log_prob_at(  # type: ignore[no-untyped-def]
+    logits_ptr, inverse_temperature_ptr, token_ptr, norm_ptr, out_ptr, vocabulary,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row)
+    i = tl.arange(0, CHUNK)
+    at = token // CHUNK * CHUNK + i
+    z = tl.load(logits_ptr + row * vocabulary + at, at < vocabulary, other=float("-inf"))
+    z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
+    # Through the sum, as in `_pick`: a product and a difference could be rounded as one.
+    chosen = tl.sum(tl.where(at == token, z, 0.0), 0)
+    tl.store(out_ptr + row, chosen - tl.load(norm_ptr + row))
+
+
+@triton.jit
 def _mix64(z):  # type: ignore[no-untyped-def]
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -96,6 +124,7 @@ def _pick(  # type: ignore[no-untyped-def]
     top_ptr,
     mass_ptr,
     best_ptr,
+    norm_ptr,
     vocabulary,
     state_ptr,
     state_stride,
@@ -107,6 +136,7 @@ def _pick(  # type: ignore[no-untyped-def]
     CHUNKS: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    GIVEN_NORM: tl.constexpr,
     STOPS: tl.constexpr,
     PAGE: tl.constexpr,
     ROOM: tl.constexpr,
@@ -118,7 +148,10 @@ def _pick(  # type: ignore[no-untyped-def]
     top = tl.max(tops, 0)
     weight = masses * tl.exp(tops - top)
     total = tl.sum(weight, 0)
-    norm = top + tl.log(total)
+    if GIVEN_NORM:
+        norm = tl.load(norm_ptr + row)
+    else:
+        norm = top + tl.log(total)
     position = tl.load(state_ptr + 1 * state_stride + row)
     seed = tl.load(state_ptr + 3 * state_stride + row).to(tl.uint64, bitcast=True)
     golden: tl.constexpr = 0x9E3779B97F4A7C15
@@ -150,24 +183,54 @@ def _pick(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
+def sample(logits: Tensor, rows: RowState, page_size: int, *, exact: bool = False) -> None:
+    """Draw for every row; `exact` takes the norm from the kernel that the trainer takes it from."""
+    count, vocabulary = logits.shape
+    top, mass, best = _statistics(logits, rows.inverse_temperature)
+    chunks = top.shape[1]
+    norm = _norm(top, mass) if exact else top
+    _pick[(count,)](
+        logits, rows.inverse_temperature, rows.greedy, top, mass, best, norm, vocabulary,
+        rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
+        rows.table, rows.table.stride(0), rows.stops,
+        CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK, GIVEN_NORM=exact,
+        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1],
+        num_warps=_PICK_WARPS,
+    )  # fmt: skip
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """log p of one token a row, with the bits that an exact `sample` gives it."""
+    count, vocabulary = logits.shape
+    out = torch.empty(count, dtype=torch.float32, device=logits.device)
+    top, mass, _ = _statistics(logits, inverse_temperature)
+    _log_prob_at[(count,)](
+        logits, inverse_temperature, tokens, _norm(top, mass), out, vocabulary, CHUNK=_CHUNK,
+        num_warps=_PICK_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _statistics(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, _CHUNK)
     top = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
     mass = torch.empty_like(top)
     best = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
     _logit_stats[(count, chunks)](
-        logits, rows.inverse_temperature, top, mass, best, vocabulary,
+        logits, inverse_temperature, top, mass, best, vocabulary,
         CHUNKS=chunks, CHUNK=_CHUNK, num_warps=_STATS_WARPS,
     )  # fmt: skip
-    _pick[(count,)](
-        logits, rows.inverse_temperature, rows.greedy, top, mass, best, vocabulary,
-        rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
-        rows.table, rows.table.stride(0), rows.stops,
-        CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK,
-        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1],
-        num_warps=_PICK_WARPS,
-    )  # fmt: skip
+    return top, mass, best
+
+
+def _norm(top: Tensor, mass: Tensor) -> Tensor:
+    count, chunks = top.shape
+    norm = torch.empty(count, dtype=torch.float32, device=top.device)
+    _log_norm[(count,)](
+        top, mass, norm, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=1
+    )
+    return norm
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hone.engine.offload import HostRest
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.native.paged_core import PAGE_SIZE, STEPS_PER_CHUNK, PagedCore
 from hone.rollout.requests import Request
@@ -159,3 +160,20 @@ def test_moved_parameters_are_found_again() -> None:
             parameter.mul_(1.5)
     core.version = 2
     assert finish(core, [ask(prompt)]) != wanted
+
+
+def test_parameters_that_rested_on_the_host_are_found_again() -> None:
+    """Joined weights rest as one block; the CPU plays the accelerator."""
+    model = policy()
+    core = paged_core(model)
+    prompt = prompts(1, 20, 20)[0]
+    wanted = finish(core, [ask(prompt)])
+    rest = HostRest(model.parameters, devices=("cpu",))
+    rest.away()
+    assert not any(p.untyped_storage().nbytes() for p in model.parameters())
+    blockers = [torch.empty(1 << 16) for _ in range(8)]  # its old place may be taken
+    for version in (1, 2):
+        with rest.present():
+            core.version = version
+            assert finish(core, [ask(prompt)]) == wanted
+    del blockers

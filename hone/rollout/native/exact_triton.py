@@ -1,0 +1,214 @@
+"""Exact mode on a GPU: a product and an attention whose sums no batch reorders.
+
+No sum is split over programs, and every row is summed by the same instructions in the same order: by
+feature for a product, by key position from the sequence's start for attention. Norm, gate, rotation and
+draw are the engine's own kernels, which work row by row. The reference is exact_reference.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hone.rollout.native import sampling_triton
+from hone.rollout.native.exact_layouts import TILE_ROWS
+from hone.rollout.native.kernels_triton import add_rms_norm, rope_store, silu_mul, store
+
+if TYPE_CHECKING:
+    from hone.rollout.native.exact_layouts import Queries
+    from hone.rollout.native.paged_cache import PagedCache
+
+__all__ = [
+    "add_rms_norm",
+    "advance",
+    "linear",
+    "log_probs_of",
+    "query_attention",
+    "rope_store",
+    "sample",
+    "silu_mul",
+    "store",
+]
+sample = partial(sampling_triton.sample, exact=True)
+advance, log_probs_of = sampling_triton.advance, sampling_triton.log_probs_of
+
+FEW: dict[str, Any] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
+MANY: dict[str, Any] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
+FULL: dict[str, Any] = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
+"""Tiles for few rows, many rows, and float32. The first two add a row's products in the same order, 16
+features an instruction; which one computes a row may depend on the batch, its bits do not."""
+_FILLED = 128
+"""Programs that fill a large GPU."""
+_KEYS = 64
+
+
+@triton.jit
+def _linear(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    outputs,
+    inputs,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Eight rows of tiles share their columns of the weight in the cache.
+    program = tl.program_id(0)
+    tiles_m = tl.cdiv(rows, BM)
+    tiles_n = tl.cdiv(outputs, BN)
+    band = program // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    inside = program % (8 * tiles_n)
+    m = (band * 8 + inside % height) * BM + tl.arange(0, BM)
+    n = (inside // height) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    x = x_ptr + (m % rows).to(tl.int64)[:, None] * inputs + k[None, :]
+    w = weight_ptr + (n % outputs).to(tl.int64)[None, :] * inputs + k[:, None]
+    acc = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, inputs, BK):
+        if EVEN:
+            a = tl.load(x)
+            b = tl.load(w)
+        else:
+            a = tl.load(x, (k < inputs - start)[None, :], other=0.0)
+            b = tl.load(w, (k < inputs - start)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        x += BK
+        w += BK
+    if BIAS:
+        acc += tl.load(bias_ptr + n, n < outputs, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
+    real = (m < rows)[:, None] & (n < outputs)[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), real)
+
+
+def linear(
+    x: Tensor,  # [M, K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None,
+    *,
+    wide: bool = False,
+    tile: dict[str, Any] | None = None,
+) -> Tensor:
+    """The product in the weight's dtype, or `wide`: in float32."""
+    x, weight = x.contiguous(), weight.detach()
+    (rows, inputs), outputs = x.shape, len(weight)
+    out = torch.empty(rows, outputs, dtype=torch.float32 if wide else x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    tile = tile or _tile(x, outputs)
+    _linear[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(outputs, tile["BN"]),)](
+        x, weight, bias.detach() if bias is not None else weight, out, rows, outputs, inputs,
+        BIAS=bias is not None, EVEN=inputs % tile["BK"] == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **tile,
+    )  # fmt: skip
+    return out
+
+
+def _tile(x: Tensor, outputs: int) -> dict[str, Any]:
+    if x.dtype == torch.float32:
+        return FULL
+    large = triton.cdiv(len(x), MANY["BM"]) * triton.cdiv(outputs, MANY["BN"])
+    return MANY if large >= _FILLED and len(x) > FEW["BM"] else FEW
+
+
+@triton.jit(do_not_specialize=["k_at", "v_at", "table_stride"])
+def _attention(  # type: ignore[no-untyped-def]
+    q_ptr,
+    base_ptr,
+    k_at: tl.int64,
+    v_at: tl.int64,
+    table_ptr,
+    table_stride,
+    token_ptr,
+    count_ptr,
+    position_ptr,
+    row_ptr,
+    out_ptr,
+    scaling,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of neighbouring queries of a sequence: its rows are queries times heads of one group."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    dtype = q_ptr.dtype.element_ty
+    count = tl.load(count_ptr + tile).to(tl.int32)
+    position = tl.load(position_ptr + tile).to(tl.int32)
+    row = tl.load(row_ptr + tile)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD)
+    query = r // GROUP_PAD
+    g = r % GROUP_PAD
+    wide = (d < D)[None, :]
+    real = ((query < count) & (g < GROUP))[:, None] & wide
+    at = (tl.load(token_ptr + tile) + query) * (KV * GROUP) + kv_head * GROUP + g
+    at = at[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + at, real, other=0.0)
+    base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(dtype)), 16)
+    sight = position + query
+    end = position + count
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    log2e: tl.constexpr = 1.4426950408889634
+    for start in range(0, end, KEYS):
+        n = start + tl.arange(0, KEYS)
+        inside = n < end
+        page = tl.load(table_ptr + row * table_stride + n // PAGE, inside, other=0).to(tl.int64)
+        cell = (((page * KV + kv_head) * PAGE + n % PAGE) * D)[:, None] + d[None, :]
+        k = tl.load(base + k_at + cell, inside[:, None] & wide, other=0.0)
+        v = tl.load(base + v_at + cell, inside[:, None] & wide, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
+        # A key beyond a row's sight adds exact zeros to its sums, so company changes no bit.
+        score = tl.where(n[None, :] <= sight[:, None], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(score - new_top[:, None])
+        norm = norm * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v, input_precision=PRECISION)
+        top = new_top
+    tl.store(out_ptr + at, (acc / norm[:, None]).to(dtype), real)
+
+
+def query_attention(
+    q: Tensor,  # [N, H, D]
+    cache: PagedCache,
+    layer: int,
+    queries: Queries,
+    *,
+    scaling: float,
+) -> Tensor:
+    tiles = queries.tiles
+    assert tiles is not None
+    _, heads, d = q.shape
+    kv = cache.kv_heads
+    group = heads // kv
+    out = torch.empty_like(q)
+    k_at, v_at = cache.planes(layer)
+    _attention[(len(tiles.token), kv)](
+        q, cache.base, k_at, v_at, queries.table, queries.table.stride(0),
+        tiles.token, tiles.count, tiles.position, tiles.row, out, scaling,
+        KV=kv, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), D=d,
+        D_PAD=max(16, triton.next_power_of_2(d)), PAGE=cache.page_size, KEYS=_KEYS, ROWS=TILE_ROWS,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out

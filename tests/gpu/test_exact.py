@@ -1,0 +1,202 @@
+"""Exact mode on a GPU: its kernels against their references, and the same bits on both sides in bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rollout.engine_contract import ask_all
+
+from hone.models.fused import fuse
+from hone.models.policy import PolicyModel
+from hone.models.tiny import tiny_lm
+from hone.ops.packing import pack_rows
+from hone.rollout.contract import Sampling
+from hone.rollout.native import exact_reference
+from hone.rollout.native.engine import NativeRollout
+from hone.rollout.native.exact_decoder import ExactDecoder
+from hone.rollout.native.exact_layouts import (
+    Queries,
+    decode_queries,
+    queries_per_tile,
+    segment_queries,
+)
+from hone.rollout.native.paged_cache import PagedCache
+from hone.rollout.native.paged_core import PagedCore
+
+from .device import DEVICE, INTERPRETED, needs_gpu, needs_kernels, relative_error
+
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cannot multiply bfloat16
+TOLERANCE = {torch.float32: 1e-5, HALF: 1e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(3, 96, 160), (70, 200, 100)])
+class TestProduct:
+    pytestmark = needs_kernels
+
+    def test_it_equals_its_reference(
+        self, dtype: torch.dtype, rows: int, inputs: int, outputs: int
+    ) -> None:
+        from hone.rollout.native import exact_triton
+
+        x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+        weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
+        bias = torch.randn(outputs, device=DEVICE).to(dtype)
+        for given in (None, bias):
+            got = exact_triton.linear(x, weight, given)
+            wanted = torch.nn.functional.linear(
+                x.float(), weight.float(), given.float() if given is not None else None
+            )
+            assert got.dtype == dtype
+            assert relative_error(got, wanted) < TOLERANCE[dtype]
+            assert exact_triton.linear(x, weight, given, wide=True).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(896, 1152), (4864, 896), (896, 9728), (576, 49152)]
+)
+class TestTiles:
+    pytestmark = needs_gpu
+
+    def test_no_bit_depends_on_the_number_of_rows_or_the_tile(
+        self, inputs: int, outputs: int
+    ) -> None:
+        from hone.rollout.native import exact_triton
+
+        x = torch.randn(1500, inputs, device=DEVICE).bfloat16()
+        weight = (torch.randn(outputs, inputs, device=DEVICE) * 0.02).bfloat16()
+        whole = exact_triton.linear(x, weight, None, wide=True)
+        for tile in (exact_triton.FEW, exact_triton.MANY):
+            assert torch.equal(exact_triton.linear(x, weight, None, wide=True, tile=tile), whole)
+        for begin, end in ((0, 1), (9, 20), (100, 356), (700, 1300)):
+            assert torch.equal(
+                exact_triton.linear(x[begin:end], weight, None, wide=True), whole[begin:end]
+            )
+
+
+SHAPES = [(14, 2, 64), (4, 4, 32), (12, 2, 128), (8, 2, 80)]
+
+
+def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype) -> PagedCache:
+    cache = PagedCache(
+        layers=2, kv_heads=kv_heads, head_dim=head_dim, pages=40, page_size=16, dtype=dtype,
+        device=DEVICE,
+    )  # fmt: skip
+    cache.reserve()
+    assert cache._memory is not None
+    cache._memory.normal_()
+    return cache
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+class TestAttention:
+    pytestmark = needs_kernels
+
+    def test_it_equals_its_reference_and_tiles_change_no_bit(
+        self, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        from hone.rollout.native import exact_triton
+
+        heads, kv, d = shape
+        cache = cache_of(kv, d, dtype)
+        pages = torch.randint(1, 40, (3, 12)).tolist()
+        starts, ends = [0, 30, 7], [45, 80, 8]
+        per_tile = queries_per_tile(heads, kv)
+        queries = segment_queries(starts, ends, pages, per_tile, DEVICE)
+        q = torch.randn(len(queries.position), heads, d, device=DEVICE).to(dtype)
+        got = exact_triton.query_attention(q, cache, 1, queries, scaling=d**-0.5)
+        slow = PagedCache(
+            layers=2, kv_heads=kv, head_dim=d, pages=40, page_size=16, dtype=torch.float32,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        slow.reserve()
+        assert slow._memory is not None
+        assert cache._memory is not None
+        slow._memory.copy_(cache._memory)
+        on_cpu = Queries(queries.position.cpu(), queries.row.cpu(), queries.table.cpu(), None)
+        wanted = exact_reference.query_attention(q.float().cpu(), slow, 1, on_cpu, scaling=d**-0.5)
+        assert relative_error(got.cpu(), wanted) < TOLERANCE[dtype]
+        # Each query alone, as decoding asks.
+        alone = decode_queries(queries.table[queries.row], queries.position)
+        assert torch.equal(exact_triton.query_attention(q, cache, 1, alone, scaling=d**-0.5), got)
+
+
+class TestLogProbs:
+    pytestmark = needs_kernels
+
+    def test_the_drawn_token_has_the_log_prob_that_the_trainer_computes(self) -> None:
+        from hone.rollout.native import exact_triton
+        from hone.rollout.native.paged_rows import RowState
+
+        logits = torch.randn(40, 9000, device=DEVICE) * 4
+        rows = RowState.empty(40, 20, 5, DEVICE)
+        rows.state[3] = torch.arange(40)
+        rows.state[4] = 100
+        rows.state[5] = 0
+        rows.inverse_temperature.copy_(torch.rand(40) + 0.5)
+        rows.greedy[::4] = 1
+        exact_triton.sample(logits, rows, 16)
+        tokens = rows.tokens_out[:, 0].long()
+        told = exact_triton.log_probs_of(logits, tokens, rows.inverse_temperature)
+        assert torch.equal(told, rows.log_probs_out[:, 0])
+        heat = rows.inverse_temperature[:, None]
+        wanted = torch.log_softmax(logits * heat, -1).gather(-1, tokens[:, None])[:, 0]
+        assert torch.allclose(told, wanted, atol=1e-5)
+
+
+def policy_of(family: str, dtype: torch.dtype = torch.bfloat16) -> PolicyModel:
+    lm: Any = tiny_lm(
+        5000, hidden=448, layers=4, heads=7, kv_heads=1, mlp=1000, family=family, eos_token_id=None
+    )
+    policy = PolicyModel(lm.to(dtype).cuda().eval())
+    fuse(policy)
+    policy.exact = ExactDecoder(policy)
+    return policy
+
+
+def engine_of(policy: PolicyModel, **changed: Any) -> NativeRollout:
+    options: dict[str, Any] = {
+        "eos_ids": (), "max_num_seqs": 48, "max_num_batched_tokens": 2048, "max_model_len": 500,
+        "gpu_memory_utilization": 0.1, "exact": policy.exact,
+    }  # fmt: skip
+    return NativeRollout(PagedCore(policy, **(options | changed)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("eager", [False, True])
+class TestAgreement:
+    pytestmark = needs_gpu
+
+    def test_rollout_and_trainer_agree_to_the_last_bit(self, family: str, eager: bool) -> None:
+        policy = policy_of(family)
+        lengths = torch.randint(1, 200, (40,)).tolist()
+        rows = [
+            prompt
+            for n in torch.randint(1, 200, (20,)).tolist()
+            for prompt in [torch.randint(3, 5000, (n,)).tolist()] * 2
+        ]
+        sampling = [Sampling(n, 0.7, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
+        engine = engine_of(policy, enforce_eager=eager, pages=600)
+        outputs = ask_all(engine, rows, sampling)
+        engine.close()
+        width, reach = max(map(len, rows)), max(lengths)
+        prompts = torch.zeros(40, width, dtype=torch.int64)
+        responses, mask = torch.zeros(2, 40, reach, dtype=torch.int64)
+        seen, told = torch.zeros(40, width + reach, dtype=torch.int64), torch.zeros(40, reach)
+        for i, (row, out) in enumerate(zip(rows, outputs, strict=True)):
+            prompts[i, width - len(row) :] = torch.tensor(row)
+            responses[i, : lengths[i]] = torch.tensor(out.token_ids)
+            mask[i, : lengths[i]] = 1
+            seen[i, width - len(row) : width + lengths[i]] = 1
+            told[i, : lengths[i]] = torch.tensor(out.log_probs)
+        for cut in (list(range(40)), [3], [8, 30]):
+            packed = pack_rows(
+                prompts[cut], responses[cut], seen[cut], mask[cut], share_prompts=False
+            )
+            out = policy(packed.to(DEVICE), temperature=0.7, with_entropy=True)
+            assert float((out["log_probs"].detach().cpu() - told[cut]).abs().max()) == 0.0
+            out["log_probs"].sum().backward()
+            assert all(torch.isfinite(p.grad).all() for p in policy.parameters())

@@ -1,0 +1,52 @@
+"""Fused parts of known families: the same numbers, fewer roundings."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hone.models.fused import fuse
+from hone.models.policy import PolicyModel, hidden_states
+from hone.models.tiny import tiny_lm
+from hone.ops.packing import PackedRows, pack_rows
+
+
+def packed_rows() -> PackedRows:
+    prompts, responses = torch.randint(3, 50, (2, 3, 20))
+    ones = torch.ones(3, 40, dtype=torch.int64)
+    return pack_rows(prompts, responses, ones, ones[:, :20], share_prompts=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_values_and_gradients_stay(family: str, kernels: bool) -> None:
+    plain = PolicyModel(tiny_lm(50, family=family))
+    if family == "mistral":
+        plain.lm.config.sliding_window = 7
+    fused = copy.deepcopy(plain)
+    assert fuse(fused, kernels=kernels) > 4
+    packed = packed_rows()
+    grads = []
+    for policy in (plain, fused):
+        out = policy(packed, temperature=1.0)["log_probs"]
+        out.sum().backward()
+        grads.append([out, *(p.grad for p in policy.parameters())])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_in_16_bits_the_result_is_nearer_to_float32() -> None:
+    lm = tiny_lm(50, layers=8).bfloat16()
+    packed = packed_rows()
+    exact = hidden_states(copy.deepcopy(lm).float().model, packed)
+    plain = hidden_states(lm.model, packed)
+    fuse(PolicyModel(lm))
+    fused = hidden_states(lm.model, packed)
+    assert fused.dtype == torch.bfloat16
+    assert (fused.float() - exact).norm() < 0.8 * (plain.float() - exact).norm()
+
+
+def test_an_unknown_family_is_left_alone() -> None:
+    assert fuse(PolicyModel(tiny_lm(50, family="gemma"))) == 0
