@@ -1,8 +1,8 @@
-"""Supervised tokens a second beside TRL's SFTTrainer, on worked sums in words, in one run.
+"""Supervised tokens a second beside TRL's SFTTrainer, on gsm8k rows, in one run.
 
-The same rows, batch size, optimizer, threads and 8M-parameter decoder on both sides; only real tokens
-count. TRL runs as it does by default (a padded batch) and packed; each ratio is the median of
-interleaved pairs. Encoding the rows is left out on both sides.
+The same rows in the same batches, AdamW, threads and 8M-parameter decoder on both sides; only real
+tokens count, and both must count the same. TRL runs as it does by default (a padded batch) and packed; after
+each of its updates we take ours, and each ratio is the median of such pairs. Encoding is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from hone.models.tiny import tiny_lm
 from hone.trainer.sft.trainer import SFTTrainer
 
 THREADS = 2
-PAIRS = 3
-STEPS = 2
-"""Updates measured in one turn; one more before them warms up."""
+PAIRS = {"over_trl": 5, "over_trl_packed": 3}
+"""Updates of both sides that count; one pair before them warms up."""
 BATCH_ROWS, MAX_LENGTH, ROWS = 32, 512, 640
+MICRO_BATCH_TOKENS = 4096
+"""`data.max_token_len_per_gpu`: what a CPU's caches like."""
 VOCABULARY = 704
 SHAPE = {"hidden": 256, "layers": 8, "heads": 8, "kv_heads": 4, "mlp": 1024}
 TARGETS = {"over_trl": 1.5}
@@ -97,11 +99,23 @@ def build_models() -> tuple[Any, Any]:
     return ours, theirs
 
 
+@dataclass(frozen=True)
+class Update:
+    """One update of one side."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
 class Ours:
     """`hone sft`'s loop."""
 
     def __init__(self, lm: Any, encoded: list[dict[str, list[int]]], pad: int) -> None:
-        rule = MicroBatchRule(rows=None, tokens=16384)
+        rule = MicroBatchRule(rows=None, tokens=MICRO_BATCH_TOKENS)
         engine = build_engine(
             PolicyModel(lm),
             optim=OptimConfig(lr=1e-3, total_training_steps=10_000),
@@ -112,35 +126,38 @@ class Ours:
             response_width=MAX_LENGTH,
             world_size=1,
         )
-        self._trainer = SFTTrainer(engine, encoded, pad_token_id=pad, batch_rows=BATCH_ROWS, seed=0)
+        self._trainer = SFTTrainer(
+            engine, encoded, pad_token_id=pad, batch_rows=BATCH_ROWS, seed=0, shuffle=False
+        )
 
-    def tokens_per_s(self) -> float:
-        self._trainer.step()
+    def update(self) -> Update:
         started = time.perf_counter()
-        tokens = sum(self._trainer.step()["train/global_tokens"] for _ in range(STEPS))
-        return tokens / (time.perf_counter() - started)
+        tokens = int(self._trainer.step()["train/global_tokens"])
+        return Update(tokens, time.perf_counter() - started)
 
 
 class Theirs:
-    """TRL's trainer over the same rows, timed from the first update's end to the last's."""
+    """TRL's trainer over the same rows in the same order, the real tokens of every batch counted."""
 
-    def __init__(self, lm: Any, tokenizer: Any, data: list[dict[str, str]], packing: bool) -> None:
+    def __init__(
+        self, lm: Any, tokenizer: Any, data: list[dict[str, str]], *, packing: bool, updates: int
+    ) -> None:
         from datasets import Dataset, disable_progress_bars
-        from transformers import TrainerCallback
         from trl import SFTConfig, SFTTrainer
 
         disable_progress_bars()
-        self._ends: list[float] = []
-        self._tokens: list[int] = []
+        self._tokens = 0
         self._folder = tempfile.TemporaryDirectory()
         arguments = SFTConfig(
             output_dir=self._folder.name,
             per_device_train_batch_size=BATCH_ROWS if not packing else packed_rows(data, tokenizer),
             max_length=MAX_LENGTH,
             packing=packing,
-            max_steps=STEPS + 1,
+            max_steps=updates,
             learning_rate=1e-3,
+            weight_decay=OptimConfig.weight_decay,
             lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
             max_grad_norm=1.0,
             gradient_checkpointing=False,
             bf16=False,
@@ -151,12 +168,6 @@ class Theirs:
             disable_tqdm=True,
             dataset_num_proc=None,
         )
-        ends = self._ends
-
-        class Clock(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                ends.append(time.perf_counter())
-
         self._trainer = SFTTrainer(
             model=lm,
             args=arguments,
@@ -164,26 +175,46 @@ class Theirs:
                 [{"prompt": r["question"] + "\n", "completion": r["answer"]} for r in data]
             ),
             processing_class=tokenizer,
-            callbacks=[Clock()],
         )
         self._count_tokens()
 
     def _count_tokens(self) -> None:
-        """Note the real tokens of every batch on its way into the step."""
-        step, tokens = self._trainer.training_step, self._tokens
+        step: Any = self._trainer.training_step
 
         def counted(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
             attention = inputs.get("attention_mask")
             real = attention.sum() if attention is not None else inputs["input_ids"].numel()
-            tokens.append(int(real))
+            self._tokens = int(real)
             return step(model, inputs, *rest, **more)
 
-        self._trainer.training_step = counted
+        setattr(self._trainer, "training_step", counted)  # noqa: B010
 
-    def tokens_per_s(self) -> float:
-        self._ends.clear(), self._tokens.clear()
+    def train(self, after: Callable[[Update], None]) -> None:
+        """All updates; `after` hears of each, and its own time does not count."""
+        from transformers import PrinterCallback, TrainerCallback
+
+        begun = 0.0
+
+        class Clock(TrainerCallback):
+            def on_train_begin(callback, *_: Any, **__: Any) -> None:
+                nonlocal begun
+                begun = time.perf_counter()
+
+            def on_step_end(callback, *_: Any, **__: Any) -> None:
+                nonlocal begun
+                after(Update(self._tokens, time.perf_counter() - begun))
+                begun = time.perf_counter()
+
+        self._trainer.remove_callback(PrinterCallback)
+        self._trainer.add_callback(Clock())
         self._trainer.train()
-        return sum(self._tokens[1:]) / (self._ends[-1] - self._ends[0])
+
+
+def padding_share(encoded: list[dict[str, list[int]]]) -> float:
+    """What padded batches hold beyond real tokens, as a share of those."""
+    lengths = [len(row["input_ids"]) for row in encoded[: (PAIRS["over_trl"] + 1) * BATCH_ROWS]]
+    batches = [lengths[i : i + BATCH_ROWS] for i in range(0, len(lengths), BATCH_ROWS)]
+    return sum(max(batch) * len(batch) for batch in batches) / sum(lengths) - 1
 
 
 def packed_rows(data: list[dict[str, str]], tokenizer: Any) -> int:
@@ -197,15 +228,18 @@ def _encoded_lengths(data: list[dict[str, str]], tokenizer: Any) -> Iterator[lis
         yield encode_single_turn(row["question"] + "\n", row["answer"], tokenizer, "raw")[0]
 
 
-def compare(ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, float]:
-    """Median ratio of interleaved pairs, and each side's median tokens a second."""
-    ours(), theirs()
-    pairs = [(ours(), theirs()) for _ in range(PAIRS)]
-    return (
-        statistics.median(a / b for a, b in pairs),
-        statistics.median(a for a, _ in pairs),
-        statistics.median(b for _, b in pairs),
-    )
+def race(ours: Ours, theirs: Theirs, *, same_rows: bool) -> list[tuple[Update, Update]]:
+    """Pairs of updates, (ours, theirs), without the first."""
+    pairs: list[tuple[Update, Update]] = []
+
+    def answer(their: Update) -> None:
+        our = ours.update()
+        if same_rows and our.tokens != their.tokens:
+            raise RuntimeError(f"we took {our.tokens} tokens, TRL {their.tokens}: not one task")
+        pairs.append((our, their))
+
+    theirs.train(answer)
+    return pairs[1:]
 
 
 def main() -> dict[str, Any]:
@@ -224,7 +258,11 @@ def main() -> dict[str, Any]:
     for row in data:
         ids, mask = encode_single_turn(row["question"] + "\n", row["answer"], tokenizer, "raw")
         encoded.append({"input_ids": ids, "loss_mask": mask})
-    result: dict[str, Any] = {"rows": "gsm8k" if GSM8K.is_file() else "made up"}
+    result: dict[str, Any] = {
+        "rows": "gsm8k" if GSM8K.is_file() else "made up",
+        "rows_a_batch": BATCH_ROWS,
+        "padding_trl_adds": round(padding_share(encoded), 2),
+    }
     try:
         import trl
     except ImportError:
@@ -234,12 +272,16 @@ def main() -> dict[str, Any]:
     for name, packing in (("over_trl", False), ("over_trl_packed", True)):
         mine, others = build_models()
         ours = Ours(mine, encoded, tokenizer.pad_token_id)
-        theirs = Theirs(others, tokenizer, data, packing)
-        ratio, fast, slow = compare(ours.tokens_per_s, theirs.tokens_per_s)
-        result[name] = round(ratio, 2)
+        theirs = Theirs(others, tokenizer, data, packing=packing, updates=PAIRS[name] + 1)
+        pairs = race(ours, theirs, same_rows=not packing)
+        ratios = [our.tokens_per_s / their.tokens_per_s for our, their in pairs]
+        result[name] = round(statistics.median(ratios), 2)
         if name in TARGETS:
             result[f"{name}_target"] = TARGETS[name]
-        result[f"{name}_tokens_per_s"] = [round(fast), round(slow)]
+        result[f"{name}_of_pairs"] = [round(ratio, 2) for ratio in ratios]
+        result[f"{name}_tokens_per_s"] = [
+            round(statistics.median(pair[side].tokens_per_s for pair in pairs)) for side in (0, 1)
+        ]
     logging.disable(logging.NOTSET)
     return result
 

@@ -22,7 +22,11 @@ from hone.trainer.benchmarks import split_overrides
 from hone.trainer.command_line import composed_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/*.md")])
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "recipes/*/*.md", "examples/**/*.md")
+    for page in ROOT.glob(pattern)
+)
 TREES = {
     "train": "ppo_trainer",
     "sft": "sft_trainer",
@@ -89,6 +93,8 @@ def check_module(words: list[str]) -> None:
     name = module.rpartition(".")[2]
     if name in TREES and module.startswith("hone.trainer"):
         check_overrides(TREES[name], rest)
+    elif module == "hone.cli":
+        check_verb(rest[0], rest[1:])
     elif module in ("pytest", "venv", "pip"):
         return
     else:
@@ -132,15 +138,19 @@ def check_verb(verb: str, rest: list[str]) -> None:
 def check_script(script: Path, rest: list[str]) -> None:
     """Let the shell expand the script with `echo` in place of Python, and check what it would run."""
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": "echo", "BASE_MODEL": "MODEL"}
+    environment |= {"DATA_DIR": "data", "SEEDS": "1", "TOGETHER": "1"}
     done = subprocess.run(
         ["bash", str(script), *rest],
-        env=environment | {"DATA_DIR": "data"},
+        env=environment,
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    check_module(["python", *shlex.split(done.stdout)])
+    lines = done.stdout.splitlines()
+    assert lines
+    for line in lines:
+        check_module(["python", *shlex.split(line)])
 
 
 @pytest.mark.parametrize("line", all_commands())
@@ -228,7 +238,7 @@ def test_the_recipes_pass_the_check_and_say_what_they_set() -> None:
     from hone.config.commands import check as check_yaml
 
     files = sorted(ROOT.glob("recipes/tinyzero/*.yaml"))
-    assert len(files) == 3
+    assert len(files) == 6
     for file in files:
         status, text = check_yaml(file)
         assert status == 0, text

@@ -70,7 +70,9 @@ def pack_rows(
         )
         for i in range(batch)
     ]
-    lay = _lay_shared if share_prompts else _lay_whole
+    # A prompt of its own gains nothing from hanging: one causal rectangle is cheaper than two.
+    shared = share_prompts and len({prompt.tobytes() for prompt, _ in rows}) < batch
+    lay = _lay_shared if shared else _lay_whole
     ids, positions, layout, prompt_end, response_start = lay(rows)
     row, column = response_mask.nonzero(as_tuple=True)
     row_np, column_np = row.cpu().numpy(), column.cpu().numpy()

@@ -76,7 +76,7 @@ def _navigation(runs: Sequence[RunData], titles: Sequence[str]) -> str:
         f'value="{DEFAULT_WEIGHT}"></label>'
     )
     search = '<input type="search" placeholder="filter curves" data-filter=".chart">'
-    return f"<nav>{links}{search}{slider}{toggles}</nav>"
+    return f'<nav>{links}<span class="break"></span>{toggles}{slider}{search}</nav>'
 
 
 def _chart_data(runs: Sequence[RunData], charts: list[dict[str, Any]]) -> str:

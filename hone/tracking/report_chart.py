@@ -101,12 +101,20 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step) + 1)]
 
 
+def tick_text(value: float) -> str:
+    """0.05, 250, 40k, 1.5M."""
+    for least, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:.4g}"
+
+
 def _axes(scale: Scale) -> str:
     parts = []
     for value in ticks(scale.y0, scale.y1):
         y = scale.y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 3:.1f}">{value:.4g}</text>')
+        parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 3:.1f}">{tick_text(value)}</text>')
     for step in ticks(scale.x0, scale.x1):
         label = f'<text class="x" x="{scale.x(step):.1f}" y="{HEIGHT - 8}">{step:.6g}</text>'
         parts.append(label)

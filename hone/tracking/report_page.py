@@ -26,6 +26,8 @@ OVERVIEW = re.compile(
 """What is looked at first; the rest is one click away, by the first part of its name."""
 SUMMARY = re.compile(r"val-core/.*|accuracy|reward/mean|critic/score/mean|val/loss")
 LESS_IS_BETTER = re.compile(r".*loss")
+BESIDE_THE_STEP = ("testing", "save_checkpoint")
+"""Parts that `timing_s/step` does not hold."""
 
 # Control characters, and the marks that make text run backwards, hide or mislead.
 _INVISIBLE = re.compile(
@@ -63,7 +65,25 @@ def summary_section(runs: Sequence[RunData]) -> str:
         for run in runs
         for note in run.notes
     )
-    return f"<table><tr><th></th>{head}</tr>{''.join(body)}</table>{notes}"
+    table = f"<table><tr><th></th>{head}</tr>{''.join(body)}</table>"
+    return f"{_tiles(runs, keys)}{table}{notes}"
+
+
+def _tiles(runs: Sequence[RunData], keys: Sequence[str]) -> str:
+    """What each run came to, large: held-out results before all others."""
+    if not keys:
+        return ""
+    key = min(keys, key=lambda name: (not name.startswith("val"), name))
+    tiles = []
+    for index, run in enumerate(runs):
+        values = [value for value in series(run.rows, key)[1] if _finite(value)]
+        if values:
+            tiles.append(
+                f'<div class="tile"><p>{run_name(index, run.label)}</p>'
+                f"<b>{number(values[-1])}</b><p class='soft'>from {number(values[0])} · "
+                f"{shown(key)}</p></div>"
+            )
+    return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _steps(run: RunData) -> str:
@@ -84,12 +104,9 @@ def _story(run: RunData, key: str) -> str:
 def curves_section(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
     """A chart for every metric, by group, and the charts' data in the same order."""
     keys = sorted({key for run in runs for key in run.metric_names()})
-    groups: dict[str, list[str]] = {"overview": [key for key in keys if OVERVIEW.fullmatch(key)]}
-    groups["overview"].sort(
-        key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key))
-    )
+    groups: dict[str, list[str]] = {"overview": _overview(runs, keys)}
     for key in keys:
-        if not OVERVIEW.fullmatch(key):
+        if key not in groups["overview"]:
             groups.setdefault(key.partition("/")[0], []).append(key)
     html, data = [], []
     for group, members in groups.items():
@@ -106,6 +123,16 @@ def curves_section(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
     return f'<div class="curves">{"".join(html)}</div>', data
 
 
+def _overview(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:
+    """The metrics looked at first, results before causes; one of those that are equal throughout."""
+    wanted = [key for key in keys if OVERVIEW.fullmatch(key)]
+    wanted.sort(key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key)))
+    by_values: dict[str, str] = {}
+    for key in wanted:
+        by_values.setdefault(repr([series(run.rows, key) for run in runs]), key)
+    return list(by_values.values())
+
+
 def timing_section(runs: Sequence[RunData]) -> str:
     parts = [f"<h3>{run_name(i, run.label)}</h3>{_timing(run)}" for i, run in enumerate(runs)]
     return "".join(parts)
@@ -120,6 +147,7 @@ def _timing(run: RunData) -> str:
         if name != key and "/" not in name:
             spent[name] = [v for v in series(run.rows, key)[1] if _finite(v)]
     whole = sum(spent.pop("step", []))
+    whole += sum(sum(spent.get(name, [])) for name in BESIDE_THE_STEP) if whole else 0.0
     spent.pop("gen_max", None)  # the slowest worker's share of `gen`
     totals = sorted(((sum(v), name) for name, v in spent.items() if v), reverse=True)
     if not totals:
@@ -137,7 +165,10 @@ def _timing(run: RunData) -> str:
         for i, (seconds, name) in enumerate(totals)
     )
     note = '<p class="note">parts overlap: their sum is over timing_s/step</p>' if overlap else ""
-    head = "<tr><th>part</th><th>seconds</th><th>share</th><th>times</th><th>each, s</th></tr>"
+    head = "".join(
+        f'<th class="n">{title}</th>' for title in ("seconds", "share", "times", "each, s")
+    )
+    head = f"<tr><th>part</th>{head}</tr>"
     bar = stacked_bar([(name, seconds) for seconds, name in totals])
     return f"{bar}{note}<table>{head}{rows}</table>"
 

@@ -6,9 +6,9 @@ The script only redraws lines, filters and shows values; it builds no HTML from 
 from __future__ import annotations
 
 RUN_COLOURS = (
-    "#2563eb",
-    "#d97706",
-    "#059669",
+    "#2f6f9f",
+    "#c2553a",
+    "#3f8f6b",
     "#db2777",
     "#7c3aed",
     "#0891b2",
@@ -31,37 +31,54 @@ def style() -> str:
 
 
 _STYLE = """
-:root{--ink:#1e293b;--soft:#64748b;--line:#e2e8f0;--back:#fff;--card:#f8fafc;--mark:#fef9c3}
-@media (prefers-color-scheme:dark){:root{--ink:#e2e8f0;--soft:#94a3b8;--line:#334155;
---back:#0f172a;--card:#1e293b;--mark:#423c15}}
+:root{--ink:#1c2433;--soft:#6b7688;--line:#e6e9ef;--back:#fbfbfc;--card:#fff;--mark:#fdf6dc;--link:#2456b3}
+@media (prefers-color-scheme:dark){:root{--ink:#e4e8ef;--soft:#93a0b4;--line:#2c3648;
+--back:#10151f;--card:#171e2b;--mark:#3a3416;--link:#8fb4f5}}
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:1240px;padding:24px;color:var(--ink);background:var(--back);
-font:15px/1.5 system-ui,sans-serif}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:19px;margin:36px 0 10px}h3{font-size:15px;margin:18px 0 6px}
-.soft,figcaption,summary{color:var(--soft)}.note{background:var(--mark);padding:4px 10px;border-radius:6px}
-nav{position:sticky;top:0;background:var(--back);padding:8px 0;border-bottom:1px solid var(--line);
-display:flex;gap:16px;flex-wrap:wrap;align-items:center;z-index:1}
-nav a{color:inherit}label{white-space:nowrap}
-input[type=search]{padding:3px 8px;border:1px solid var(--line);border-radius:6px;background:var(--card);
-color:inherit}
-.key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:5px}
+html{scroll-padding-top:64px}
+body{margin:0 auto;max-width:1240px;padding:28px 28px 80px;color:var(--ink);background:var(--back);
+font:15px/1.55 Inter,"Segoe UI",Roboto,"Helvetica Neue",system-ui,sans-serif}
+h1{font-size:26px;font-weight:650;letter-spacing:-.01em;margin:0 0 6px}
+h2{font-size:18px;font-weight:650;margin:44px 0 12px}h3{font-size:14.5px;margin:20px 0 8px}
+.soft,figcaption,summary{color:var(--soft)}
+.note{color:var(--soft);font-size:13px;border-left:3px solid var(--line);padding:1px 10px;margin:10px 0}
+nav{position:sticky;top:0;background:var(--back);padding:10px 0;border-bottom:1px solid var(--line);
+display:flex;gap:8px 18px;flex-wrap:wrap;align-items:center;z-index:1;font-size:13.5px}
+nav a{color:var(--soft);text-decoration:none}nav a:hover{color:var(--link)}
+.break{flex-basis:100%}
+label{white-space:nowrap;display:inline-flex;align-items:center;gap:6px}
+input[type=search]{padding:4px 10px;border:1px solid var(--line);border-radius:7px;background:var(--card);
+color:inherit;font:inherit}
+input[type=range]{width:110px;accent-color:var(--soft)}input[type=checkbox]{accent-color:var(--soft)}
+.key{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:6px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:14px;margin:0 0 18px}
+.tile{padding:14px 18px;background:var(--card);border:1px solid var(--line);border-radius:10px}
+.tile p{margin:0;font-size:13.5px;overflow-wrap:anywhere}
+.tile b{display:block;font-size:32px;line-height:1.25;font-weight:650;letter-spacing:-.02em}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(330px,1fr));gap:14px}
-.chart{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px}
-figcaption{font-size:13px;overflow-wrap:anywhere}
-summary{cursor:pointer;font-weight:600;margin:14px 0 8px}
+.chart{margin:0;padding:12px 12px 6px;background:var(--card);border:1px solid var(--line);border-radius:10px}
+figcaption{font-size:12.5px;overflow-wrap:anywhere;margin:0 0 4px 4px}
+summary{cursor:pointer;font-weight:600;font-size:13.5px;margin:10px 0 8px}summary:hover{color:var(--link)}
 svg{display:block;width:100%}svg text{font-size:10.5px;fill:var(--soft)}
 text.y{text-anchor:end}text.x{text-anchor:middle}
-svg path{fill:none}.grid{stroke:var(--line)}.raw{opacity:.25}.line{stroke-width:1.9}
+svg path{fill:none}.grid{stroke:var(--line)}.raw{opacity:.22}.line{stroke-width:1.9;stroke-linejoin:round}
 .cursor{stroke:var(--soft);stroke-dasharray:3 3}
-.stack{height:26px;border-radius:6px;margin:6px 0 10px}
+.stack{height:22px;border-radius:6px;margin:6px 0 10px}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
-th,td{text-align:left;vertical-align:top;padding:4px 10px;border-bottom:1px solid var(--line);
+th{font-weight:600;color:var(--soft)}
+th,td{text-align:left;vertical-align:top;padding:5px 10px;border-bottom:1px solid var(--line);
 overflow-wrap:anywhere}
-td.n{font-variant-numeric:tabular-nums;white-space:nowrap}
+tr:last-child td{border-bottom:0}
+.n{font-variant-numeric:tabular-nums;white-space:nowrap}
 .sample td.n{width:64px}tr.differs td{background:var(--mark)}
-pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;font-size:12.5px;
+pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;
+font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace;
 max-height:320px;overflow:auto}
-.sample{padding:10px;margin:0 0 12px;background:var(--card);border:1px solid var(--line);border-radius:8px}
+td pre{max-height:150px}
+.sample{padding:12px 16px;margin:0 0 14px;background:var(--card);border:1px solid var(--line);
+border-radius:10px}
+.sample>pre:first-child{color:var(--soft);padding-bottom:8px}
+hr{border:0;border-top:1px solid var(--line);margin:10px 0}
 .set{font-weight:600}
 @media print{nav{display:none}}
 """

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hone.data.prepare import ALIASES, RECIPES, prepare
 from hone.data.rows import DataError
-from hone.rewards.scores.table import find, register_score
 
 SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 MATHS = (
@@ -53,13 +52,6 @@ def _is_prepared(file: Path) -> bool:
     import pyarrow.parquet as pq
 
     return {"prompt", "data_source", "reward_model"} <= set(pq.read_schema(file).names)
-
-
-def know_benchmark_sources() -> None:
-    """Maths sets without a rule of their own are scored like MATH."""
-    for name in MATHS:
-        if find(name) is None:
-            register_score(name, "hone.rewards.scores.math_reward:compute_score")
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -75,18 +75,12 @@ def run(config: EvaluationConfig, title: str = "scores") -> Evaluation:
 
 def run_benchmarks(chosen: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Evaluation]:
     """Generate and score each benchmark; files go to `--out`."""
-    from hone.trainer.benchmarks import (
-        RAW,
-        benchmark_file,
-        know_benchmark_sources,
-        split_overrides,
-    )
+    from hone.trainer.benchmarks import RAW, benchmark_file, split_overrides
     from hone.trainer.main_generation import run as generate
 
     for name in ("model", "bench", "data"):
         if not getattr(chosen, name):
             raise ConfigError(f"--{name} is missing: hone eval --model DIR --bench NAME --data DIR")
-    know_benchmark_sources()
     generating, scoring = split_overrides(overrides)
     out = Path(chosen.out).expanduser()
     results = {}

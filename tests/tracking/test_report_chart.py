@@ -14,6 +14,7 @@ from hone.tracking.report_chart import (
     chart,
     path_of,
     stacked_bar,
+    tick_text,
     ticks,
 )
 
@@ -91,3 +92,14 @@ def test_parts_of_a_bar_are_in_proportion() -> None:
     ]
     assert "gen: 3 s (75.0%)" in html
     assert "a&lt;b" in html
+
+
+def test_large_ticks_are_written_short() -> None:
+    assert [tick_text(v) for v in (0.05, 250, 9000, 40_000, -1.5e6, 2e9)] == [
+        "0.05",
+        "250",
+        "9000",
+        "40k",
+        "-1.5M",
+        "2G",
+    ]

@@ -90,6 +90,31 @@ def test_parts_that_sum_to_more_than_the_step_are_noted() -> None:
     assert "parts overlap" in timing_section([RunData("r", rows)])
 
 
+def test_validation_and_checkpoints_lie_beside_the_step() -> None:
+    rows = [
+        {"step": 0, "timing_s/testing": 2.0},
+        {"step": 1, "timing_s/gen": 9.0, "timing_s/testing": 5.0, "timing_s/step": 10.0},
+    ]
+    text = text_of(timing_section([RunData("r", rows)]))
+    assert "gen 9.00 52.9% 1 9 testing 7.00 41.2% 2 3.5 other 1.00 5.9%" in text
+    assert "overlap" not in text
+
+
+def test_metrics_that_are_equal_throughout_share_one_chart_of_the_overview() -> None:
+    rows = [{"step": s, "accuracy": 0.1 * s, "reward/mean": 0.1 * s} for s in range(3)]
+    html, _ = curves_section([RunData("r", rows)])
+    overview, _, rest = html.partition("</details>")
+    assert re.findall('data-name="([^"]+)"', overview) == ["accuracy"]
+    assert re.findall('data-name="([^"]+)"', rest) == ["reward/mean"]
+
+
+def test_the_last_held_out_result_of_each_run_stands_large() -> None:
+    rows = [{"step": s, "reward/mean": 0.5, "val-core/x/acc/mean@1": s / 10} for s in (1, 4)]
+    html = summary_section([RunData("r", rows)])
+    assert "<b>0.4</b>" in html
+    assert "from 0.1" in html
+
+
 def test_a_run_without_timers_says_so() -> None:
     assert "no timing_s/" in timing_section([RunData("r", [{"step": 1, "a": 1.0}])])
 

@@ -1,0 +1,55 @@
+"""A fresh decoder and its tokenizer: the words of the prompt, the tags, and one token a digit.
+
+Usage: python recipes/tinyzero/base_model.py OUT --hidden 384 --layers 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import string
+import sys
+from pathlib import Path
+
+from hone.data.preprocess.countdown import TEMPLATES
+from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+SIGNS = (" + ", " - ", " * ", " / ", " = ", ", yes\n", ", no\n")
+
+
+def vocabulary() -> list[str]:
+    """Whole words of the template, tags and signs; the longest first, since the first match wins."""
+    text = TEMPLATES["base"]
+    for tag in TAGS:
+        text = text.replace(tag, "")
+    words = {*re.findall(r" ?[A-Za-z]{2,}", text), *SIGNS}
+    return [*TAGS, *sorted(words, key=lambda word: (-len(word), word))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    tokenizer = character_tokenizer(string.printable[:95] + "\n", words=vocabulary())
+    lm = tiny_lm(
+        len(tokenizer),
+        hidden=chosen.hidden,
+        layers=chosen.layers,
+        heads=chosen.heads,
+        kv_heads=chosen.heads,
+        mlp=4 * chosen.hidden,
+        max_positions=1024,
+        seed=chosen.seed,
+    )
+    save_pretrained(lm, tokenizer, chosen.out)
+    count = sum(p.numel() for p in lm.parameters())
+    sys.stdout.write(f"{chosen.out}: {count:,} parameters, {len(tokenizer)} tokens\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# TinyZero from nothing: data, a fresh model, SFT, then PPO and GRPO with several seeds, and their curves.
+#   reproduce.sh OUT           14M parameters, numbers up to 99: for one GPU
+#   reproduce.sh OUT --small   1M parameters, numbers up to 30: for a CPU
+# Further key=value overrides go to every RL run. The environment may say
+#   SEEDS        "1 2 3" ("1" with --small)     ALGORITHMS   "grpo ppo"
+#   TOGETHER     runs at a time on the one device: 6 (1 with --small)
+# Data and base model that are there already are not made again; a killed run resumes.
+set -euo pipefail
+OUT=${1:?the folder to write to}
+shift
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-python3}
+size=() model=() sft=() rl=()
+if [ "${1:-}" = --small ]; then
+    shift
+    : "${SEEDS:=1}" "${TOGETHER:=1}"
+    size=(--max_numbers 3 --max_number 30 --max_target 60)
+    model=(--hidden 128 --layers 4 --heads 4)
+    sft=(data.train_batch_size=32 data.max_token_len_per_gpu=4096 trainer.total_training_steps=500)
+    rl=(data.max_response_length=160 actor_rollout_ref.actor.optim.lr=1e-4 trainer.total_training_steps=20
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 critic.ppo_max_token_len_per_gpu=4096)
+    ppo=(data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64)
+    grpo=(data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=8)
+    generated=(--train_size 2048 --test_size 128)
+    worked=(--rows 20000)
+else
+    : "${SEEDS:=1 2 3}" "${TOGETHER:=6}"
+    size=(--max_numbers 3)
+    ppo=() grpo=() generated=(--train_size 10240 --test_size 512) worked=(--rows 180000)
+fi
+DATA=$OUT/data
+
+if [ ! -f "$DATA/worked.parquet" ]; then
+    "$PYTHON" -m hone.cli data prepare countdown --local_dir "$DATA" "${generated[@]}" "${size[@]}"
+    "$PYTHON" "$HERE/worked.py" "$DATA/worked.parquet" --rl "$DATA" "${worked[@]}" "${size[@]}"
+fi
+[ -d "$OUT/base" ] || "$PYTHON" "$HERE/base_model.py" "$OUT/base" "${model[@]}"
+"$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name reproduce_sft \
+    model.path="$OUT/base" data.train_files="$DATA/worked.parquet" \
+    trainer.default_local_dir="$OUT/sft" "${sft[@]}"
+
+start() { # algorithm seed overrides…
+    local name=$1-$2 algorithm=$1 seed=$2
+    shift 2
+    "$PYTHON" -m hone.trainer.main_ppo --config-path "$HERE" --config-name "reproduce_$algorithm" \
+        actor_rollout_ref.model.path="$OUT/sft" \
+        data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
+        trainer.seed="$seed" trainer.experiment_name="$name" \
+        trainer.default_local_dir="$OUT/$name" "$@"
+}
+running=0 failed=0
+one_ended() { # a run that failed does not stop the others
+    wait -n || failed=1
+    running=$((running - 1))
+}
+for seed in $SEEDS; do
+    for algorithm in ${ALGORITHMS:-grpo ppo}; do
+        extra=("${rl[@]}")
+        if [ "$algorithm" = ppo ]; then extra+=("${ppo[@]}"); else extra+=("${grpo[@]}"); fi
+        if [ "$TOGETHER" -gt 1 ]; then
+            if [ "$running" -ge "$TOGETHER" ]; then one_ended; fi
+            mkdir -p "$OUT/logs"
+            start "$algorithm" "$seed" "${extra[@]}" "$@" >"$OUT/logs/$algorithm-$seed.log" 2>&1 &
+            running=$((running + 1))
+        else
+            start "$algorithm" "$seed" "${extra[@]}" "$@"
+        fi
+    done
+done
+while [ "$running" -gt 0 ]; do one_ended; done
+if [ "$failed" = 1 ]; then
+    echo "a run failed; see $OUT/logs" >&2
+    exit 1
+fi
+"$PYTHON" "$HERE/curves.py" "$OUT" "$OUT/curves"

@@ -1,0 +1,169 @@
+"""Worked countdown solutions for the SFT before RL: a few attempts, then an answer.
+
+Each attempt writes an expression, computes it step by step and says whether it hit. How many are made is
+chance, and most of the texts give up with a wrong answer: the form is taught, the search is not.
+
+Usage: python recipes/tinyzero/worked.py OUT --rl DATA --rows 200000
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hone.data.preprocess.countdown import (
+    TEMPLATES,
+    CountdownProblem,
+    Ranges,
+    generate_problems,
+    problem_key,
+)
+
+LARGEST = 999
+"""No attempt computes a larger number."""
+OPERATIONS, OPERATION_WEIGHTS = "+-*/", (4, 4, 1, 1)
+MOST_ATTEMPTS, GO_ON = 10, 0.5
+"""Another attempt follows with chance GO_ON, up to MOST_ATTEMPTS."""
+SHARE_RIGHT = 0.1
+"""Texts whose last attempt is made the solution; in others it is one by luck."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A number, or an operation on two nodes."""
+
+    value: int
+    left: Node | None = None
+    operation: str = ""
+    right: Node | None = None
+
+    def text(self, outer: bool = True) -> str:
+        if self.left is None or self.right is None:
+            return str(self.value)
+        inside = f"{self.left.text(False)} {self.operation} {self.right.text(False)}"
+        return inside if outer else f"({inside})"
+
+    def reduced(self) -> Node:
+        """One operation computed: the leftmost whose operands are numbers."""
+        if self.left is None or self.right is None:
+            return self
+        if self.left.left is not None:
+            return Node(self.value, self.left.reduced(), self.operation, self.right)
+        if self.right.left is not None:
+            return Node(self.value, self.left, self.operation, self.right.reduced())
+        return Node(self.value)
+
+
+def compute(a: int, operation: str, b: int) -> int | None:
+    """A whole number from 0 to LARGEST, or None."""
+    if operation == "/":
+        return a // b if b and a % b == 0 else None
+    value = {"+": a + b, "-": a - b, "*": a * b}[operation]
+    return value if 0 <= value <= LARGEST else None
+
+
+def draw(numbers: tuple[int, ...], chooser: random.Random) -> Node:
+    """Some way to join all the numbers."""
+    while True:
+        pool = [Node(number) for number in numbers]
+        while len(pool) > 1:
+            chooser.shuffle(pool)
+            right, left = pool.pop(), pool.pop()
+            (operation,) = chooser.choices(OPERATIONS, OPERATION_WEIGHTS)
+            value = compute(left.value, operation, right.value)
+            if value is None:
+                break
+            pool.append(Node(value, left, operation, right))
+        else:
+            return pool[0]
+
+
+def parse(text: str) -> Node | None:
+    """The tree of a fully bracketed expression; None where a step is outside what attempts compute."""
+    tokens = text.replace("(", " ( ").replace(")", " ) ").split()
+
+    def operand(at: int) -> tuple[Node | None, int]:
+        if tokens[at] != "(":
+            return Node(int(tokens[at])), at + 1
+        node, at = pair(at + 1)
+        return node, at + 1
+
+    def pair(at: int) -> tuple[Node | None, int]:
+        left, at = operand(at)
+        operation = tokens[at]
+        right, at = operand(at + 1)
+        if left is None or right is None:
+            return None, at
+        value = compute(left.value, operation, right.value)
+        return (None if value is None else Node(value, left, operation, right)), at
+
+    return pair(0)[0]
+
+
+def attempt(node: Node, target: int) -> str:
+    """`(44 + 19) - 35 = 63 - 35 = 28, no`"""
+    steps = [node.text()]
+    while node.left is not None:
+        node = node.reduced()
+        steps.append(node.text())
+    return f"{' = '.join(steps)}, {'yes' if node.value == target else 'no'}\n"
+
+
+def worked(problem: CountdownProblem, chooser: random.Random) -> str:
+    """What follows the prompt's `<think>`."""
+    count = 1
+    while count < MOST_ATTEMPTS and chooser.random() < GO_ON:
+        count += 1
+    solution = parse(problem.solution) if chooser.random() < SHARE_RIGHT else None
+    tries = []
+    for last in [False] * (count - 1) + [True]:
+        node = solution if last and solution is not None else draw(problem.numbers, chooser)
+        tries.append(node)
+        if node.value == problem.target:
+            break
+    thoughts = "".join(attempt(node, problem.target) for node in tries)
+    return f"\n{thoughts}</think>\n<answer> {tries[-1].text()} </answer>"
+
+
+def rows(problems: list[CountdownProblem], seed: int) -> list[dict[str, str]]:
+    chooser = random.Random(f"worked:{seed}")
+    return [
+        {
+            "prompt": TEMPLATES["base"].format(numbers=list(p.numbers), target=p.target),
+            "response": worked(p, chooser),
+        }
+        for p in problems
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rl", type=Path, required=True, help="folder of the RL rows")
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=7)
+    for name in ("max_numbers", "max_number", "max_target"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Ranges, name))
+    chosen = parser.parse_args()
+    taken = set()
+    for split in ("train", "test"):  # SFT sees no problem that RL trains on or is measured by
+        for row in pq.read_table(chosen.rl / f"{split}.parquet").to_pylist():
+            taken.add(problem_key(row["nums"], row["target"]))
+    ranges = Ranges(
+        max_numbers=chosen.max_numbers, max_number=chosen.max_number, max_target=chosen.max_target
+    )
+    problems = generate_problems(chosen.rows, seed=chosen.seed, ranges=ranges, exclude=taken)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows(problems, chosen.seed))
+    pq.write_table(table, chosen.out, compression="zstd")
+    sys.stdout.write(f"{chosen.out}: {len(problems):,} worked solutions\n")
+
+
+if __name__ == "__main__":
+    main()
