@@ -26,9 +26,9 @@ def main(names: list[str]) -> None:
             print(f"left out: {error}")
             continue
         kept[name] = {"date": time.strftime("%Y-%m-%d"), **module.main()}
-    kept["machine"] = {"python": platform.python_version(), "cores": len(_cores())}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        kept["machine"] = {"python": platform.python_version(), "cores": len(_cores())}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     print(
         f"\nnumbers: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}"
     )

@@ -113,10 +113,10 @@ def main() -> dict[str, Any]:
         result[name] = round(ratio, 2)
         result[f"{name}_target"] = TARGETS[name]
         result[f"{name}_tokens_per_s"] = [round(mine), round(others)]
+        print(f"{name}: {ratio:.2f}x (target {TARGETS[name]}x), {mine:.0f} and {others:.0f} tokens/s")
     engine.close()
     return result
 
 
 if __name__ == "__main__":
-    for name, value in main().items():
-        print(f"{name}: {value}")
+    main()
