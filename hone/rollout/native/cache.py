@@ -82,16 +82,16 @@ class PrefillLayout:
         begin = n.cumsum(0) - n
         self._gather = torch.where(real, begin[:, None] + offset, begin[:, None])  # [S, L]
         self._cells = real.flatten().nonzero().flatten()
-        self._slot = torch.tensor(slots).repeat_interleave(n)  # [N]
+        self._regular = min(lengths) == longest  # views do, nothing is gathered
+        self._slots, self._longest = torch.tensor(slots), longest
+        self._slot = self._slots.repeat_interleave(n)  # [N]
         self.positions = offset.expand(len(slots), -1)[real]  # [N]
         self._biases: dict[int, Tensor] = {}
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
     ) -> Tensor:
-        keys, values = self._cache.layer(layer, k)
-        keys[self._slot, :, self.positions] = k
-        values[self._slot, :, self.positions] = v
+        self._store(k, v, *self._cache.layer(layer, k))
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -104,9 +104,21 @@ class PrefillLayout:
             is_causal=bias is None,
             scale=scaling,
         )
-        return out.transpose(1, 2).reshape(-1, *q.shape[1:]).index_select(0, self._cells)
+        rows = out.transpose(1, 2).reshape(-1, *q.shape[1:])
+        return rows if self._regular else rows.index_select(0, self._cells)
+
+    def _store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+        if self._regular:
+            for new, store in ((k, keys), (v, values)):
+                rows = new.view(len(self._slots), self._longest, *new.shape[1:]).transpose(1, 2)
+                store[:, :, : self._longest].index_copy_(0, self._slots, rows)
+            return
+        keys[self._slot, :, self.positions] = k
+        values[self._slot, :, self.positions] = v
 
     def _pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
+        if self._regular:
+            return x.view(*self._gather.shape, *x.shape[1:]).transpose(1, 2)
         rows = x.index_select(0, self._gather.flatten())
         return rows.view(*self._gather.shape, *x.shape[1:]).transpose(1, 2)
 

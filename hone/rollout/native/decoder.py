@@ -113,13 +113,16 @@ class PlainDecoder:
         self.forget()
 
     def forget(self) -> None:
+        self._parameters: list[Tensor] = []
         self._seen: list[tuple[int, int]] = []
         self._layers: list[_Layer] = []
         self._head: Linear | None = None
 
     def refresh(self) -> None:
+        if not self._parameters:
+            self._parameters = list(self._policy.parameters())
         # Every write by torch counts the version up; sharding takes other memory.
-        now = [(p.data_ptr(), p._version) for p in self._policy.parameters()]
+        now = [(p.data_ptr(), p._version) for p in self._parameters]
         if now == self._seen:
             return
         decoder: Any = self._policy.decoder
