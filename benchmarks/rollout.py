@@ -113,7 +113,9 @@ def main() -> dict[str, Any]:
         result[name] = round(ratio, 2)
         result[f"{name}_target"] = TARGETS[name]
         result[f"{name}_tokens_per_s"] = [round(mine), round(others)]
-        print(f"{name}: {ratio:.2f}x (target {TARGETS[name]}x), {mine:.0f} and {others:.0f} tokens/s")
+        print(
+            f"{name}: {ratio:.2f}x (target {TARGETS[name]}x), {mine:.0f} and {others:.0f} tokens/s"
+        )
     engine.close()
     return result
 

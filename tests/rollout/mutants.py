@@ -119,7 +119,7 @@ class VersionStaysBehind(NativeCore):
 
 class EveryPromptComputedAnew(NativeCore):
     def _admit(self) -> list[Request]:
-        return [self._waiting.popleft()] if self._waiting else []
+        return [self._waiting.pop()] if self._waiting else []
 
 
 # -- broken shells ---------------------------------------------------------------------------

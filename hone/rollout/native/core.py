@@ -6,7 +6,7 @@ thread and the waiting live in engine.py.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort_left
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -48,13 +48,18 @@ class NativeCore:
         self.version = 0
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; a group's prompt counts once."""
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []  # by what they may still write, the longest last
         self._active: list[Request] = []
         self._rows: SamplingRows | None = None
 
     def add(self, request: Request) -> None:
+        """Queue it; the longest allowed starts first, in order of arrival among equals.
+
+        So no long one is left to the end, alone in the batch, and those that run together end together.
+        """
         self.rules.check(request)
-        self._waiting.append(request)
+        # Whoever stands behind starts earlier; equals that came before stay behind.
+        insort_left(self._waiting, request, key=lambda r: r.sampling.max_tokens)
 
     def forget(self) -> None:
         """The parameters are others now; keep nothing that was made from them."""
@@ -67,7 +72,7 @@ class NativeCore:
 
     def abort(self) -> list[Request]:
         """End everything with what it has."""
-        ended = [*self._active, *self._waiting]
+        ended = [*self._active, *reversed(self._waiting)]
         for request in ended:
             request.stop_reason = StopReason.ABORT
         self._active, self._rows = [], None
@@ -90,12 +95,12 @@ class NativeCore:
         admitted: list[Request] = []
         tokens, seen = 0, set()
         while self._waiting and len(self._active) + len(admitted) < self._max_rows:
-            prompt = tuple(self._waiting[0].prompt_ids)
+            prompt = tuple(self._waiting[-1].prompt_ids)
             tokens += 0 if prompt in seen else len(prompt)
             if admitted and tokens > self._prefill_limit:
                 break
             seen.add(prompt)
-            admitted.append(self._waiting.popleft())
+            admitted.append(self._waiting.pop())
         return admitted
 
     def _compute(self, admitted: list[Request]) -> Tensor:  # [A, V]
