@@ -2,7 +2,8 @@
 
 Each ratio is the median of interleaved pairs: the machine may drift, both sides drift with it. The
 peer's fixed-length runs decode the same prompts greedily; its stream of requests is cut into batches
-of as many rows as our slots, each as long as its longest request (it has no continuous batching).
+of as many rows as our slots, each as long as its longest request (it has no continuous batching). Ours
+starts the longest allowed requests first, as the engine always does; lengths are allowed lengths here.
 """
 
 from __future__ import annotations
