@@ -6,7 +6,6 @@ and last log lines. Leaves out restarting it: a run resumes from its checkpoint.
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import sys
@@ -23,7 +22,7 @@ except ImportError as error:
         "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
         "or use trainer.controller=local"
     ) from error
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -35,6 +34,7 @@ from hone.controller.cluster_address import check_reachable
 from hone.controller.crew import Call, Crew
 from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
 from hone.controller.host import WorkerHost
+from hone.controller.process_log import last_lines, own_log_files
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
 from hone.controller.worker import LOOPBACK, Placement, free_port
@@ -46,7 +46,6 @@ START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 24 * 3600.0
 GOODBYE_DEADLINE_S = 5.0
 LOG_DEADLINE_S = 10.0
-LOG_LINES = 20
 
 
 def start_ray(ray_init: Mapping[str, Any]) -> bool:
@@ -102,11 +101,8 @@ class _SeatActor:
 
     def facts(self, rank: int) -> tuple[Seat, int]:
         context = ray.get_runtime_context()
-        logs = tuple(
-            target for fd in (2, 1) if os.path.isabs(target := _link(f"/proc/self/fd/{fd}"))
-        )
-        seat = Seat(rank, os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), logs)
-        return seat, free_port()
+        where = ray.util.get_node_ip_address(), context.get_node_id()
+        return Seat(rank, os.getpid(), *where, own_log_files()), free_port()
 
     def build(self, made_of: ClassWithInitArgs, placement: Placement, threads: int) -> None:
         os.environ.update(placement.environment())
@@ -157,9 +153,7 @@ class RefWait:
             raise RuntimeError(where) from error
         except GetTimeoutError as error:
             raise self._too_late([rank]) from error
-        except RayActorError as error:
-            raise died(self.owner, self._seat(rank), self.method, error) from error
-        except RayError as error:  # its result went with its node or owner
+        except RayError as error:  # the process died, or its result went with its node or owner
             raise died(self.owner, self._seat(rank), self.method, error) from error
 
     def _seat(self, rank: int) -> Seat:
@@ -192,9 +186,9 @@ def last_log_lines(seat: Seat) -> list[str]:
         return []
     here = ray.get_runtime_context().get_node_id()
     if here == seat.node_id:
-        return _tail(seat.logs)
+        return last_lines(seat.logs)
     strategy = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
-    reader = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=strategy)
+    reader = ray.remote(last_lines).options(num_cpus=0, scheduling_strategy=strategy)
     try:
         lines: list[str] = ray.get(reader.remote(seat.logs), timeout=LOG_DEADLINE_S)
     except RayError as error:
@@ -392,35 +386,12 @@ def _check_fit(pool: ResourcePool) -> None:
     kind = "GPU" if pool.use_gpu else "CPU"
     nodes = [node for node in ray.nodes() if node["Alive"]]
     have = sorted((int(node["Resources"].get(kind, 0)) for node in nodes), reverse=True)
-    want = sorted(pool.process_on_nodes, reverse=True)
-    free = list(have)
-    for count in want:
-        free.sort(reverse=True)
-        if not free or free[0] < count:
-            raise ValueError(
-                f"{pool} does not fit this Ray cluster, whose nodes have {have} {kind}s; set "
-                "trainer.n_gpus_per_node and trainer.nnodes to what there is"
-            )
-        free[0] -= count
+    if not pool.fits(have):
+        raise ValueError(
+            f"{pool} does not fit this Ray cluster, whose nodes have {have} {kind}s; set "
+            "trainer.n_gpus_per_node and trainer.nnodes to what there is"
+        )
 
 
 def _free() -> dict[str, float]:
     return {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
-
-
-def _tail(paths: Sequence[str]) -> list[str]:
-    lines: list[str] = []
-    for path in paths:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                kept = collections.deque(file, maxlen=LOG_LINES)
-            # Ray writes markers of its own for finding jobs and actors in the file.
-            lines += [line.rstrip() for line in kept if line.strip() and not line.startswith(":")]
-    return lines
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

@@ -75,6 +75,16 @@ class ResourcePool:
         """For each rank, its number on its node."""
         return [local for count in self.process_on_nodes for local in range(count)]
 
+    def fits(self, free_per_node: Sequence[int]) -> bool:
+        """Whether nodes with this many free devices each have room for it."""
+        free = sorted(free_per_node)
+        for count in sorted(self.process_on_nodes, reverse=True):
+            if not free or free[-1] < count:
+                return False
+            free[-1] -= count
+            free.sort()
+        return True
+
     def __repr__(self) -> str:
         kind = "GPU" if self.use_gpu else "CPU"
         return (
@@ -128,25 +138,6 @@ class ResourcePoolManager:
     def get_n_gpus(self) -> int:
         """Processes of all pools together; each has one GPU where GPUs are used."""
         return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
-
-    def misfits(self, free_per_node: Sequence[int]) -> list[str]:
-        """One sentence for each pool that does not fit nodes with this many free devices each."""
-        free = sorted(free_per_node, reverse=True)
-        problems: list[str] = []
-        wanted: list[tuple[int, str]] = sorted(
-            ((count, name) for name, nodes in self.resource_pool_spec.items() for count in nodes),
-            reverse=True,
-        )
-        for count, name in wanted:
-            if not free or free[0] < count:
-                problems.append(
-                    f"pool {name!r} wants {count} processes on one node; nodes have "
-                    f"{sorted(free_per_node, reverse=True)} and {free} are left"
-                )
-                continue
-            free[0] -= count
-            free.sort(reverse=True)
-        return problems
 
 
 def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[ResourcePool]:

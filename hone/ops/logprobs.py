@@ -6,6 +6,7 @@ chunk again. Everything is computed in float32 whatever the model's dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if with_entropy:
                 p = torch.sub(z, norm[:, None]).exp_()
                 entropy[part] = norm - torch.linalg.vecdot(p, z)
-        ctx.save_for_backward(hidden, weight, bias, target, log_norm, entropy)
+        ctx.save_for_backward(bias, hidden, weight, target, log_norm, entropy)
         ctx.factor, ctx.softcap = factor, softcap
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -113,16 +114,28 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        g_log_prob, g_entropy = grads  # None where nothing depends on it
-        hidden, weight, bias, target, log_norm, entropy = ctx.saved_tensors
-        g_hidden, g_weight, g_bias = _backward(
-            hidden, weight, bias, target, log_norm, entropy, g_log_prob, g_entropy,
-            factor=ctx.factor, softcap=ctx.softcap, with_weight=ctx.needs_input_grad[1],
-        )  # fmt: skip
-        return g_hidden, g_weight, g_bias, None, None, None, None, None
+        bias, *saved = ctx.saved_tensors
+        made = plain_backward(
+            *saved,
+            *grads,  # None where nothing depends on it
+            factor=ctx.factor,
+            with_weight=ctx.needs_input_grad[1],
+            bias=bias,
+            softcap=ctx.softcap,
+        )
+        return *made, None, None, None, None, None
 
 
-def linear_log_probs_backward(
+def backward_on(device: torch.device) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The gradient of a plain head as a device computes it, for who made log-probs in another way."""
+    if device.type == "cuda":
+        from hone.ops import logprobs_fused
+
+        return logprobs_fused.backward
+    return plain_backward
+
+
+def plain_backward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -132,36 +145,11 @@ def linear_log_probs_backward(
     g_entropy: Tensor | None,
     *,
     factor: float,
-    weight_needs_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of hidden states and of a plain head, for who has computed log-probs in another way."""
-    if hidden.is_cuda:
-        from hone.ops.logprobs_fused import backward
-
-        return backward(
-            hidden, weight, target, norm, entropy, g_log_prob, g_entropy,
-            factor=factor, with_weight=weight_needs_gradient,
-        )  # fmt: skip
-    return _backward(
-        hidden, weight, None, target, norm, entropy, g_log_prob, g_entropy,
-        factor=factor, softcap=None, with_weight=weight_needs_gradient,
-    )[:2]  # fmt: skip
-
-
-def _backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    log_norm: Tensor,
-    entropy: Tensor,
-    g_log_prob: Tensor | None,
-    g_entropy: Tensor | None,
-    *,
-    factor: float,
-    softcap: float | None,
     with_weight: bool,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, head and bias."""
     g_hidden = torch.empty_like(hidden)
     g_weight = None
     if with_weight:
@@ -169,7 +157,7 @@ def _backward(
     g_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
     for part in _chunks(hidden.shape[0], weight.shape[0]):
         z, squashed = _logits(hidden[part], weight, bias, softcap, factor)
-        log_p = z.sub_(log_norm[part, None])
+        log_p = z.sub_(norm[part, None])
         p = log_p.exp()
         # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
         # In place: two tensors of a chunk's logits are alive, not five.

@@ -6,10 +6,11 @@ Each file holds one concern; what others use is named here. Leaves out what the 
 
 from __future__ import annotations
 
-from hone.protocol.data_proto import AUTO_PADDING_KEY, DataProto, DataProtoItem
+from hone.protocol.data_proto import DataProto, DataProtoItem
 from hone.protocol.future import DataProtoFuture
 from hone.protocol.gather import all_gather_data_proto
 from hone.protocol.padding import (
+    AUTO_PADDING_KEY,
     PADDED_ROW,
     pad_dataproto_to_divisor,
     real_rows,

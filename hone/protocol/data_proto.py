@@ -6,29 +6,27 @@ repeated together. Leaves out what the columns mean (hone.columns) and any trans
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from hone.protocol.disk import load, save
+from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, may_be_cut_unevenly
 from hone.protocol.rows import (
-    check_known,
     concat_batches,
     mini_batches,
     object_array,
-    pick,
     row_index,
-    take_rows,
+    take_batch,
     tensordict_of,
 )
+from hone.protocol.selection import pop_columns, rename_columns, select_columns
 from hone.protocol.shapes import (
     describe,
     fold_batch_dim,
@@ -45,9 +43,6 @@ from hone.protocol.wire import (
 )
 
 logger = logging.getLogger(__name__)
-
-AUTO_PADDING_KEY = "_auto_padding"
-AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
 @dataclass(eq=False)
@@ -236,19 +231,9 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """A batch with only these columns and facts; None takes all of a kind."""
-        batch = self.batch
-        if batch is not None:
-            keys = list(batch.keys()) if batch_keys is None else list(batch_keys)
-            check_known(keys, batch.keys(), "tensor columns")
-            batch = TensorDict({key: batch[key] for key in keys}, batch_size=batch.batch_size)
-        elif batch_keys:
-            check_known(batch_keys, (), "tensor columns")
-        arrays = pick(self.non_tensor_batch, non_tensor_batch_keys, "object columns")
-        info = pick(self.meta_info, meta_info_keys, "meta_info")
-        if deepcopy:
-            batch = batch.clone() if batch is not None else None
-            arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
-        return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=info)
+        return select_columns(
+            self, batch_keys, non_tensor_batch_keys, meta_info_keys, deepcopy=deepcopy
+        )
 
     def pop(
         self,
@@ -257,17 +242,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Remove these columns and facts (None: none) and return them as a new batch."""
-        popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
-        if self.batch is not None:
-            for key in batch_keys or []:
-                self.batch.pop(key)
-        for key in non_tensor_batch_keys or []:
-            del self.non_tensor_batch[key]
-        for key in meta_info_keys or []:
-            del self.meta_info[key]
-        if popped.batch is not None and not len(popped.batch.keys()) and popped.non_tensor_batch:
-            popped.batch = None
-        return popped
+        return pop_columns(self, batch_keys, non_tensor_batch_keys, meta_info_keys)
 
     def rename(
         self,
@@ -275,14 +250,7 @@ class DataProto:
         new_keys: str | Sequence[str] | None = None,
     ) -> DataProto:
         """Rename tensor columns, in place."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
-        if len(old) != len(new):
-            raise ValueError(f"cannot rename {old} to {new}: {len(old)} names for {len(new)}")
-        check_known(old, self.batch.keys() if self.batch is not None else (), "tensor columns")
-        for before, after in zip(old, new, strict=True):
-            if before != after:
-                self.batch.rename_key_(before, after)
+        rename_columns(self, old_keys, new_keys)
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -310,11 +278,11 @@ class DataProto:
         window = slice(start, end, step)
         if step is not None and step < 0:  # torch has no negative steps
             return self.select_idxs(list(range(len(self)))[window])
-        return self._take(window)
+        return take_batch(self, window)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """The rows of an index list, array or tensor, or of a boolean mask."""
-        return self._take(row_index(idxs, len(self)))
+        return take_batch(self, row_index(idxs, len(self)))
 
     def reorder(self, indices: Any) -> None:
         """Put the rows in this order, in place."""
@@ -329,14 +297,14 @@ class DataProto:
             raise ValueError(f"rows cannot be repeated {repeat_times} times")
         rows = torch.arange(len(self))
         index = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
-        return self._take(index)
+        return take_batch(self, index)
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Row i `repeat_times[i]` times, in order."""
         times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.long)
         if times.ndim != 1 or len(times) != len(self):
             raise ValueError(f"{tuple(times.shape)} repeat counts for a batch of {len(self)} rows")
-        return self._take(torch.arange(len(self)).repeat_interleave(times))
+        return take_batch(self, torch.arange(len(self)).repeat_interleave(times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut into `chunks` equal batches; unequal ones only where padding is enabled."""
@@ -394,21 +362,11 @@ class DataProto:
 
     def is_padding_enabled(self) -> bool:
         """Whether this batch may be cut unevenly (meta_info flag, or HONE_AUTO_PADDING=1)."""
-        wanted = os.environ.get(AUTO_PADDING_ENV, "").lower() in {"1", "true", "yes", "on"}
-        return bool(self.meta_info.get(AUTO_PADDING_KEY, wanted))
+        return may_be_cut_unevenly(self)
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append `padding_size` copies of the first or last row, in place."""
-        if padding_candidate not in {"first", "last"}:
-            raise ValueError(f"padding_candidate={padding_candidate!r}; use 'first' or 'last'")
-        if padding_size < 0 or (padding_size and not len(self)):
-            raise ValueError(f"cannot pad a batch of {len(self)} rows by {padding_size}")
-        rows = len(self)
-        copied = 0 if padding_candidate == "first" else rows - 1
-        padded = self._take(
-            torch.tensor([*range(rows), *[copied] * padding_size], dtype=torch.long)
-        )
-        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+        append_copies(self, padding_size, padding_candidate)
 
     # -- crossing processes -----------------------------------------------------------------
 
@@ -426,29 +384,9 @@ class DataProto:
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Write to a file; a reader never sees half of it."""
-        target = Path(filepath)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        with partial.open("wb") as file:
-            pickle.dump(self, file, protocol=5)
-        partial.replace(target)
+        save(self, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
         """Read what `save_to_disk` wrote. Only for files you trust: it is a pickle."""
-        with Path(filepath).open("rb") as file:
-            data = pickle.load(file)
-        if not isinstance(data, DataProto):
-            raise ValueError(f"{filepath} holds a {type(data).__name__}, not a DataProto")
-        return data
-
-    def _take(self, index: Any) -> DataProto:
-        batch = self.batch
-        if batch is not None:
-            if len(batch.keys()):
-                tensors = {key: take_rows(value, index) for key, value in batch.items()}
-                rows = len(next(iter(tensors.values())))
-            else:
-                tensors, rows = {}, len(take_rows(np.arange(len(self)), index))
-            batch = TensorDict(tensors, batch_size=(rows, *batch.batch_size[1:]))
-        arrays = {key: take_rows(array, index) for key, array in self.non_tensor_batch.items()}
-        return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
+        return load(filepath, DataProto)

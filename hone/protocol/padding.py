@@ -7,9 +7,12 @@ out of a mean. Leaves out token padding: that is rollout's business.
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import torch
+
+from hone.protocol.rows import take_batch
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
@@ -17,6 +20,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PADDED_ROW = "padded_row"
+AUTO_PADDING_KEY = "_auto_padding"
+AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
+
+
+def may_be_cut_unevenly(data: DataProto) -> bool:
+    """What the batch's own flag says, else the environment."""
+    wanted = os.environ.get(AUTO_PADDING_ENV, "").lower() in {"1", "true", "yes", "on"}
+    return bool(data.meta_info.get(AUTO_PADDING_KEY, wanted))
+
+
+def append_copies(data: DataProto, count: int, candidate: str) -> None:
+    """Append `count` copies of the first or last row, in place."""
+    if candidate not in {"first", "last"}:
+        raise ValueError(f"padding_candidate={candidate!r}; use 'first' or 'last'")
+    rows = len(data)
+    if count < 0 or (count and not rows):
+        raise ValueError(f"cannot pad a batch of {rows} rows by {count}")
+    copied = 0 if candidate == "first" else rows - 1
+    padded = take_batch(data, torch.tensor([*range(rows), *[copied] * count], dtype=torch.long))
+    data.batch, data.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

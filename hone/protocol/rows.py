@@ -41,6 +41,20 @@ def take_rows(value: Any, index: Any) -> Any:
     return value[index]
 
 
+def take_batch(data: DataProto, index: Any) -> DataProto:
+    """These rows of every column, with the facts of the whole batch."""
+    batch = data.batch
+    if batch is not None:
+        if len(batch.keys()):
+            tensors = {key: take_rows(value, index) for key, value in batch.items()}
+            rows = len(next(iter(tensors.values())))
+        else:
+            tensors, rows = {}, len(take_rows(np.arange(len(data)), index))
+        batch = TensorDict(tensors, batch_size=(rows, *batch.batch_size[1:]))
+    arrays = {key: take_rows(array, index) for key, array in data.non_tensor_batch.items()}
+    return type(data)(batch, arrays, dict(data.meta_info))
+
+
 def cat_rows(values: list[Any]) -> Any:
     """Values of several batches, one below the other."""
     first = values[0]
@@ -173,18 +187,3 @@ def row_index(idxs: Any, rows: int) -> torch.Tensor:
     if int(index.min()) < -rows or int(index.max()) >= rows:
         raise IndexError(f"rows {int(index.min())}..{int(index.max())} of a batch of {rows} rows")
     return index
-
-
-def check_known(wanted: Sequence[str], present: Any, kind: str) -> None:
-    """KeyError that names what is missing and what there is."""
-    missing = [key for key in wanted if key not in present]
-    if missing:
-        raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(present)}")
-
-
-def pick(source: dict[str, Any], keys: Sequence[str] | None, kind: str) -> dict[str, Any]:
-    """These entries of a dict; None takes all."""
-    if keys is None:
-        return dict(source)
-    check_known(keys, source, kind)
-    return {key: source[key] for key in keys}

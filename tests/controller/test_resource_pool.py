@@ -50,11 +50,14 @@ def test_a_role_mapped_to_no_pool_is_refused() -> None:
 
 
 def test_a_pool_must_fit_node_by_node_not_only_in_total() -> None:
-    manager = ResourcePoolManager({"a": [4], "b": [4]}, {})
-    assert manager.misfits([4, 4]) == []
-    assert manager.misfits([8]) == []
-    assert len(manager.misfits([6, 2])) == 1
-    assert "pool 'b' wants 4" in ResourcePoolManager({"b": [4]}, {}).misfits([2, 2])[0]
+    pool = ResourcePool([4, 4])
+    assert pool.fits([4, 4])
+    assert pool.fits([8])
+    assert pool.fits([1, 4, 4])
+    assert not pool.fits([6, 2])
+    assert not pool.fits([7])
+    assert not pool.fits([])
+    assert not ResourcePool([4]).fits([2, 2])
 
 
 def test_pools_can_be_split_and_merged() -> None:

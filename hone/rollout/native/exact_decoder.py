@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.models.policy import PolicyModel
+from hone.ops.logprobs import backward_on
 from hone.ops.packing import PackedRows
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.decoder import is_plain
@@ -265,12 +266,9 @@ class _ExactLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from hone.ops.logprobs import linear_log_probs_backward
-
-        g_hidden, g_weight = linear_log_probs_backward(
-            *ctx.saved_tensors,
-            *grads,
-            factor=1.0 / ctx.temperature,
-            weight_needs_gradient=ctx.needs_input_grad[2],
+        hidden, *saved = ctx.saved_tensors
+        factor, with_weight = 1.0 / ctx.temperature, ctx.needs_input_grad[2]
+        g_hidden, g_weight, *_ = backward_on(hidden.device)(
+            hidden, *saved, *grads, factor=factor, with_weight=with_weight
         )
         return None, g_hidden, g_weight, None, None, None

@@ -7,7 +7,8 @@ import torch
 
 from hone.engine.offload import HostRest
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.native.paged_core import PAGE_SIZE, STEPS_PER_CHUNK, PagedCore
+from hone.rollout.native.paged_core import PagedCore
+from hone.rollout.native.paged_schedule import PAGE_SIZE, STEPS_PER_CHUNK
 from hone.rollout.requests import Request
 
 from ..models import policy, prompts
@@ -34,7 +35,7 @@ def test_a_group_computes_its_prompt_once_and_shares_its_full_pages() -> None:
         core.add(ask(prompt, 40, seed=i))
     core.step()
     assert core.prefilled_tokens == 40
-    tables = [row.pages for row in core._active]
+    tables = [row.pages for row in core._schedule.active]
     assert len({tuple(pages[:2]) for pages in tables}) == 1
     assert len({pages[2] for pages in tables}) == 6  # the partial page is each one's own
 
@@ -105,6 +106,43 @@ def test_too_few_pages_preempt_the_newest_and_change_no_token() -> None:
     assert tight.preempted > 0
     assert roomy.preempted == 0
     assert tight.cache.pool.available == 25
+
+
+def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> None:
+    core = paged_core(policy(), max_num_seqs=1)
+    for seed, tokens in enumerate((2, 5, 2, 5, 9)):
+        core.add(ask(prompts(1)[0], tokens, seed))
+    finished = []
+    while core.busy:
+        finished += core.step()
+    assert [(len(r.token_ids), r.sampling.seed) for r in finished] == [
+        (9, 4), (5, 1), (5, 3), (2, 0), (2, 2)
+    ]  # fmt: skip
+
+
+def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_page() -> None:
+    """Two groups of mixed lengths through three slots: their samples start at different times."""
+    asked = [(p, n) for p in prompts(2, 40, 40) for n in (9, 70, 33, 2, 50)]
+    seen = []
+    for order in (range(10), range(9, -1, -1)):
+        core = paged_core(policy(), max_num_seqs=3)
+        requests = {i: ask(asked[i][0], asked[i][1], seed=i) for i in order}
+        finish(core, list(requests.values()))
+        seen.append([requests[i].token_ids for i in range(10)])
+        assert core.prefilled_tokens <= 2 * 40 + 8 * (40 % PAGE_SIZE)
+    assert seen[0] == seen[1]
+
+
+def test_a_prefill_that_fails_leaves_its_requests_to_be_aborted() -> None:
+    core = paged_core(policy())
+    core._forward = None  # whatever goes wrong
+    requests = [ask(p, seed=i) for i, p in enumerate(prompts(3))]
+    for request in requests:
+        core._schedule.add(request)
+    with pytest.raises(TypeError):
+        core._prefill(core._schedule.admit(1))
+    assert core.abort() == requests
+    assert core.cache.pool.available == core.cache.pages - 1
 
 
 def test_every_page_comes_back() -> None:

@@ -1,0 +1,78 @@
+"""Choosing columns of a DataProto by name: take some, take some out, call them otherwise.
+
+Functions behind the methods `select`, `pop` and `rename`. Leaves out rows: those are rows.py's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+if TYPE_CHECKING:
+    from hone.protocol.data_proto import DataProto
+
+Names = Sequence[str] | None
+
+
+def select_columns(
+    data: DataProto, tensors: Names, arrays: Names, facts: Names, deepcopy: bool
+) -> DataProto:
+    """A batch with only these columns and facts; None takes all of a kind."""
+    batch = data.batch
+    if batch is not None:
+        names = list(batch.keys()) if tensors is None else list(tensors)
+        check_known(names, batch.keys(), "tensor columns")
+        batch = TensorDict({name: batch[name] for name in names}, batch_size=batch.batch_size)
+    elif tensors:
+        check_known(tensors, (), "tensor columns")
+    chosen = pick(data.non_tensor_batch, arrays, "object columns")
+    info = pick(data.meta_info, facts, "meta_info")
+    if deepcopy:
+        batch = batch.clone() if batch is not None else None
+        chosen, info = copy.deepcopy(chosen), copy.deepcopy(info)
+    return type(data)(batch, chosen, info)
+
+
+def pop_columns(data: DataProto, tensors: Names, arrays: Names, facts: Names) -> DataProto:
+    """Remove these columns and facts (None: none) and return them as a new batch."""
+    popped = select_columns(data, tensors or [], arrays or [], facts or [], deepcopy=False)
+    if data.batch is not None:
+        for name in tensors or []:
+            data.batch.pop(name)
+    for name in arrays or []:
+        del data.non_tensor_batch[name]
+    for name in facts or []:
+        del data.meta_info[name]
+    if popped.batch is not None and not len(popped.batch.keys()) and popped.non_tensor_batch:
+        popped.batch = None
+    return popped
+
+
+def rename_columns(data: DataProto, old: str | Names, new: str | Names) -> None:
+    """Rename tensor columns, in place."""
+    before = [old] if isinstance(old, str) else list(old or [])
+    after = [new] if isinstance(new, str) else list(new or [])
+    if len(before) != len(after):
+        raise ValueError(f"cannot rename {before} to {after}: {len(before)} names for {len(after)}")
+    check_known(before, data.batch.keys() if data.batch is not None else (), "tensor columns")
+    for was, becomes in zip(before, after, strict=True):
+        if was != becomes:
+            data.batch.rename_key_(was, becomes)
+
+
+def check_known(wanted: Sequence[str], present: Any, kind: str) -> None:
+    """KeyError that names what is missing and what there is."""
+    missing = [key for key in wanted if key not in present]
+    if missing:
+        raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(present)}")
+
+
+def pick(source: dict[str, Any], keys: Sequence[str] | None, kind: str) -> dict[str, Any]:
+    """These entries of a dict; None takes all."""
+    if keys is None:
+        return dict(source)
+    check_known(keys, source, kind)
+    return {key: source[key] for key in keys}

@@ -1,0 +1,117 @@
+"""Who decodes next: order of the waiting line, shared pages, preemption; no model is needed."""
+
+from __future__ import annotations
+
+from hone.rollout.contract import Sampling, StopReason
+from hone.rollout.native.paged_cache import PagePool
+from hone.rollout.native.paged_schedule import PAGE_SIZE, PagedRules, PagedSchedule
+from hone.rollout.requests import Request
+
+LONGEST = 400
+
+
+def schedule(pages: int = 200, max_rows: int = 1) -> PagedSchedule:
+    return PagedSchedule(
+        PagePool(pages, PAGE_SIZE),
+        PagedRules(frozenset({1}), longest=LONGEST, pages=pages),
+        max_rows=max_rows,
+        prefill_limit=1000,
+        prefix_caching=True,
+    )
+
+
+def ask(name: str, tokens: int, prompt: int = 40) -> Request:
+    ids = [ord(letter) for letter in name[0]] * prompt
+    return Request(ids, Sampling(tokens, 1.0, 0), name)
+
+
+def names(requests: list[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def running(line: PagedSchedule) -> list[str]:
+    return names([row.request for row in line.active])
+
+
+def drained(line: PagedSchedule) -> list[str]:
+    """Start and end all, one admission after the other; the order in which they started."""
+    started = []
+    while line.busy:
+        line.admit(1)
+        started += running(line)
+        for row in line.active:
+            row.request.token_ids.append(7)
+            row.request.stop_reason = StopReason.LENGTH
+        line.retire()
+    return started
+
+
+def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> None:
+    line = schedule()
+    for name, tokens in {"a": 2, "b": 5, "c": 2, "d": 5, "e": 9}.items():
+        line.add(ask(name, tokens))
+    assert drained(line) == ["e", "b", "d", "a", "c"]
+
+
+def test_one_that_comes_later_overtakes_the_shorter_ones_that_wait() -> None:
+    line = schedule()
+    line.add(ask("a", 5))
+    line.admit(1)
+    line.add(ask("b", 5))
+    line.add(ask("c", 6))
+    assert drained(line) == ["a", "c", "b"]
+
+
+def test_a_group_of_equal_lengths_stays_together_behind_a_longer_one() -> None:
+    line = schedule(max_rows=4)
+    for name in ("a1", "a2", "b1", "b2", "c1"):
+        line.add(ask(name, 9 if name == "c1" else 5))
+    line.admit(1)
+    assert running(line) == ["c1", "a1", "a2", "b1"]
+
+
+def test_samples_of_a_group_hold_the_same_full_pages() -> None:
+    line = schedule(max_rows=3)
+    for name in ("a1", "a2", "a3"):
+        line.add(ask(name, 5))
+    tables = [row.pages for row in line.admit(1)]
+    assert len({tuple(pages[:2]) for pages in tables}) == 1
+    assert len({pages[2] for pages in tables}) == 3
+
+
+def test_samples_of_a_group_that_start_apart_find_the_same_full_pages() -> None:
+    line = schedule(max_rows=2)
+    for name, tokens in {"a1": 99, "b1": 50, "a2": 10}.items():
+        line.add(ask(name, tokens))
+    first, other = line.admit(1)
+    for row in (first, other):
+        line.remember(row, row.request.prompt_ids)
+    other.request.stop_reason = StopReason.STOP
+    line.retire()
+    [second] = line.admit(1)
+    assert second.request.request_id == "a2"
+    assert second.known == 2 * PAGE_SIZE
+    assert second.pages[:2] == first.pages[:2]
+
+
+def test_preempted_ones_go_first_in_their_old_order_however_long_the_new_ones_are() -> None:
+    line = schedule(pages=18, max_rows=3)  # three rows of 5 pages at first, then one of 10
+    for name in ("a", "b", "c"):
+        line.add(ask(name, 150, prompt=5 * PAGE_SIZE - 2))
+    assert len(line.admit(1)) == 3
+    for row in line.active:
+        row.request.token_ids += [7] * 40
+    line.extend(40)
+    assert (running(line), line.preempted) == (["a"], 2)
+    line.add(ask("d", 230))
+    assert drained(line) == ["a", "b", "c", "d"]
+
+
+def test_an_abort_gives_every_page_back() -> None:
+    line = schedule(max_rows=2)
+    for name in ("a", "b", "c"):
+        line.add(ask(name, 20))
+    line.admit(1)
+    assert names(line.abort()) == ["a", "b", "c"]
+    assert not line.busy
+    assert line._pool.available == 199
