@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import Layout, window_of
-from hone.ops.gated import silu_gate
+from hone.ops.gated import gated_product, silu_gate
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
+from hone.ops.wide_product import wide_linear
 
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -52,16 +53,24 @@ def _silu_classes() -> tuple[type, ...]:
     return nn.SiLU, type(ACT2FN["silu"])
 
 
-def _attention(
+def _attention(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _into_residual(self.o_proj, _attended(self, *args, turn=rotate, **kwargs)), None
+
+
+def _plain_attention(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return self.o_proj(_attended(self, *args, turn=plain_rotate, **kwargs)), None
+
+
+def _attended(
     self: Any,
     hidden_states: Tensor,  # [1, N, d]
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     *,
     layout: Layout,
-    turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate,
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor],
     **_: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:  # [1, N, H D]
     q, k, v = (
         proj(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
         for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -77,11 +86,7 @@ def _attention(
         scaling=self.scaling,
         window=window_of(self),
     )
-    return self.o_proj(out.flatten(1)[None]), None
-
-
-def _plain_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _attention(self, hidden_states, *args, turn=plain_rotate, **kwargs)
+    return out.flatten(1)[None]
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -93,7 +98,22 @@ def _plain_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(silu_gate(self.gate_proj(x), self.up_proj(x)))
+    gate, up = self.gate_proj, self.up_proj
+    if _is_product(gate) and _is_product(up):
+        inner = gated_product(x, gate.weight, up.weight)
+    else:
+        inner = silu_gate(gate(x), up(x))
+    return _into_residual(self.down_proj, inner)
+
+
+def _into_residual(linear: Any, x: Tensor) -> Tensor:
+    """What a float32 sum takes up need not be rounded to 16 bits before."""
+    return wide_linear(x, linear.weight) if _is_product(linear) else linear(x)
+
+
+def _is_product(linear: Any) -> bool:
+    """Not wrapped (adapters, quantisation), nothing added."""
+    return type(linear) is nn.Linear and linear.bias is None
 
 
 def _embedding(self: Any, ids: Tensor) -> Tensor:

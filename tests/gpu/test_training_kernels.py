@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hone.ops import logprobs, logprobs_fused
+from hone.ops.gated import gated_product
 from hone.ops.varlen import varlen_attention
+from hone.ops.wide_product import wide_linear
 
 from .device import DEVICE, needs_gpu, needs_kernels, relative_error
 
@@ -50,11 +52,106 @@ class TestGate:
         a, b = gate.clone().requires_grad_(), up.clone().requires_grad_()
         plain = F.silu(a) * b
         plain.backward(g)
-        assert relative_error(gated_triton.silu_gate_forward(gate, up), plain) < 1e-5
+        out, *kept = gated_triton.silu_gate_forward(gate, up, torch.float32)
+        assert relative_error(out, plain) < 1e-5
+        assert kept[0] is gate
+        assert kept[1] is up
         for ours, wanted in zip(
             gated_triton.silu_gate_backward(gate, up, g), (a.grad, b.grad), strict=True
         ):
             assert relative_error(ours, wanted) < 1e-5
+
+    def test_wide_factors_are_rounded_only_in_what_is_kept(self) -> None:
+        from hone.ops import gated_triton
+
+        gate, up = torch.randn(2, 5, 1111, device=DEVICE)
+        out, *kept = gated_triton.silu_gate_forward(gate, up, torch.bfloat16)
+        assert relative_error(out, F.silu(gate) * up) < 5e-3
+        for kept_one, given in zip(kept, (gate, up), strict=True):
+            assert kept_one.dtype == torch.bfloat16
+            assert relative_error(kept_one, given) < 5e-3
+
+
+class TestProducts:
+    """A gated product and a wide product, in 16 bits, against float32."""
+
+    pytestmark = needs_gpu
+
+    def test_values_and_gradients_are_nearer_than_those_of_rounded_steps(self) -> None:
+        x, gate, up = (
+            torch.randn(size, device=DEVICE).mul(0.3).bfloat16()
+            for size in ((3, 40, 64), (200, 64), (200, 64))
+        )
+        down = torch.randn(64, 200, device=DEVICE).bfloat16()
+        pull = torch.randn(3, 40, 64, device=DEVICE)
+
+        def ours(x, gate, up, down):  # type: ignore[no-untyped-def]
+            return wide_linear(gated_product(x, gate, up), down)
+
+        def plain(x, gate, up, down):  # type: ignore[no-untyped-def]
+            return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+        results = []
+        for apply, dtype in (
+            (ours, torch.bfloat16),
+            (plain, torch.bfloat16),
+            (plain, torch.float32),
+        ):
+            given = [t.detach().to(dtype).requires_grad_() for t in (x, gate, up, down)]
+            out = apply(*given)
+            out.backward(pull.to(out.dtype))
+            results.append([out, *(t.grad for t in given)])
+        assert results[0][0].dtype == torch.float32
+        errors = [
+            [relative_error(a, b) for a, b in zip(r, results[2], strict=True)] for r in results
+        ]
+        assert errors[0][0] < 0.8 * errors[1][0]
+        assert all(a < 1.2 * b for a, b in zip(errors[0][1:], errors[1][1:], strict=True))
+
+    def test_frozen_weights_get_no_gradient(self) -> None:
+        x = torch.randn(7, 32, device=DEVICE).bfloat16().requires_grad_()
+        gate, up, down = torch.randn(3, 32, 32, device=DEVICE).bfloat16()
+        wide_linear(gated_product(x, gate, up), down).sum().backward()
+        assert x.grad is not None
+        assert gate.grad is None
+        assert down.grad is None
+
+
+@pytest.mark.parametrize(("heads", "kv", "d"), [(14, 2, 64), (12, 2, 128)])
+class TestSameRoundings:
+    """Decoding rounds the weights of attention where the training kernel rounds them."""
+
+    pytestmark = needs_gpu
+
+    def test_a_decoded_token_attends_as_in_training(self, heads: int, kv: int, d: int) -> None:
+        from hone.rollout.native import kernels_triton
+        from hone.rollout.native.paged_cache import PagedCache
+
+        rows, length = 64, 500
+        pages = -(-length // 16)
+        cache = PagedCache(
+            layers=1, kv_heads=kv, head_dim=d, pages=rows * pages + 1, page_size=16,
+            dtype=torch.bfloat16, device=DEVICE,
+        )  # fmt: skip
+        cache.reserve()
+        q = torch.randn(rows, length, heads, d, device=DEVICE).bfloat16()
+        k, v = torch.randn(2, rows, length, kv, d, device=DEVICE).bfloat16()
+        table = (torch.arange(rows * pages, device=DEVICE).view(rows, pages) + 1).int()
+        at = torch.arange(length, device=DEVICE)
+        slots = (table[:, at // 16].long() * 16 + at % 16).flatten()
+        kernels_triton.store(k.flatten(0, 1), v.flatten(0, 1), slots, cache, 0)
+        cu = torch.arange(rows + 1, device=DEVICE).int() * length
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        trained = varlen_attention(
+            *packed, cu, cu, length, length, scaling=d**-0.5, window=None
+        ).view(rows, length, heads, d)
+        for position in (37, 130, 383, 499):
+            decoded = kernels_triton.decode_attention(
+                q[:, position], cache, 0, table, torch.full((rows,), position, device=DEVICE),
+                scaling=d**-0.5, window=None, splits=1,
+            )  # fmt: skip
+            equal = (decoded == trained[:, position]).float().mean()
+            assert equal > 0.98, f"at {position}: {equal:.3f} of the values are equal"
 
 
 @pytest.mark.parametrize("window", [None, 7])

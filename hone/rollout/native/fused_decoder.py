@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hone.models.attention import window_of
 from hone.models.policy import PolicyModel
+from hone.ops.wide_product import wide_product
 
 
 class Layer(NamedTuple):
@@ -86,13 +87,18 @@ class FusedDecoder:
             out = layout.attend_stored(
                 q, k, v, layer=index, scaling=layer.scaling, window=layer.window
             )
-            o = F.linear(out.flatten(1), *layer.out)
+            o = _wide(out.flatten(1), *layer.out)
             h, residual = kernels.add_rms_norm(o, residual, *layer.norm_mlp)
-            mlp = F.linear(kernels.silu_mul(F.linear(h, *layer.gate_up)), *layer.down)
+            mlp = _wide(kernels.silu_mul(_wide(h, *layer.gate_up), h.dtype), *layer.down)
             last = index + 1 == len(self._layers)
             norm = (self._norm, self._eps) if last else self._layers[index + 1].norm_in
             h, residual = kernels.add_rms_norm(mlp, residual, *norm)
         return h
+
+
+def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product that is not rounded to 16 bits, as in training, where no bias is added to it."""
+    return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
 def read_layer(layer: Any) -> Layer:

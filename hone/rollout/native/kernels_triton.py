@@ -17,9 +17,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hone.rollout.native.paged_cache import PagedCache
 
-_NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 2}
+_NARROW = {"KEYS": 128, "num_warps": 4, "num_stages": 2}
 _WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
-"""Keys one step of the attention loop reads, and how it is spread: heads up to 64 wide, and wider."""
+"""Keys one step of the attention loop reads, and how it is spread: heads up to 64 wide, and wider.
+
+Blocks begin at multiples of KEYS and are taken from the last to the first, both as torch's
+variable-length kernel does in training: weights are rounded relative to the greatest score seen so far,
+so that the same order makes the same roundings."""
 
 
 @triton.jit
@@ -82,9 +86,9 @@ def _silu_mul(x_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-un
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), real)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
+    out = gate_up.new_empty(rows, width, dtype=dtype)
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
     return out
@@ -269,9 +273,11 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
-    begin = first + split * share
-    end = tl.minimum(begin + share, length)
+    lowest = first // KEYS
+    blocks = tl.cdiv(length, KEYS)
+    share = tl.cdiv(blocks - lowest, SPLITS)
+    begin = lowest + split * share
+    end = tl.minimum(begin + share, blocks)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
     q_real = (g < GROUP)[:, None] & (d < D)[None, :]
@@ -285,9 +291,9 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     norm = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     log2e: tl.constexpr = 1.4426950408889634
-    for start in range(begin, end, KEYS):
-        n = start + tl.arange(0, KEYS)
-        real = n < end
+    for done in range(end - begin):
+        n = (end - 1 - done) * KEYS + tl.arange(0, KEYS)
+        real = (n >= first) & (n < length)
         page = tl.load(table_ptr + row * table_stride + n // PAGE, real, other=0).to(tl.int64)
         cell = ((page * KV + kv_head) * PAGE + n % PAGE) * D
         both = real[:, None] & (d < D)[None, :]
