@@ -1,19 +1,24 @@
-"""Causal attention over sequences laid end to end, by torch's own variable-length kernel (GPU, 16 bit)."""
+"""Causal attention over sequences laid end to end (GPU, 16 bit): torch's own variable-length kernel.
+
+Where a flash-attn package is installed that runs on this GPU, its kernel takes the place of torch's.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import logging
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
 
-@functools.cache
-def _kernel() -> tuple[Any, bool]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+_PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn", 8))
+"""Modules that bring `flash_attn_varlen_func`, the fastest first, and the least compute capability."""
 
 
 def varlen_attention(
@@ -29,10 +34,58 @@ def varlen_attention(
     window: int | None,
 ) -> Tensor:  # [N, H, D]
     """The last query of each sequence stands at its last key."""
-    varlen_attn, says_gqa = _kernel()
+    attend = _packaged() or _torch_attention
+    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, window)
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+    scaling: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    varlen_attn, says_gqa = _torch_kernel()
     left = window - 1 if window is not None else -1
     # Before it had the switch, the kernel took fewer key heads than query heads without being told.
     extra = {"enable_gqa": q.shape[1] != k.shape[1]} if says_gqa else {}
     return varlen_attn(
         q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(left, 0), **extra
     )
+
+
+@functools.cache
+def _torch_kernel() -> tuple[Any, bool]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@functools.cache
+def _packaged() -> Callable[..., Tensor] | None:
+    """The kernel of an installed package, or None."""
+    major, _ = torch.cuda.get_device_capability()
+    for name, least in _PACKAGES:
+        if major < least:
+            continue
+        try:
+            kernel = importlib.import_module(name).flash_attn_varlen_func
+        except ModuleNotFoundError:
+            continue
+        except (ImportError, OSError, AttributeError) as error:
+            # Built for another torch, or a part of another package.
+            logger.warning("%s is installed but cannot be used here: %s", name, error)
+            continue
+        logger.info("attention over packed rows: %s", name)
+        return functools.partial(_by_package, kernel)
+    return None
+
+
+def _by_package(
+    kernel: Any,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+    scaling: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    out = kernel(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+        softmax_scale=scaling, causal=True,
+        **({} if window is None else {"window_size": (window - 1, 0)}),
+    )  # fmt: skip
+    return out[0] if isinstance(out, tuple) else out

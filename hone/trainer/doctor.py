@@ -34,6 +34,10 @@ OPTIONAL = {
     "swanlab": ("swanlab", "the swanlab tracker"),
     "math-verify": ("math", "symbolic comparison of mathematical answers"),
     "sympy": ("math", "symbolic comparison of mathematical answers"),
+    "flash-attn": (
+        None,
+        "its attention kernel on a GPU in place of torch's own (pip install flash-attn)",
+    ),
     "bm25s": ("search", "the BM25 retriever of search agents"),
     "datasets": (None, "`hone data prepare --hub` (pip install datasets)"),
 }
