@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hone.config.engine import OptimConfig
 from hone.engine.schedule import lr_factor
+from hone.ops.accumulate import accumulate
 from hone.plugins import PluginError, load_object
 
 
@@ -69,8 +70,7 @@ class Optimizer:
                 sums.append(_local(master.grad))
                 parts.append(_local(parameter.grad))
             parameter.grad = None
-        if sums:
-            torch._foreach_add_(sums, parts)
+        accumulate(sums, parts)
 
     def step(self) -> dict[str, float]:
         """Clip, check, update; returns `grad_norm`, `lr` and whether the update was skipped."""

@@ -117,7 +117,7 @@ class TestProducts:
         assert down.grad is None
 
 
-@pytest.mark.parametrize(("heads", "kv", "d"), [(14, 2, 64), (12, 2, 128)])
+@pytest.mark.parametrize(("heads", "kv", "d"), [(12, 2, 128), (32, 8, 128)])
 class TestSameRoundings:
     """Decoding rounds the weights of attention where the training kernel rounds them."""
 
@@ -221,3 +221,19 @@ class TestRotation:
         plain.backward(g)
         assert relative_error(turn(x, cos, sin, back=False), plain) < 1e-5
         assert relative_error(turn(g, cos, sin, back=True), a.grad) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+class TestAccumulation:
+    pytestmark = needs_kernels
+
+    def test_sums_of_all_tensors_grow_by_their_parts(self, dtype: torch.dtype) -> None:
+        from hone.ops.accumulate_triton import add_all
+
+        shapes = [(1,), (7, 13), (4096,), (4097,), (130, 100), (0,)]
+        sums = [torch.randn(shape, device=DEVICE) for shape in shapes]
+        parts = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+        wanted = [a + b for a, b in zip(sums, parts, strict=True)]
+        add_all(sums, parts)
+        for got, want in zip(sums, wanted, strict=True):
+            assert torch.equal(got, want)

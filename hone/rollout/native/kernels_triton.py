@@ -17,13 +17,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hone.rollout.native.paged_cache import PagedCache
 
-_NARROW = {"KEYS": 128, "num_warps": 4, "num_stages": 2}
+_NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 2}
 _WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
 """Keys one step of the attention loop reads, and how it is spread: heads up to 64 wide, and wider.
 
-Blocks begin at multiples of KEYS and are taken from the last to the first, both as torch's
-variable-length kernel does in training: weights are rounded relative to the greatest score seen so far,
-so that the same order makes the same roundings."""
+Blocks begin at multiples of KEYS and are taken from the last to the first, as torch's variable-length
+kernel does in training: weights are rounded relative to the greatest score seen so far, and the same
+order makes the same roundings. For narrow heads that kernel takes 128 keys at a time, which is slower
+here; the first block of a sequence is then rounded otherwise."""
 
 
 @triton.jit

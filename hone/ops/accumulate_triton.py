@@ -1,0 +1,57 @@
+"""The kernel behind accumulate.py: a table of addresses, and a table of which program adds what."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hone.ops.transfer import send
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _add(  # type: ignore[no-untyped-def]
+    like_ptr,
+    address_ptr,
+    count_ptr,
+    owner_ptr,
+    first_ptr,
+    tensors,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    owner = tl.load(owner_ptr + program)
+    first = tl.load(first_ptr + program)
+    count = tl.load(count_ptr + owner)
+    total = tl.load(address_ptr + owner).to(tl.pointer_type(tl.float32))
+    part = tl.load(address_ptr + tensors + owner).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    total, part = tl.multiple_of(total, 16), tl.multiple_of(part, 16)
+    i = tl.multiple_of(first, BLOCK) + tl.arange(0, BLOCK)
+    real = i < count
+    value = tl.load(total + i, real, other=0.0) + tl.load(part + i, real, other=0.0).to(tl.float32)
+    tl.store(total + i, value, real)
+
+
+def add_all(sums: list[Tensor], parts: list[Tensor]) -> None:
+    device = sums[0].device
+    count, owner, first = _shares(tuple(t.numel() for t in sums), device)
+    addresses = send(torch.tensor([t.data_ptr() for t in (*sums, *parts)]), device)
+    _add[(len(owner),)](
+        parts[0], addresses, count, owner, first, len(sums), BLOCK=_BLOCK, num_warps=4
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _shares(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """How many elements each tensor has; whose elements each program adds, and from which on."""
+    count = torch.tensor(counts)
+    blocks = -(-count // _BLOCK)
+    owner = torch.arange(len(counts)).repeat_interleave(blocks)
+    before = (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
+    first = (torch.arange(len(owner)) - before) * _BLOCK
+    return count.to(device), owner.to(device), first.to(device)
