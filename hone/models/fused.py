@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import Layout, window_of
-from hone.ops.gated import gated_product, silu_gate
+from hone.ops.gated import silu_gate
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
 from hone.ops.wide_product import wide_linear
@@ -98,22 +98,14 @@ def _plain_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
-    gate, up = self.gate_proj, self.up_proj
-    if _is_product(gate) and _is_product(up):
-        inner = gated_product(x, gate.weight, up.weight)
-    else:
-        inner = silu_gate(gate(x), up(x))
-    return _into_residual(self.down_proj, inner)
+    return _into_residual(self.down_proj, silu_gate(self.gate_proj(x), self.up_proj(x)))
 
 
 def _into_residual(linear: Any, x: Tensor) -> Tensor:
     """What a float32 sum takes up need not be rounded to 16 bits before."""
-    return wide_linear(x, linear.weight) if _is_product(linear) else linear(x)
-
-
-def _is_product(linear: Any) -> bool:
-    """Not wrapped (adapters, quantisation), nothing added."""
-    return type(linear) is nn.Linear and linear.bias is None
+    if type(linear) is nn.Linear and linear.bias is None:
+        return wide_linear(x, linear.weight)
+    return linear(x)  # adapters, quantisation
 
 
 def _embedding(self: Any, ids: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.ops.wide_product import wide_product
-
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """The product of a gated MLP's two halves, same shape as either."""
@@ -18,22 +16,14 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     return _SiluGate.apply(gate, up)
 
 
-def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:  # [..., d], 2 [F, d] -> [..., F]
-    """silu(x · gateᵀ) · (x · upᵀ), on a GPU rounded to x's dtype once, at the end."""
-    if not x.is_cuda:
-        return F.silu(F.linear(x, gate)) * F.linear(x, up)
-    return _GatedProduct.apply(x, gate, up)
-
-
 class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         from hone.ops.gated_triton import silu_gate_forward
 
         gate, up = gate.contiguous(), up.contiguous()
-        out, *kept = silu_gate_forward(gate, up, gate.dtype)
-        ctx.save_for_backward(*kept)
-        return out
+        ctx.save_for_backward(gate, up)
+        return silu_gate_forward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,30 +31,3 @@ class _SiluGate(torch.autograd.Function):
 
         gate, up = ctx.saved_tensors
         return silu_gate_backward(gate, up, grads[0].contiguous())
-
-
-class _GatedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        from hone.ops.gated_triton import silu_gate_forward
-
-        flat = x.reshape(-1, x.shape[-1])
-        out, *kept = silu_gate_forward(wide_product(flat, gate), wide_product(flat, up), x.dtype)
-        ctx.save_for_backward(flat, gate, up, *kept)
-        return out.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from hone.ops.gated_triton import silu_gate_backward
-
-        x, gate, up, gated, raised = ctx.saved_tensors
-        g = grads[0].reshape(len(x), -1).contiguous()
-        g_gate, g_up = silu_gate_backward(gated, raised, g)
-        g_x = None
-        if ctx.needs_input_grad[0]:
-            g_x = torch.addmm(g_gate @ gate, g_up, up).view(*grads[0].shape[:-1], -1)
-        return (
-            g_x,
-            g_gate.t() @ x if ctx.needs_input_grad[1] else None,
-            g_up.t() @ x if ctx.needs_input_grad[2] else None,
-        )

@@ -11,26 +11,13 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    gate_kept_ptr,
-    up_kept_ptr,
-    count,
-    KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _forward(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = i < count
     gate = tl.load(gate_ptr + i, real, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + i, real, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
     out = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + i, out.to(dtype), real)
-    if KEEP:
-        tl.store(gate_kept_ptr + i, gate.to(dtype), real)
-        tl.store(up_kept_ptr + i, up.to(dtype), real)
+    tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), real)
 
 
 @triton.jit
@@ -49,16 +36,11 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(g_gate_ptr + i, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), real)
 
 
-def silu_gate_forward(
-    gate: Tensor, up: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The product, rounded to `dtype` once, and its two factors in `dtype` for the way back."""
-    out = torch.empty_like(gate, dtype=dtype)
-    keep = gate.dtype != dtype
-    kept = [torch.empty_like(out) if keep else x for x in (gate, up)]
+def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
     grid = (triton.cdiv(gate.numel(), _BLOCK),)
-    _forward[grid](gate, up, out, *kept, gate.numel(), KEEP=keep, BLOCK=_BLOCK, num_warps=8)
-    return out, kept[0], kept[1]
+    _forward[grid](gate, up, out, gate.numel(), BLOCK=_BLOCK, num_warps=8)
+    return out
 
 
 def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.ops.wide_product import wide_product
+from hone.ops.wide_product import add_product, wide_product
 
 _CHUNK_BYTES = 2**29
 """Logits alive at once: large enough for full matmul speed, small beside the activations of a pass."""
@@ -82,9 +82,12 @@ def backward(
             hidden.dtype,
         )
         torch.mm(g, weight, out=g_hidden[part])
-        if with_weight:
-            product = g.t() @ hidden[part]
-            g_weight = product.float() if g_weight is None else g_weight.add_(product)
+        if not with_weight:
+            continue
+        if g_weight is None:
+            g_weight = wide_product(g.t(), hidden[part].t())
+        else:
+            add_product(g_weight, g.t(), hidden[part])
     if with_weight and g_weight is None:
         g_weight = torch.zeros_like(weight)
     return g_hidden, g_weight.to(weight.dtype) if g_weight is not None else None

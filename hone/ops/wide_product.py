@@ -20,6 +20,14 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, 
     return (x @ weight.t()).float()  # a CPU has no such product: in 16 bits it rounds
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [M, V] float32, [M, K], [K, V]
+    """total += a · b, where the device can without a product in between."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)
+
+
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..., V] float32
     """With gradients, which are computed in the inputs' dtype as a plain product's are."""
     if not x.is_cuda:

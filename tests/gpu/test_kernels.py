@@ -51,14 +51,11 @@ def test_the_norm_of_a_sum_equals_its_reference(dtype: torch.dtype, width: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wide", [False, True])
-def test_the_gate_equals_its_reference(dtype: torch.dtype, wide: bool) -> None:
+def test_the_gate_equals_its_reference(dtype: torch.dtype) -> None:
     from hone.rollout.native import kernels_triton
 
-    x = torch.randn(5, 2 * 1500, device=DEVICE).to(torch.float32 if wide else dtype)
-    got, wanted = (kernels.silu_mul(x, dtype) for kernels in (kernels_triton, reference))
-    assert got.dtype == wanted.dtype == dtype
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    x = torch.randn(5, 2 * 1500, device=DEVICE).to(dtype)
+    assert relative_error(kernels_triton.silu_mul(x), reference.silu_mul(x)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

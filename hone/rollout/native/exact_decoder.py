@@ -152,7 +152,7 @@ class ExactDecoder:
         out = layout.attend(q, layer=index, scaling=layer.scaling)
         x = x + kernels.linear(out.flatten(1), *layer.out)
         gate_up = kernels.linear(self._normed(x, layer.norm_mlp), *layer.gate_up)
-        return x + kernels.linear(kernels.silu_mul(gate_up, gate_up.dtype), *layer.down)
+        return x + kernels.linear(kernels.silu_mul(gate_up), *layer.down)
 
     # -- what a trainer asks ---------------------------------------------------------------------
 

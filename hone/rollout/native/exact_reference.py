@@ -74,13 +74,13 @@ def add_rms_norm(
     return in_blocks(norm, total), total
 
 
-def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:  # [N, 2 F] -> [N, F]
+def silu_mul(gate_up: Tensor) -> Tensor:  # [N, 2 F] -> [N, F]
     gate, up = gate_up.chunk(2, -1)
     width = gate.shape[1]
     flat = F.pad(gate, (0, -width % _LANES)).flatten()
     pieces = [F.silu(piece) for piece in flat.split(_SERIAL)]
     activated = torch.cat(pieces) if pieces else flat
-    return (activated.view(len(gate), -1)[:, :width] * up).to(dtype)
+    return activated.view(len(gate), -1)[:, :width] * up
 
 
 def query_attention(

@@ -89,7 +89,7 @@ class FusedDecoder:
             )
             o = _wide(out.flatten(1), *layer.out)
             h, residual = kernels.add_rms_norm(o, residual, *layer.norm_mlp)
-            mlp = _wide(kernels.silu_mul(_wide(h, *layer.gate_up), h.dtype), *layer.down)
+            mlp = _wide(kernels.silu_mul(F.linear(h, *layer.gate_up)), *layer.down)
             last = index + 1 == len(self._layers)
             norm = (self._norm, self._eps) if last else self._layers[index + 1].norm_in
             h, residual = kernels.add_rms_norm(mlp, residual, *norm)
@@ -97,7 +97,7 @@ class FusedDecoder:
 
 
 def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product that is not rounded to 16 bits, as in training, where no bias is added to it."""
+    """What the residual sum takes up: not rounded to 16 bits before, as in training."""
     return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 

@@ -30,9 +30,9 @@ def add_rms_norm(
     return normed.to(weight.dtype), total
 
 
-def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:  # [N, 2 F] -> [N, F]
+def silu_mul(gate_up: Tensor) -> Tensor:  # [N, 2 F] -> [N, F]
     gate, up = gate_up.chunk(2, -1)
-    return (F.silu(gate.float()) * up.float()).to(dtype)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
 def rope_store(

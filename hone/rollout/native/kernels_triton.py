@@ -87,9 +87,9 @@ def _silu_mul(x_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-un
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), real)
 
 
-def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width, dtype=dtype)
+    out = gate_up.new_empty(rows, width)
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
     return out
