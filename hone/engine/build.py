@@ -56,7 +56,6 @@ def build_engine(
         train_rule=train_rule,
         infer_rule=infer_rule,
         response_width=response_width,
-        share_prompts=device.type == "cpu",
         seed=fsdp.seed,
         shards=shards,
         offload=offload,

@@ -24,7 +24,7 @@ from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.models.lora import is_lora, merged_weights
 from hone.ops.counter_rng import fold_seed
-from hone.ops.packing import PackedRows, pack_rows
+from hone.ops.packing import PackedRows, pack_rows, shared_with_the_row_before
 from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
@@ -43,7 +43,6 @@ class Engine:
         train_rule: MicroBatchRule,
         infer_rule: MicroBatchRule,
         response_width: int,
-        share_prompts: bool,
         seed: int,
         shards: Shards | None = None,
         offload: Offload | None = None,
@@ -56,7 +55,7 @@ class Engine:
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
-        self._share_prompts = share_prompts
+        self._share_prompts = True  # equal prompts of a micro-batch are computed once
         self._seed = seed
         self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
         self._shards = shards
@@ -190,14 +189,16 @@ class Engine:
     def _micro_batches(
         self, batch: DataProto, rule: MicroBatchRule
     ) -> list[tuple[list[int], DataProto]]:
-        lengths = batch.batch["attention_mask"].sum(1).tolist()
-        parts = rule.split(lengths)
+        columns = batch.batch
+        lengths = columns["attention_mask"].sum(1).tolist()
+        shared = shared_with_the_row_before(columns["prompts"], columns["attention_mask"])
+        parts = rule.split(lengths, shared)
         if self._group is not None:  # every rank must take part in every collective
             most = torch.tensor(len(parts))
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-            parts = rule.split(lengths, at_least=int(most))
-        columns = batch.select(non_tensor_batch_keys=[])
-        return [(rows, columns.select_idxs(rows) if rows else _stand_in(columns)) for rows in parts]
+            parts = rule.split(lengths, shared, at_least=int(most))
+        tensors = batch.select(non_tensor_batch_keys=[])
+        return [(rows, tensors.select_idxs(rows) if rows else _stand_in(tensors)) for rows in parts]
 
     def _global_counts(self, batch: DataProto) -> BatchCounts:
         mask = loss_mask(batch)

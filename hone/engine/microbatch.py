@@ -11,38 +11,44 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """`rows` a micro-batch if given, else as many rows as `tokens` allow."""
+    """`rows` a micro-batch if given, else as many rows as `tokens` allow, a shared prompt counted once."""
 
     rows: int | None
     tokens: int
 
-    def split(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
-        """Row numbers of each micro-batch; `at_least` so many parts (some may then be empty)."""
+    def split(
+        self, lengths: Sequence[int], shared: Sequence[int] | None = None, *, at_least: int = 1
+    ) -> list[list[int]]:
+        """Row numbers of each micro-batch; `at_least` so many parts (some may then be empty).
+
+        `shared` says how many of a row's tokens are those of the row before it.
+        """
         if self.rows is not None:
             parts = [
                 list(range(i, min(i + self.rows, len(lengths))))
                 for i in range(0, len(lengths), self.rows)
             ]
         else:
-            parts = self._by_tokens(lengths)
+            parts = self._by_tokens(lengths, shared or [0] * len(lengths))
         while len(parts) < at_least:
             _halve_largest(parts)
         return parts
 
-    def _by_tokens(self, lengths: Sequence[int]) -> list[list[int]]:
+    def _by_tokens(self, lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
         parts: list[list[int]] = []
         room = 0
-        for row, length in enumerate(lengths):
+        for row, (length, known) in enumerate(zip(lengths, shared, strict=True)):
             if length > self.tokens:
                 raise ValueError(
                     f"a row has {length} tokens, more than the budget of {self.tokens} for one forward; "
                     f"set ppo_max_token_len_per_gpu to at least {length}"
                 )
-            if not parts or length > room:
+            if parts and length - known <= room:
+                room -= length - known
+            else:
                 parts.append([])
-                room = self.tokens
+                room = self.tokens - length
             parts[-1].append(row)
-            room -= length
         return parts
 
 

@@ -89,6 +89,14 @@ def pack_rows(
     )
 
 
+def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[int]:
+    """Tokens of each row that are not computed again if the row before is in the same pack: its prompt."""
+    width = prompts.shape[1]
+    seen = attention_mask[:, :width]
+    same = (prompts[1:] == prompts[:-1]).all(1) & (seen[1:] == seen[:-1]).all(1)
+    return [0, *(seen[1:].sum(1) * same).tolist()]
+
+
 _Laid = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
 _Rows = list[tuple[np.ndarray, np.ndarray]]
 
@@ -100,7 +108,7 @@ def _lay_whole(rows: _Rows) -> _Laid:
     prompt_lengths = np.array([len(p) for p, _ in rows])
     ids = np.concatenate([piece for row in rows for piece in row])
     positions = np.concatenate([np.arange(n) for n in lengths])
-    layout = SegmentLayout.build(lengths.tolist(), [])
+    layout = SegmentLayout(lengths.tolist(), [])
     return ids, positions, layout, start + prompt_lengths - 1, start + prompt_lengths
 
 
@@ -123,5 +131,5 @@ def _lay_shared(rows: _Rows) -> _Laid:
         ]
     )
     children = list(zip(parents.tolist(), child_lengths.tolist(), strict=True))
-    layout = SegmentLayout.build(root_lengths.tolist(), children)
+    layout = SegmentLayout(root_lengths.tolist(), children)
     return ids, positions, layout, (root_end - 1)[parents], child_start

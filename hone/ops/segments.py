@@ -1,18 +1,20 @@
 """Attention over rows laid end to end: every segment sees itself, and its parent if it has one.
 
-On the CPU the segments are padded for the attention call only; on a GPU, whole rows go through torch's
+On the CPU the segments are padded for the attention call only; on a GPU in 16 bits they go through a
 variable-length kernel. Sliding windows are honoured. Score soft-capping is not, and is refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.shared_keys import SharedKeys
 from hone.ops.transfer import send
 from hone.ops.varlen import varlen_attention
 
@@ -33,41 +35,35 @@ class SegmentLayout:
     root_lengths: list[int]
     children: list[tuple[int, int]]
     """(parent root, length) of every child segment."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    roots: _Pad
-    kids: _Pad | None
-    kid_keys: (
-        Tensor | None
-    )  # [C, P + R] packed positions: the parent's tokens, then the child's own
     kid_bias: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
     root_bias: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-    cu_seqlens: Tensor | None = None  # [S + 1] int32, for the variable-length kernel
-
-    @staticmethod
-    def build(root_lengths: list[int], children: list[tuple[int, int]]) -> SegmentLayout:
-        roots = _pad_index(root_lengths, 0)
-        kids = kid_keys = None
-        if any(n for _, n in children):  # one-token responses leave nothing to feed
-            kids = _pad_index([n for _, n in children], sum(root_lengths))
-            parents = torch.tensor([p for p, _ in children])
-            kid_keys = torch.cat([roots.cells[parents], kids.cells], 1)
-        cu = torch.tensor([0, *root_lengths]).cumsum(0).to(torch.int32)
-        return SegmentLayout(
-            list(root_lengths), list(children), roots, kids, kid_keys, cu_seqlens=cu
-        )
 
     def to(self, device: torch.device) -> SegmentLayout:
-        def move(pad: _Pad) -> _Pad:
-            return pad._replace(cells=send(pad.cells, device), inverse=send(pad.inverse, device))
+        return SegmentLayout(self.root_lengths, self.children, device)
 
-        return SegmentLayout(
-            self.root_lengths,
-            self.children,
-            move(self.roots),
-            move(self.kids) if self.kids else None,
-            send(self.kid_keys, device) if self.kid_keys is not None else None,
-            cu_seqlens=send(self.cu_seqlens, device) if self.cu_seqlens is not None else None,
-        )
+    @cached_property
+    def roots(self) -> _Pad:
+        return _pad_index(self.root_lengths, 0, self.device)
+
+    @cached_property
+    def kids(self) -> _Pad | None:
+        lengths = [n for _, n in self.children]
+        if not any(lengths):  # one-token responses leave nothing to feed
+            return None
+        return _pad_index(lengths, sum(self.root_lengths), self.device)
+
+    @cached_property
+    def kid_keys(self) -> Tensor:  # [C, P + R]
+        """Packed positions: the parent's tokens, then the child's own."""
+        assert self.kids is not None
+        parents = send(torch.tensor([p for p, _ in self.children]), self.device)
+        return torch.cat([self.roots.cells[parents], self.kids.cells], 1)
+
+    @cached_property
+    def shared_keys(self) -> SharedKeys:
+        return SharedKeys.build(self.root_lengths, self.children, self.device)
 
     def attend(
         self,
@@ -79,7 +75,7 @@ class SegmentLayout:
         scaling: float,
         window: int | None,
     ) -> Tensor:  # [N, H, D]
-        if q.is_cuda and q.dtype != torch.float32 and not self.children:
+        if q.is_cuda and q.itemsize == 2:
             return self._attend_varlen(q, k, v, scaling, window)
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
@@ -109,7 +105,6 @@ class SegmentLayout:
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         assert self.kids is not None
-        assert self.kid_keys is not None
         key = (window, q.dtype)
         if key not in self.kid_bias:
             self.kid_bias[key] = self._child_bias(window, q)
@@ -150,22 +145,20 @@ class SegmentLayout:
     def _attend_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        assert self.cu_seqlens is not None
-        longest = max(self.root_lengths)
+        keys = self.shared_keys
         return varlen_attention(
             q,
-            k,
-            v,
-            self.cu_seqlens,
-            self.cu_seqlens,
-            longest,
-            longest,
+            *keys.lay(k, v),
+            keys.cu_queries,
+            keys.cu_keys,
+            keys.longest_query,
+            keys.longest_keys,
             scaling=scaling,
             window=window,
         )
 
 
-def _pad_index(lengths: list[int], start: int) -> _Pad:
+def _pad_index(lengths: list[int], start: int, device: torch.device) -> _Pad:
     n = torch.tensor(lengths)
     width = max(int(n.max()), 1)
     begin = start + torch.cat([torch.zeros(1, dtype=n.dtype), n.cumsum(0)[:-1]])
@@ -173,7 +166,7 @@ def _pad_index(lengths: list[int], start: int) -> _Pad:
     real = offset < n[:, None]
     index = torch.where(real, begin[:, None] + offset, begin[:, None].clamp(max=max(start, 0)))
     inverse = real.flatten().nonzero().flatten()
-    return _Pad(index, inverse, start, bool((n == width).all()))
+    return _Pad(send(index, device), send(inverse, device), start, bool((n == width).all()))
 
 
 def _pad(x: Tensor, pad: _Pad) -> Tensor:  # [N, H, D] -> [S, H, L, D]

@@ -58,7 +58,7 @@ class HFRollout:
     def _draw_one(self, request: Request) -> None:
         device = next(self._policy.parameters()).device
         ids = torch.tensor([*request.prompt_ids, *request.token_ids], device=device)
-        layout = SegmentLayout.build([len(ids)], []).to(device)
+        layout = SegmentLayout([len(ids)], []).to(device)
         hidden = self._policy.decoder(
             input_ids=ids[None],
             position_ids=torch.arange(len(ids), device=device)[None],

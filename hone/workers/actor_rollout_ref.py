@@ -20,6 +20,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
+from hone.ops.packing import shared_with_the_row_before
 from hone.protocol import DataProto
 from hone.rollout.build import build_rollout, refuse_inexact
 from hone.workers.device import pick_device, pick_dtype, prepare_process
@@ -220,9 +221,11 @@ class ActorRolloutRefWorker(Worker):
             "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.device) / gib,
         }
         if (roofline := Roofline.of(self.policy.lm, self.device)) is not None:
-            lengths = data.batch["attention_mask"].sum(1).tolist()
+            seen = data.batch["attention_mask"]
+            shared = shared_with_the_row_before(data.batch["prompts"], seen)
             epochs = self.config.actor_rollout_ref.actor.ppo_epochs
-            measured["perf/mfu"] = epochs * roofline.update_share(lengths, seconds)
+            share = roofline.update_share(seen.sum(1).tolist(), shared, seconds)
+            measured["perf/mfu"] = epochs * share
         return measured
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

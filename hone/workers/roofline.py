@@ -56,10 +56,16 @@ class Roofline:
             config.num_hidden_layers * 2 * kv_heads * head_dim * weights[0].itemsize,
         )
 
-    def update_share(self, lengths: Sequence[int], seconds: float) -> float:
-        """Model operations of forward and backward over rows of these lengths, against the ceiling."""
-        attention = sum(6 * self.width * self.layers * n * n for n in lengths)
-        return (6 * self.parameters * sum(lengths) + attention) / seconds / self.flops
+    def update_share(self, lengths: Sequence[int], shared: Sequence[int], seconds: float) -> float:
+        """Model operations of forward and backward over rows of these lengths, against the ceiling.
+
+        What a row shares with the one before it is computed once and counted once.
+        """
+        rows = list(zip(lengths, shared, strict=True))
+        pairs = sum(n * n - known * known for n, known in rows)
+        tokens = sum(n - known for n, known in rows)
+        operations = 6 * self.parameters * tokens + 6 * self.width * self.layers * pairs
+        return operations / seconds / self.flops
 
     def generation_share(
         self, prompts: Sequence[int], responses: Sequence[int], slots: int, seconds: float

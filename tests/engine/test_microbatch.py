@@ -30,7 +30,9 @@ def test_a_row_beyond_the_budget_says_what_would_fit():
     at_least=st.integers(1, 12),
 )
 def test_every_row_once_in_order_within_bounds_and_enough_parts(lengths, rows, at_least):
-    parts = MicroBatchRule(rows=rows, tokens=12).split(lengths, at_least=at_least)
+    parts = MicroBatchRule(rows=rows, tokens=12).split(
+        lengths, [0] * len(lengths), at_least=at_least
+    )
     assert [row for part in parts for row in part] == list(range(len(lengths)))
     assert len(parts) >= at_least
     for part in parts:
@@ -41,3 +43,9 @@ def test_every_row_once_in_order_within_bounds_and_enough_parts(lengths, rows, a
 def test_ranks_that_run_out_get_empty_parts():
     parts = MicroBatchRule(rows=2, tokens=0).split([5, 5], at_least=4)
     assert sorted(parts) == [[], [], [0], [1]]
+
+
+def test_a_prompt_shared_with_the_row_before_is_counted_once_a_part() -> None:
+    rule = MicroBatchRule(rows=None, tokens=12)
+    # Prompts of 5: the second and third row cost 2 more each; the fourth begins a part and costs all.
+    assert rule.split([7, 7, 7, 7, 7], [0, 5, 5, 5, 0]) == [[0, 1, 2], [3], [4]]

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hone.ops import logprobs, logprobs_fused
+from hone.ops.segments import SegmentLayout
+from hone.ops.shared_keys import SharedKeys
 from hone.ops.varlen import varlen_attention
 from hone.ops.wide_product import add_product, wide_linear
 
@@ -212,3 +214,41 @@ class TestAccumulation:
         add_all(sums, parts)
         for got, want in zip(sums, wanted, strict=True):
             assert torch.equal(got, want)
+
+
+class TestSharedKeys:
+    pytestmark = needs_kernels
+
+    def test_copies_and_sums_equal_plain_torch(self) -> None:
+        from hone.ops.shared_keys import plain_sum
+        from hone.ops.shared_keys_triton import gather, sum_uses
+
+        keys = SharedKeys.build([5, 70, 1], [(1, 9), (0, 3), (1, 40), (1, 0), (2, 2)], DEVICE)
+        source, uses, first_use = keys.source, keys.uses, keys.first_use
+        k, v = torch.randn(2, 130, 2, 24, device=DEVICE)
+        for got, given in zip(gather(k, v, source), (k, v), strict=True):
+            assert torch.equal(got, given[source.long()])
+        g_k, g_v = torch.randn(2, len(source), 2, 24, device=DEVICE)
+        for got, given in zip(sum_uses(g_k, g_v, uses, first_use), (g_k, g_v), strict=True):
+            assert relative_error(got, plain_sum(given, source, 130)) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 20])
+class TestSharedPrompts:
+    pytestmark = needs_gpu
+
+    def test_values_and_gradients_equal_those_of_padded_attention(self, window: int | None) -> None:
+        roots, children = [31, 64, 5], [(0, 40), (1, 7), (0, 33), (0, 0), (2, 129)]
+        tokens = sum(roots) + sum(n for _, n in children)
+        q = torch.randn(tokens, 14, 64, device=DEVICE)
+        k, v = torch.randn(2, tokens, 2, 64, device=DEVICE)
+        pull = torch.randn_like(q)
+        results = []
+        for dtype in (torch.bfloat16, torch.float32):
+            layout = SegmentLayout(roots, children, DEVICE)
+            given = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
+            out = layout.attend(*given, layer=0, scaling=0.125, window=window)
+            out.backward(pull.to(dtype))
+            results.append([out, *(x.grad for x in given)])
+        for ours, wanted in zip(*results, strict=True):
+            assert relative_error(ours, wanted) < 2e-2

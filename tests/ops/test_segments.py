@@ -50,7 +50,7 @@ def draw(tokens, seed=0):
 
 
 def check(roots, children, window):
-    layout = SegmentLayout.build(roots, children)
+    layout = SegmentLayout(roots, children)
     seen = tokens_of(roots, children)
     ours, theirs = draw(len(seen)), draw(len(seen))
     out = layout.attend(*ours, layer=0, scaling=WIDTH**-0.5, window=window)
@@ -94,7 +94,7 @@ def test_any_layout_equals_the_slow_reference(roots, kids, window):
 
 def test_one_layout_serves_layers_with_different_windows():
     roots, children = [4, 2], [(0, 3), (1, 2)]
-    layout = SegmentLayout.build(roots, children)
+    layout = SegmentLayout(roots, children)
     seen = tokens_of(roots, children)
     q, k, v = draw(len(seen))
     for window in (2, None, 3, 2):
@@ -103,7 +103,7 @@ def test_one_layout_serves_layers_with_different_windows():
 
 
 def test_no_gradient_crosses_from_one_row_to_another():
-    layout = SegmentLayout.build([3, 4], [(0, 2), (1, 3)])
+    layout = SegmentLayout([3, 4], [(0, 2), (1, 3)])
     q, k, v = draw(12)
     out = layout.attend(q, k, v, layer=0, scaling=1.0, window=None)
     out[7:9].sum().backward()  # the first root's child

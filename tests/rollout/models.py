@@ -84,6 +84,6 @@ def next_probabilities(model: PolicyModel, prompt: list[int], temperature: float
             input_ids=ids[None],
             position_ids=torch.arange(len(ids))[None],
             use_cache=False,
-            layout=SegmentLayout.build([len(ids)], []),
+            layout=SegmentLayout([len(ids)], []),
         ).last_hidden_state[0]
         return torch.softmax(model.logits(hidden[-1:])[0].double() / temperature, -1)

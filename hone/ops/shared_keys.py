@@ -1,0 +1,105 @@
+"""Keys and values of shared prompts for a variable-length kernel: repeated before each response.
+
+Prompts are computed once however many responses hang from them; only their keys and values, which are
+small, are laid out again for each. Gradients of the copies are summed in float32, always in one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.ops.transfer import send
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Every segment's queries and the keys they see, for roots and then for children with their roots."""
+
+    cu_queries: Tensor  # [S + 1] int32
+    cu_keys: Tensor  # [S + 1] int32
+    longest_query: int
+    longest_keys: int
+    source: Tensor | None  # [M] packed position of each laid-out key; None: as they lie
+    uses: Tensor | None  # [M] where packed tokens' keys were laid, token by token
+    first_use: Tensor | None  # [N + 1] where each token's uses begin
+
+    @staticmethod
+    def build(
+        root_lengths: list[int], children: list[tuple[int, int]], device: torch.device
+    ) -> SharedKeys:
+        roots = np.array(root_lengths)
+        begin = np.cumsum(roots) - roots
+        parents = np.array([p for p, n in children if n], np.int64)
+        own = np.array([n for _, n in children if n], np.int64)
+        queries = np.concatenate([roots, own])
+        keys = np.concatenate([roots, roots[parents] + own])
+        source = uses = first_use = None
+        if len(own):
+            at = roots.sum() + np.cumsum(own) - own
+            pieces = [np.arange(roots.sum())]
+            for p, start, length in zip(parents, at, own, strict=True):
+                pieces += [
+                    np.arange(begin[p], begin[p] + roots[p]),
+                    np.arange(start, start + length),
+                ]
+            laid = np.concatenate(pieces)
+            source = _sent(laid, device)
+            uses = _sent(np.argsort(laid, kind="stable"), device)
+            first_use = _sent(_ends(np.bincount(laid, minlength=queries.sum())), device)
+        return SharedKeys(
+            _sent(_ends(queries), device),
+            _sent(_ends(keys), device),
+            int(queries.max()),
+            int(keys.max()),
+            source,
+            uses,
+            first_use,
+        )
+
+    def lay(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # [N, KV, D] each -> [M, KV, D]
+        if self.source is None:
+            return k, v
+        return _Laid.apply(k, v, self.source, self.uses, self.first_use)
+
+
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _sent(values: np.ndarray, device: torch.device) -> Tensor:
+    return send(torch.from_numpy(values.astype(np.int32)), device)
+
+
+class _Laid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, source: Tensor, uses: Tensor, first_use: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(source, uses, first_use)
+        if not k.is_cuda:
+            return k[source], v[source]
+        from hone.ops.shared_keys_triton import gather
+
+        return gather(k.contiguous(), v.contiguous(), source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        source, uses, first_use = ctx.saved_tensors
+        if not grads[0].is_cuda:
+            return (*(plain_sum(g, source, len(first_use) - 1) for g in grads), None, None, None)
+        from hone.ops.shared_keys_triton import sum_uses
+
+        g_k, g_v = (g.contiguous() for g in grads)
+        return (*sum_uses(g_k, g_v, uses, first_use), None, None, None)
+
+
+def plain_sum(g: Tensor, source: Tensor, tokens: int) -> Tensor:
+    """Each token's gradient: the sum over where its key was laid."""
+    wide = torch.float32 if g.itemsize < 4 else g.dtype
+    total = g.new_zeros(tokens, *g.shape[1:], dtype=wide)
+    return total.index_add_(0, source, g.to(wide)).to(g.dtype)

@@ -1,0 +1,63 @@
+"""The kernels behind shared_keys.py: rows of keys and values copied out, and their gradients summed back."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gather(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, source_ptr, k_out_ptr, v_out_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    real = i < WIDTH
+    source = tl.load(source_ptr + row).to(tl.int64) * WIDTH
+    tl.store(k_out_ptr + row * WIDTH + i, tl.load(k_ptr + source + i, real), real)
+    tl.store(v_out_ptr + row * WIDTH + i, tl.load(v_ptr + source + i, real), real)
+
+
+@triton.jit
+def _sum_uses(  # type: ignore[no-untyped-def]
+    k_ptr,
+    v_ptr,
+    use_ptr,
+    first_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    real = i < WIDTH
+    k = tl.zeros([PADDED], tl.float32)
+    v = tl.zeros([PADDED], tl.float32)
+    for use in range(tl.load(first_ptr + token), tl.load(first_ptr + token + 1)):
+        at = tl.load(use_ptr + use).to(tl.int64) * WIDTH + i
+        k += tl.load(k_ptr + at, real, other=0.0).to(tl.float32)
+        v += tl.load(v_ptr + at, real, other=0.0).to(tl.float32)
+    tl.store(k_out_ptr + token * WIDTH + i, k.to(k_out_ptr.dtype.element_ty), real)
+    tl.store(v_out_ptr + token * WIDTH + i, v.to(v_out_ptr.dtype.element_ty), real)
+
+
+def gather(k: Tensor, v: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    width = k[0].numel()
+    outs = [torch.empty(len(source), *k.shape[1:], dtype=k.dtype, device=k.device) for _ in "kv"]
+    _gather[(len(source),)](
+        k, v, source, *outs, WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1
+    )
+    return outs[0], outs[1]
+
+
+def sum_uses(g_k: Tensor, g_v: Tensor, uses: Tensor, first_use: Tensor) -> tuple[Tensor, Tensor]:
+    width, tokens = g_k[0].numel(), len(first_use) - 1
+    outs = [torch.empty(tokens, *g.shape[1:], dtype=g.dtype, device=g.device) for g in (g_k, g_v)]
+    _sum_uses[(tokens,)](
+        g_k, g_v, uses, first_use, *outs,
+        WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return outs[0], outs[1]
