@@ -1,5 +1,8 @@
 """A fresh decoder and its tokenizer: the words of the prompt, the tags, and one token a digit.
 
+`--coarse` makes texts a third as long, for a CPU: one token for each stretch of the prompt that never
+changes, and one a number up to 99.
+
 Usage: python recipes/tinyzero/base_model.py OUT --hidden 384 --layers 6
 """
 
@@ -9,6 +12,7 @@ import argparse
 import re
 import string
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from hone.data.preprocess.countdown import TEMPLATES
@@ -24,7 +28,17 @@ def vocabulary() -> list[str]:
     for tag in TAGS:
         text = text.replace(tag, "")
     words = {*re.findall(r" ?[A-Za-z]{2,}", text), *SIGNS}
-    return [*TAGS, *sorted(words, key=lambda word: (-len(word), word))]
+    return [*TAGS, *longest_first(words)]
+
+
+def coarse_vocabulary() -> list[str]:
+    """The three stretches of the template between its fields, tags, signs and two-digit numbers."""
+    stretches = re.split(r"\{\w+\}", TEMPLATES["base"].removesuffix("<think>"))
+    return longest_first({*stretches, *TAGS, *SIGNS, ", ", *map(str, range(10, 100))})
+
+
+def longest_first(words: Iterable[str]) -> list[str]:
+    return sorted(words, key=lambda word: (-len(word), word))
 
 
 def main() -> None:
@@ -34,8 +48,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--coarse", action="store_true", help="fewer, longer tokens")
     chosen = parser.parse_args()
-    tokenizer = character_tokenizer(string.printable[:95] + "\n", words=vocabulary())
+    words = coarse_vocabulary() if chosen.coarse else vocabulary()
+    tokenizer = character_tokenizer(string.printable[:95] + "\n", words=words)
     lm = tiny_lm(
         len(tokenizer),
         hidden=chosen.hidden,

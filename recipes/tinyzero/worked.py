@@ -25,13 +25,26 @@ from hone.data.preprocess.countdown import (
     problem_key,
 )
 
-LARGEST = 999
-"""No attempt computes a larger number."""
 OPERATIONS, OPERATION_WEIGHTS = "+-*/", (4, 4, 1, 1)
 MOST_ATTEMPTS, GO_ON = 10, 0.5
 """Another attempt follows with chance GO_ON, up to MOST_ATTEMPTS."""
 SHARE_RIGHT = 0.1
 """Texts whose last attempt is made the solution; in others it is one by luck."""
+MOST_DRAWS = 30
+"""Draws for a result not had before; then one is repeated."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """What the attempts of a text may be."""
+
+    largest: int = 999
+    """No attempt computes a larger number."""
+    distinct: bool = False
+    """No attempt comes to a result that an earlier one of the same text had."""
+
+
+PLAIN = Style()
 
 
 @dataclass(frozen=True)
@@ -60,15 +73,15 @@ class Node:
         return Node(self.value)
 
 
-def compute(a: int, operation: str, b: int) -> int | None:
-    """A whole number from 0 to LARGEST, or None."""
+def compute(a: int, operation: str, b: int, largest: int) -> int | None:
+    """A whole number from 0 to `largest`, or None."""
     if operation == "/":
         return a // b if b and a % b == 0 else None
     value = {"+": a + b, "-": a - b, "*": a * b}[operation]
-    return value if 0 <= value <= LARGEST else None
+    return value if 0 <= value <= largest else None
 
 
-def draw(numbers: tuple[int, ...], chooser: random.Random) -> Node:
+def draw(numbers: tuple[int, ...], chooser: random.Random, largest: int) -> Node:
     """Some way to join all the numbers."""
     while True:
         pool = [Node(number) for number in numbers]
@@ -76,7 +89,7 @@ def draw(numbers: tuple[int, ...], chooser: random.Random) -> Node:
             chooser.shuffle(pool)
             right, left = pool.pop(), pool.pop()
             (operation,) = chooser.choices(OPERATIONS, OPERATION_WEIGHTS)
-            value = compute(left.value, operation, right.value)
+            value = compute(left.value, operation, right.value, largest)
             if value is None:
                 break
             pool.append(Node(value, left, operation, right))
@@ -84,7 +97,7 @@ def draw(numbers: tuple[int, ...], chooser: random.Random) -> Node:
             return pool[0]
 
 
-def parse(text: str) -> Node | None:
+def parse(text: str, largest: int) -> Node | None:
     """The tree of a fully bracketed expression; None where a step is outside what attempts compute."""
     tokens = text.replace("(", " ( ").replace(")", " ) ").split()
 
@@ -100,7 +113,7 @@ def parse(text: str) -> Node | None:
         right, at = operand(at + 1)
         if left is None or right is None:
             return None, at
-        value = compute(left.value, operation, right.value)
+        value = compute(left.value, operation, right.value, largest)
         return (None if value is None else Node(value, left, operation, right)), at
 
     return pair(0)[0]
@@ -115,15 +128,28 @@ def attempt(node: Node, target: int) -> str:
     return f"{' = '.join(steps)}, {'yes' if node.value == target else 'no'}\n"
 
 
-def worked(problem: CountdownProblem, chooser: random.Random) -> str:
+def draw_new(
+    numbers: tuple[int, ...], chooser: random.Random, style: Style, tries: list[Node]
+) -> Node:
+    """Another attempt, in the text's style."""
+    had = {node.value for node in tries} if style.distinct else set()
+    for _ in range(MOST_DRAWS):
+        node = draw(numbers, chooser, style.largest)
+        if node.value not in had:
+            break
+    return node
+
+
+def worked(problem: CountdownProblem, chooser: random.Random, style: Style = PLAIN) -> str:
     """What follows the prompt's `<think>`."""
     count = 1
     while count < MOST_ATTEMPTS and chooser.random() < GO_ON:
         count += 1
-    solution = parse(problem.solution) if chooser.random() < SHARE_RIGHT else None
-    tries = []
+    solution = parse(problem.solution, style.largest) if chooser.random() < SHARE_RIGHT else None
+    tries: list[Node] = []
     for last in [False] * (count - 1) + [True]:
-        node = solution if last and solution is not None else draw(problem.numbers, chooser)
+        made = solution if last else None
+        node = made or draw_new(problem.numbers, chooser, style, tries)
         tries.append(node)
         if node.value == problem.target:
             break
@@ -131,13 +157,17 @@ def worked(problem: CountdownProblem, chooser: random.Random) -> str:
     return f"\n{thoughts}</think>\n<answer> {tries[-1].text()} </answer>"
 
 
-def rows(problems: list[CountdownProblem], seed: int) -> list[dict[str, str]]:
+def rows(
+    problems: list[CountdownProblem], seed: int, *, texts: int = 1, style: Style = PLAIN
+) -> list[dict[str, str]]:
+    """`texts` worked solutions of each problem, each by its own chance."""
     chooser = random.Random(f"worked:{seed}")
     return [
         {
             "prompt": TEMPLATES["base"].format(numbers=list(p.numbers), target=p.target),
-            "response": worked(p, chooser),
+            "response": worked(p, chooser, style),
         }
+        for _ in range(texts)
         for p in problems
     ]
 
@@ -146,7 +176,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--rl", type=Path, required=True, help="folder of the RL rows")
-    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--rows", type=int, default=200_000, help="problems")
+    parser.add_argument("--texts", type=int, default=1, help="worked solutions of each problem")
+    parser.add_argument(
+        "--largest", type=int, default=PLAIN.largest, help="largest number computed"
+    )
+    parser.add_argument("--distinct", action="store_true", help="no result twice in a text")
     parser.add_argument("--seed", type=int, default=7)
     for name in ("max_numbers", "max_number", "max_target"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Ranges, name))
@@ -160,9 +195,11 @@ def main() -> None:
     )
     problems = generate_problems(chosen.rows, seed=chosen.seed, ranges=ranges, exclude=taken)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist(rows(problems, chosen.seed))
+    style = Style(chosen.largest, chosen.distinct)
+    written = rows(problems, chosen.seed, texts=chosen.texts, style=style)
+    table = pa.Table.from_pylist(written)
     pq.write_table(table, chosen.out, compression="zstd")
-    sys.stdout.write(f"{chosen.out}: {len(problems):,} worked solutions\n")
+    sys.stdout.write(f"{chosen.out}: {len(written):,} worked solutions\n")
 
 
 if __name__ == "__main__":

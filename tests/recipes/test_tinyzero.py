@@ -25,6 +25,10 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(name)
 
 
+SMALL = Ranges(max_numbers=3, max_number=20, max_target=40)
+"""Of `reproduce.sh --small`."""
+
+
 def problems(count: int) -> Any:
     return generate_problems(count, seed=5, ranges=Ranges())
 
@@ -60,6 +64,32 @@ def test_the_answer_is_the_last_attempt_and_uses_the_numbers(
         assert (score == 1.0) == last.endswith("yes")
         right += score == 1.0
     assert 30 < right < 150  # the form is taught; most answers are wrong
+
+
+def test_distinct_attempts_come_to_other_results_and_stay_below_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worked = module("worked", monkeypatch)
+    chooser, style = random.Random(4), worked.Style(largest=40, distinct=True)
+    several = 0
+    for problem in generate_problems(300, seed=5, ranges=SMALL):
+        text = worked.worked(problem, chooser, style)
+        thoughts, _, answer = text.partition("</think>")
+        assert max(map(int, re.findall(r"\d+", text))) <= 40
+        results = re.findall(r"= (\d+), (?:yes|no)", thoughts)
+        assert len(set(results)) == len(results) or len(results) > 6  # few results are left
+        assert answer
+        several += len(results) > 1
+    assert several > 60
+
+
+def test_each_problem_gets_as_many_texts_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked = module("worked", monkeypatch)
+    written = worked.rows(problems(20), 7, texts=3)
+    assert written[:20] == worked.rows(problems(20), 7)
+    prompts = [row["prompt"] for row in written]
+    assert prompts == prompts[:20] * 3
+    assert len({row["response"] for row in written}) > 40
 
 
 def test_sft_sees_no_problem_of_the_rl_rows(
@@ -103,9 +133,29 @@ def test_the_tokenizer_keeps_every_text_and_spells_numbers_by_digit(
     assert len(tokenizer.encode("<answer>", add_special_tokens=False)) == 1
 
 
-def test_the_kept_results_are_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coarse_tokenizer_keeps_every_text_and_makes_a_number_one_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hone.models.tiny import character_tokenizer
+
+    worked, base = module("worked", monkeypatch), module("base_model", monkeypatch)
+    tokenizer = character_tokenizer(words=base.coarse_vocabulary())
+    for problem in [*generate_problems(20, seed=5, ranges=SMALL), *problems(20)]:
+        prompt = TEMPLATES["base"].format(numbers=list(problem.numbers), target=problem.target)
+        text = prompt + worked.worked(problem, random.Random(3))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert len(tokenizer.encode(prompt, add_special_tokens=False)) <= 16
+    assert len(tokenizer.encode("(17 + 5) - 2 = ", add_special_tokens=False)) == 8
+    assert tokenizer.encode(prompt, add_special_tokens=False)[-1] == tokenizer.encode("<think>")[-1]
+
+
+@pytest.mark.parametrize("machine", ["h200", "cpu"])
+def test_the_kept_results_are_what_the_page_says(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     curves = module("curves", monkeypatch)
-    measured = json.loads((FOLDER / "results" / "h200" / "curves.json").read_text())
+    measured = json.loads((FOLDER / "results" / machine / "curves.json").read_text())
     page = (FOLDER.parents[1] / "docs" / "recipes" / "tinyzero.md").read_text(encoding="utf-8")
     assert curves.table(measured) in page
     assert {(run["algorithm"], run["seed"]) for run in measured["runs"]} == {

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # TinyZero from nothing: data, a fresh model, SFT, then PPO and GRPO with several seeds, and their curves.
 #   reproduce.sh OUT           14M parameters, numbers up to 99: for one GPU
-#   reproduce.sh OUT --small   1M parameters, numbers up to 30: for a CPU
+#   reproduce.sh OUT --small   0.5M parameters, numbers up to 20: for a CPU
 # Further key=value overrides go to every RL run. The environment may say
 #   SEEDS        "1 2 3" ("1" with --small)     ALGORITHMS   "grpo ppo"
 #   TOGETHER     runs at a time on the one device: 6 (1 with --small)
+#   DATA_SEED    which problems are drawn: 42
 # Data and base model that are there already are not made again; a killed run resumes.
 set -euo pipefail
 OUT=${1:?the folder to write to}
@@ -15,15 +16,19 @@ size=() model=() sft=() rl=()
 if [ "${1:-}" = --small ]; then
     shift
     : "${SEEDS:=1}" "${TOGETHER:=1}"
-    size=(--max_numbers 3 --max_number 30 --max_target 60)
-    model=(--hidden 128 --layers 4 --heads 4)
-    sft=(data.train_batch_size=32 data.max_token_len_per_gpu=4096 trainer.total_training_steps=500)
-    rl=(data.max_response_length=160 actor_rollout_ref.actor.optim.lr=1e-4 trainer.total_training_steps=20
-        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 critic.ppo_max_token_len_per_gpu=4096)
-    ppo=(data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64)
-    grpo=(data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=8)
-    generated=(--train_size 2048 --test_size 128)
-    worked=(--rows 20000)
+    size=(--max_numbers 3 --max_number 20 --max_target 40)
+    generated=(--train_size 1024 --test_size 256)
+    worked=(--rows 6000 --texts 12 --largest 40 --distinct)
+    model=(--hidden 96 --layers 3 --heads 4 --coarse)
+    sft=(data.train_batch_size=64 data.max_length=256 data.max_token_len_per_gpu=8192
+        optim.lr=4e-3 optim.lr_warmup_steps=50 trainer.total_training_steps=1000)
+    rl=(data.max_prompt_length=16 data.max_response_length=128
+        actor_rollout_ref.actor.optim.lr=2e-4 trainer.total_training_steps=40
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 critic.ppo_max_token_len_per_gpu=8192)
+    ppo=(data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=128
+        algorithm.use_kl_in_reward=false critic.optim.lr=1e-3)
+    grpo=(data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=16
+        actor_rollout_ref.actor.use_kl_loss=false)
 else
     : "${SEEDS:=1 2 3}" "${TOGETHER:=6}"
     size=(--max_numbers 3)
@@ -32,7 +37,8 @@ fi
 DATA=$OUT/data
 
 if [ ! -f "$DATA/worked.parquet" ]; then
-    "$PYTHON" -m hone.cli data prepare countdown --local_dir "$DATA" "${generated[@]}" "${size[@]}"
+    "$PYTHON" -m hone.cli data prepare countdown --local_dir "$DATA" --seed "${DATA_SEED:-42}" \
+        "${generated[@]}" "${size[@]}"
     "$PYTHON" "$HERE/worked.py" "$DATA/worked.parquet" --rl "$DATA" "${worked[@]}" "${size[@]}"
 fi
 [ -d "$OUT/base" ] || "$PYTHON" "$HERE/base_model.py" "$OUT/base" "${model[@]}"
