@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import Layout, window_of
+from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
 from hone.ops.gated import silu_gate
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
@@ -33,7 +34,9 @@ def fuse(model: nn.Module, *, kernels: bool = True) -> int:
     for name, module in lm.named_modules():
         kind = type(module).__name__
         own: Any = None
-        if kind == f"{family}RMSNorm":
+        if kind == f"{family}DecoderLayer" and kernels and _is_plain(module):
+            own = _layer
+        elif kind == f"{family}RMSNorm":
             own = _norm if kernels else _plain_norm
         elif kind == f"{family}Attention":
             own = _attention if kernels else _plain_attention
@@ -41,10 +44,73 @@ def fuse(model: nn.Module, *, kernels: bool = True) -> int:
             own = _mlp
         elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
             own = _embedding
+        elif kind == f"{family}RotaryEmbedding":
+            module.hone_dtype, own = lm.dtype, _rotary
         if own is not None:
             module.forward = MethodType(own, module)
             found += 1
     return found
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether every part is what the family's own is: no adapters, no norms or biases besides."""
+    a, m = layer.self_attn, layer.mlp
+    maps = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+    return (
+        all(type(x) is nn.Linear for x in maps)
+        and all(x.bias is None for x in maps[3:])
+        and not hasattr(a, "q_norm")
+        and isinstance(m.act_fn, _silu_classes())
+    )
+
+
+def _layer(
+    self: Any,
+    hidden_states: Tensor,  # [1, N, d] float32
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    layout: Layout,
+    **_: Any,
+) -> Tensor:
+    attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
+    cos, sin = (turn[0].to(attention.q_proj.weight.dtype) for turn in position_embeddings)
+    q, k, v = heads_of(
+        x,
+        _norm_of(self.input_layernorm),
+        _map_of(attention.q_proj),
+        _map_of(attention.k_proj),
+        _map_of(attention.v_proj),
+        (cos, sin),
+    )
+    out = layout.attend(
+        q,
+        k,
+        v,
+        layer=attention.layer_idx,
+        scaling=attention.scaling,
+        window=window_of(attention),
+    )
+    x = x + wide_linear(out.flatten(1), attention.o_proj.weight)
+    return gated_half(
+        x,
+        _norm_of(self.post_attention_layernorm),
+        mlp.gate_proj.weight,
+        mlp.up_proj.weight,
+        mlp.down_proj.weight,
+    )[None]
+
+
+def _norm_of(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def _map_of(module: Any) -> Linear:
+    return Linear(module.weight, module.bias)
+
+
+def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+    """Cosines and sines in 16 bits where the weights are, though the sums they meet are float32."""
+    return type(self).forward(self, x.new_empty(0, dtype=self.hone_dtype), position_ids)
 
 
 def _silu_classes() -> tuple[type, ...]:

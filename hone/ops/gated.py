@@ -16,18 +16,32 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     return _SiluGate.apply(gate, up)
 
 
+def gate_forward(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.is_cuda:
+        return F.silu(gate) * up
+    from hone.ops.gated_triton import silu_gate_forward
+
+    return silu_gate_forward(gate, up)
+
+
+def gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of both factors, and their product once more."""
+    if gate.is_cuda:
+        from hone.ops.gated_triton import silu_gate_backward
+
+        return silu_gate_backward(gate, up, g)
+    s = torch.sigmoid(gate)
+    return g * up * s * (1.0 + gate * (1.0 - s)), g * gate * s, gate * s * up
+
+
 class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from hone.ops.gated_triton import silu_gate_forward
-
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return silu_gate_forward(gate, up)
+        return gate_forward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        from hone.ops.gated_triton import silu_gate_backward
-
         gate, up = ctx.saved_tensors
-        return silu_gate_backward(gate, up, grads[0].contiguous())
+        return gate_backward(gate, up, grads[0].contiguous())[:2]

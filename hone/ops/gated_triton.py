@@ -22,7 +22,7 @@ def _forward(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ig
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    gate_ptr, up_ptr, g_ptr, g_gate_ptr, g_up_ptr, count, BLOCK: tl.constexpr
+    gate_ptr, up_ptr, g_ptr, g_gate_ptr, g_up_ptr, out_ptr, count, BLOCK: tl.constexpr
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = i < count
@@ -32,6 +32,7 @@ def _backward(  # type: ignore[no-untyped-def]
     s = tl.sigmoid(gate)
     dtype = g.dtype
     g = g.to(tl.float32)
+    tl.store(out_ptr + i, (gate * s * up).to(dtype), real)
     tl.store(g_up_ptr + i, (g * gate * s).to(dtype), real)
     tl.store(g_gate_ptr + i, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), real)
 
@@ -43,8 +44,9 @@ def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    g_gate, g_up = torch.empty_like(gate), torch.empty_like(up)
+def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of both factors, and their product once more: cheaper than to keep it."""
+    g_gate, g_up, out = (torch.empty_like(gate) for _ in range(3))
     grid = (triton.cdiv(gate.numel(), _BLOCK),)
-    _backward[grid](gate, up, g, g_gate, g_up, gate.numel(), BLOCK=_BLOCK, num_warps=8)
-    return g_gate, g_up
+    _backward[grid](gate, up, g, g_gate, g_up, out, gate.numel(), BLOCK=_BLOCK, num_warps=8)
+    return g_gate, g_up, out

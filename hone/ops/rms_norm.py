@@ -21,21 +21,41 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(weight.dtype)
 
 
+def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of [N, d] rows in the weight's dtype, and each row's factor [N]."""
+    if x.is_cuda:
+        from hone.ops.rms_norm_triton import rms_norm_forward
+
+        return rms_norm_forward(x, weight, eps)
+    scale = torch.rsqrt(x.float().square().mean(-1) + eps)
+    return (x.float() * scale[:, None] * weight.float()).to(weight.dtype), scale
+
+
+def norm_backward(
+    x: Tensor, weight: Tensor, scale: Tensor, g: Tensor, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows, in their dtype and with `plus` added, and of the weight, in its."""
+    if x.is_cuda:
+        from hone.ops.rms_norm_triton import rms_norm_backward
+
+        return rms_norm_backward(x, weight, scale, g, plus)
+    unit, g = x.float() * scale[:, None], g.float()
+    g_weight = (g * unit).sum(0).to(weight.dtype)
+    g = g * weight.float()
+    g_x = (g - unit * (g * unit).mean(-1, keepdim=True)) * scale[:, None]
+    return (g_x if plus is None else g_x + plus).to(x.dtype), g_weight
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from hone.ops.rms_norm_triton import rms_norm_forward
-
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        out, scale = rms_norm_forward(flat, weight, eps)
+        out, scale = norm_forward(flat, weight, eps)
         ctx.save_for_backward(flat, weight, scale)
         return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from hone.ops.rms_norm_triton import rms_norm_backward
-
         x, weight, scale = ctx.saved_tensors
-        g = grads[0].reshape(x.shape).contiguous()
-        g_x, g_weight = rms_norm_backward(x, weight, scale, g)
+        g_x, g_weight = norm_backward(x, weight, scale, grads[0].reshape(x.shape).contiguous())
         return g_x.view(grads[0].shape), g_weight if ctx.needs_input_grad[1] else None, None

@@ -31,11 +31,13 @@ def _backward(  # type: ignore[no-untyped-def]
     weight_ptr,
     scale_ptr,
     g_ptr,
+    plus_ptr,
     g_x_ptr,
     part_ptr,
     rows,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    PLUS: tl.constexpr,
 ):
     program = tl.program_id(0)
     i = tl.arange(0, PADDED)
@@ -50,7 +52,10 @@ def _backward(  # type: ignore[no-untyped-def]
         total += g * x
         g *= weight
         along = tl.sum(g * x, 0) / WIDTH
-        tl.store(g_x_ptr + at, ((g - x * along) * scale).to(g_x_ptr.dtype.element_ty), real)
+        g = (g - x * along) * scale
+        if PLUS:
+            g += tl.load(plus_ptr + at, real, other=0.0).to(tl.float32)
+        tl.store(g_x_ptr + at, g.to(g_x_ptr.dtype.element_ty), real)
     tl.store(part_ptr + program * WIDTH + i, total, real)
 
 
@@ -67,15 +72,18 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     return out, scale
 
 
-def rms_norm_backward(x: Tensor, weight: Tensor, scale: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows, in their dtype, and of the weight, in its."""
+def rms_norm_backward(
+    x: Tensor, weight: Tensor, scale: Tensor, g: Tensor, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows, in their dtype and with `plus` added, and of the weight, in its."""
     rows, width = x.shape
     programs = max(1, min(_PROGRAMS, rows))
     g_x = torch.empty_like(x)
     part = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     padded = triton.next_power_of_2(width)
     _backward[(programs,)](
-        x, weight, scale, g, g_x, part, rows, WIDTH=width, PADDED=padded,
+        x, weight, scale, g, g if plus is None else plus, g_x, part, rows,
+        WIDTH=width, PADDED=padded, PLUS=plus is not None,
         num_warps=4 if padded <= 2048 else 8,
     )  # fmt: skip
     return g_x, part.sum(0).to(weight.dtype)

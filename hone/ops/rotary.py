@@ -22,16 +22,26 @@ def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """[N, H, D] rotated, or with `back` the gradient of that; itself without gradient."""
+    if x.is_cuda:
+        from hone.ops.rotary_triton import turn
+
+        return turn(x.contiguous(), cos, sin, back=back)
+    if not back:
+        return plain_rotate(x, cos, sin)
+    g, half = x.float(), x.shape[-1] // 2
+    across = g * sin.float()[:, None]
+    across = torch.cat([across[..., half:], -across[..., :half]], -1)
+    return (g * cos.float()[:, None] + across).to(x.dtype)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from hone.ops.rotary_triton import turn
-
         ctx.save_for_backward(cos, sin)
-        return turn(x.contiguous(), cos, sin, back=False)
+        return turned(x, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from hone.ops.rotary_triton import turn
-
-        return turn(grads[0].contiguous(), *ctx.saved_tensors, back=True), None, None
+        return turned(grads[0], *ctx.saved_tensors, back=True), None, None

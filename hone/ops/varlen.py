@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -42,20 +41,11 @@ def _torch_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     scaling: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    varlen_attn, says_gqa = _torch_kernel()
-    left = window - 1 if window is not None else -1
-    # Before it had the switch, the kernel took fewer key heads than query heads without being told.
-    extra = {"enable_gqa": q.shape[1] != k.shape[1]} if says_gqa else {}
-    return varlen_attn(
-        q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(left, 0), **extra
-    )
-
-
-@functools.cache
-def _torch_kernel() -> tuple[Any, bool]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+    # The operator under torch.nn.attention.varlen, whose wrapping costs the host more than the call.
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False,
+        scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )[0]  # fmt: skip
 
 
 @functools.cache

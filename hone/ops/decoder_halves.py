@@ -1,0 +1,110 @@
+"""The two halves of a decoder layer around attention, each as one step of autograd.
+
+Torch's own steps cost the host as much time as the GPU needs for them; these make the same products, and
+keep less: norms and gated products are computed again on the way back. Gradients are checked against torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.ops.gated import gate_backward, gate_forward
+from hone.ops.rms_norm import norm_backward, norm_forward
+from hone.ops.rotary import turned
+from hone.ops.wide_product import wide_product
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+class Linear(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+def heads_of(
+    x: Tensor,  # [N, d] float32
+    norm: Norm,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    turn: tuple[Tensor, Tensor],  # cosines and sines, [N, D] each
+) -> tuple[Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice
+    """Queries and keys of the normed rows, rotated, and values."""
+    return _Heads.apply(x, *norm, *q, *k, *v, *turn)
+
+
+def gated_half(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """x + the gated MLP of its norm: [N, d] float32."""
+    return _GatedHalf.apply(x, *norm, gate, up, down)
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor, eps: float, q: Tensor, q_bias: Tensor | None, k: Tensor,
+        k_bias: Tensor | None, v: Tensor, v_bias: Tensor | None, cos: Tensor, sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        h, scale = norm_forward(x, norm, eps)
+        queries, keys, values = (
+            F.linear(h, weight, bias).view(len(x), -1, cos.shape[-1])
+            for weight, bias in ((q, q_bias), (k, k_bias), (v, v_bias))
+        )
+        ctx.save_for_backward(x, norm, scale, q, k, v, cos, sin)
+        ctx.eps = eps
+        return turned(queries, cos, sin, back=False), turned(keys, cos, sin, back=False), values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm, scale, q, k, v, cos, sin = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        h, _ = norm_forward(x, norm, ctx.eps)
+        g_q, g_k = (turned(g, cos, sin, back=True) for g in grads[:2])
+        parts = [g.reshape(len(x), -1) for g in (g_q, g_k, grads[2])]
+        g_h = parts[0] @ q
+        for g, weight in zip(parts[1:], (k, v), strict=True):
+            g_h = torch.addmm(g_h, g, weight)
+        g_x, g_norm = norm_backward(x, norm, scale, g_h)
+        weights = []
+        for index, g in enumerate(parts):
+            weights += [
+                g.t() @ h if needed[3 + 2 * index] else None,
+                g.sum(0) if needed[4 + 2 * index] else None,
+            ]
+        return (g_x, g_norm if needed[1] else None, None, *weights, None, None)
+
+
+class _GatedHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor
+    ) -> Tensor:
+        h, scale = norm_forward(x, norm, eps)
+        gates, ups = F.linear(h, gate), F.linear(h, up)
+        ctx.save_for_backward(x, norm, scale, gate, up, down, gates, ups)
+        ctx.eps = eps
+        return x + wide_product(gate_forward(gates, ups), down)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm, scale, gate, up, down, gates, ups = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        h, _ = norm_forward(x, norm, ctx.eps)
+        g = grads[0].to(h.dtype)
+        g_gates, g_ups, inner = gate_backward(gates, ups, g @ down)
+        g_h = torch.addmm(g_gates @ gate, g_ups, up)
+        g_x, g_norm = norm_backward(x, norm, scale, g_h, grads[0])
+        return (
+            g_x,
+            g_norm if needed[1] else None,
+            None,
+            g_gates.t() @ h if needed[3] else None,
+            g_ups.t() @ h if needed[4] else None,
+            g.t() @ inner if needed[5] else None,
+        )

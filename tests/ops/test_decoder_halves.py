@@ -1,0 +1,80 @@
+"""Halves of a decoder layer: the same values and gradients as torch's own steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
+from hone.ops.rms_norm import plain_rms_norm
+from hone.ops.rotary import plain_rotate
+
+ROWS, WIDTH, HEADS, KV_HEADS, D, INNER = 7, 24, 4, 2, 6, 40
+
+
+def grown(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).mul_(0.5).requires_grad_() for shape in shapes]
+
+
+def compare(ours: Any, plain: Any, given: list[torch.Tensor], *rest: Any) -> None:
+    """Both functions on equal inputs, and pulled back by the same gradients."""
+    results = []
+    for function in (ours, plain):
+        mine = [x.detach().clone().requires_grad_() for x in given]
+        out = function(*mine, *rest)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.manual_seed(1)
+        sum((x * torch.randn(x.shape)).sum() for x in outs).backward()
+        results.append([*outs, *(x.grad for x in mine)])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gated_half_equals_torchs_steps() -> None:
+    def ours(x, norm, gate, up, down):  # type: ignore[no-untyped-def]
+        return gated_half(x, Norm(norm, 1e-5), gate, up, down)
+
+    def plain(x, norm, gate, up, down):  # type: ignore[no-untyped-def]
+        h = plain_rms_norm(x, norm, 1e-5)
+        return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
+
+    compare(
+        ours,
+        plain,
+        grown((ROWS, WIDTH), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)),
+    )
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_heads_equal_torchs_steps(biased: bool) -> None:
+    cos, sin = torch.randn(2, ROWS, D)
+
+    def ours(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
+        biases = biases or (None, None, None)
+        maps = [Linear(w, b) for w, b in zip((q, k, v), biases, strict=True)]
+        return heads_of(x, Norm(norm, 1e-5), *maps, (cos, sin))
+
+    def plain(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
+        biases = biases or (None, None, None)
+        h = plain_rms_norm(x, norm, 1e-5)
+        made = [F.linear(h, w, b).view(ROWS, -1, D) for w, b in zip((q, k, v), biases, strict=True)]
+        return plain_rotate(made[0], cos, sin), plain_rotate(made[1], cos, sin), made[2]
+
+    heads, kv = HEADS * D, KV_HEADS * D
+    shapes = [(ROWS, WIDTH), (WIDTH,), (heads, WIDTH), (kv, WIDTH), (kv, WIDTH)]
+    compare(ours, plain, grown(*shapes, *([(heads,), (kv,), (kv,)] if biased else [])))
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    x, norm, gate, up, down = grown(
+        (ROWS, WIDTH), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
+    )
+    gate.requires_grad_(False)
+    gated_half(x, Norm(norm, 1e-5), gate, up, down).sum().backward()
+    assert gate.grad is None
+    assert up.grad is not None
+    assert x.grad is not None
