@@ -26,8 +26,7 @@ from hone.data.preprocess.countdown import (
 )
 
 OPERATIONS, OPERATION_WEIGHTS = "+-*/", (4, 4, 1, 1)
-MOST_ATTEMPTS, GO_ON = 10, 0.5
-"""Another attempt follows with chance GO_ON, up to MOST_ATTEMPTS."""
+MOST_ATTEMPTS = 10
 SHARE_RIGHT = 0.1
 """Texts whose last attempt is made the solution; in others it is one by luck."""
 MOST_DRAWS = 30
@@ -42,6 +41,8 @@ class Style:
     """No attempt computes a larger number."""
     distinct: bool = False
     """No attempt comes to a result that an earlier one of the same text had."""
+    go_on: float = 0.5
+    """Chance that another attempt follows, up to MOST_ATTEMPTS."""
 
 
 PLAIN = Style()
@@ -143,7 +144,7 @@ def draw_new(
 def worked(problem: CountdownProblem, chooser: random.Random, style: Style = PLAIN) -> str:
     """What follows the prompt's `<think>`."""
     count = 1
-    while count < MOST_ATTEMPTS and chooser.random() < GO_ON:
+    while count < MOST_ATTEMPTS and chooser.random() < style.go_on:
         count += 1
     solution = parse(problem.solution, style.largest) if chooser.random() < SHARE_RIGHT else None
     tries: list[Node] = []
@@ -182,6 +183,7 @@ def main() -> None:
         "--largest", type=int, default=PLAIN.largest, help="largest number computed"
     )
     parser.add_argument("--distinct", action="store_true", help="no result twice in a text")
+    parser.add_argument("--go_on", type=float, default=PLAIN.go_on, help="chance of another try")
     parser.add_argument("--seed", type=int, default=7)
     for name in ("max_numbers", "max_number", "max_target"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Ranges, name))
@@ -195,7 +197,7 @@ def main() -> None:
     )
     problems = generate_problems(chosen.rows, seed=chosen.seed, ranges=ranges, exclude=taken)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    style = Style(chosen.largest, chosen.distinct)
+    style = Style(chosen.largest, chosen.distinct, chosen.go_on)
     written = rows(problems, chosen.seed, texts=chosen.texts, style=style)
     table = pa.Table.from_pylist(written)
     pq.write_table(table, chosen.out, compression="zstd")
