@@ -77,12 +77,13 @@ class ResourcePool:
 
     def fits(self, free_per_node: Sequence[int]) -> bool:
         """Whether nodes with this many free devices each have room for it."""
-        free = sorted(free_per_node)
+        free = list(free_per_node)
         for count in sorted(self.process_on_nodes, reverse=True):
-            if not free or free[-1] < count:
+            roomy = [n for n in free if n >= count]
+            if not roomy:
                 return False
-            free[-1] -= count
-            free.sort()
+            free.remove(tightest := min(roomy))
+            free.append(tightest - count)
         return True
 
     def __repr__(self) -> str:

@@ -58,6 +58,7 @@ def test_a_pool_must_fit_node_by_node_not_only_in_total() -> None:
     assert not pool.fits([7])
     assert not pool.fits([])
     assert not ResourcePool([4]).fits([2, 2])
+    assert ResourcePool([2, 3, 4]).fits([5, 4])
 
 
 def test_pools_can_be_split_and_merged() -> None:
