@@ -4,7 +4,7 @@
 #   reproduce.sh OUT --small   0.5M parameters, numbers up to 20: for a CPU
 # Further key=value overrides go to every RL run. The environment may say
 #   SEEDS        "1 2 3" ("1" with --small)     ALGORITHMS   "grpo ppo"
-#   TOGETHER     runs at a time on the one device: 6 (1 with --small)
+#   TOGETHER     runs at a time on the one device: 6 (1 with --small; if more, a thread each)
 #   DATA_SEED    which problems are drawn: 42
 # Data and base model that are there already are not made again; a killed run resumes.
 set -euo pipefail
@@ -12,23 +12,24 @@ OUT=${1:?the folder to write to}
 shift
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
-size=() model=() sft=() rl=()
+size=() model=() sft=() rl=() threads=(env)
 if [ "${1:-}" = --small ]; then
     shift
     : "${SEEDS:=1}" "${TOGETHER:=1}"
+    if [ "$TOGETHER" -gt 1 ]; then threads=(env OMP_NUM_THREADS=1); fi
     size=(--max_numbers 3 --max_number 20 --max_target 40)
     generated=(--train_size 1024 --test_size 256)
-    worked=(--rows 6000 --texts 12 --largest 40 --distinct)
+    worked=(--rows 6000 --texts 16 --largest 40 --distinct)
     model=(--hidden 96 --layers 3 --heads 4 --coarse)
-    sft=(data.train_batch_size=64 data.max_length=256 data.max_token_len_per_gpu=8192
-        optim.lr=4e-3 optim.lr_warmup_steps=50 trainer.total_training_steps=1000)
+    sft=(data.train_batch_size=32 data.max_length=256 data.max_token_len_per_gpu=8192
+        optim.lr=4e-3 optim.lr_warmup_steps=50 trainer.total_training_steps=3000)
     rl=(data.max_prompt_length=16 data.max_response_length=128
         actor_rollout_ref.actor.optim.lr=2e-4 trainer.total_training_steps=40
+        actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.05
         actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 critic.ppo_max_token_len_per_gpu=8192)
     ppo=(data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=128
         algorithm.use_kl_in_reward=false critic.optim.lr=1e-3)
-    grpo=(data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=16
-        actor_rollout_ref.actor.use_kl_loss=false)
+    grpo=(data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=16)
 else
     : "${SEEDS:=1 2 3}" "${TOGETHER:=6}"
     size=(--max_numbers 3)
@@ -49,7 +50,8 @@ fi
 start() { # algorithm seed overrides…
     local name=$1-$2 algorithm=$1 seed=$2
     shift 2
-    "$PYTHON" -m hone.trainer.main_ppo --config-path "$HERE" --config-name "reproduce_$algorithm" \
+    "${threads[@]}" "$PYTHON" -m hone.trainer.main_ppo \
+        --config-path "$HERE" --config-name "reproduce_$algorithm" \
         actor_rollout_ref.model.path="$OUT/sft" \
         data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
         trainer.seed="$seed" trainer.experiment_name="$name" \
