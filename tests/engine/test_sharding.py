@@ -13,6 +13,7 @@ from hone.config.critic import CriticConfig
 from hone.engine.sharding import decoder_layers, join_group
 from hone.models.policy import hidden_states
 from hone.models.tiny import tiny_lm
+from hone.ops.segments import SegmentLayout
 from hone.workers.objectives import ValueObjective
 from tests.engine import ranks
 from tests.engine.batches import VOCABULARY, packed_of, rows
@@ -171,7 +172,7 @@ def test_the_export_of_two_ranks_opens_and_speaks_alike(two, name):
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
     packed = packed_of(rows(1), True)
     packed = packed.__class__(
-        ids[0], torch.arange(6), packed.layout.build([6], []), *([packed.source] * 4), (1, 1)
+        ids[0], torch.arange(6), SegmentLayout([6], []), *([packed.source] * 4), (1, 1)
     )
     with torch.no_grad():
         expected = model.logits(hidden_states(model.decoder, packed))
