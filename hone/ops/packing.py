@@ -94,7 +94,7 @@ def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[
     width = prompts.shape[1]
     seen = attention_mask[:, :width]
     same = (prompts[1:] == prompts[:-1]).all(1) & (seen[1:] == seen[:-1]).all(1)
-    return [0, *(seen[1:].sum(1) * same).tolist()]
+    return [0, *(seen[1:].sum(1) * same).tolist()][: len(prompts)]
 
 
 _Laid = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops.packing import pack_rows
+from hone.ops.packing import pack_rows, shared_with_the_row_before
 
 PAD = 0
 
@@ -119,3 +119,13 @@ def test_an_empty_prompt_is_refused():
     attention[1, :3] = 0
     with pytest.raises(ValueError, match="empty prompt"):
         pack_rows(prompts, responses, attention, mask, share_prompts=True)
+
+
+def test_a_row_shares_its_prompt_with_an_equal_one_before_it() -> None:
+    prompts = torch.tensor([[0, 5, 6], [0, 5, 6], [0, 5, 6], [4, 5, 6]])
+    seen = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
+    assert shared_with_the_row_before(prompts, seen) == [0, 2, 0, 0]
+
+
+def test_an_empty_batch_shares_nothing() -> None:
+    assert shared_with_the_row_before(torch.zeros(0, 3), torch.zeros(0, 5)) == []
