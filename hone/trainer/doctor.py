@@ -26,8 +26,6 @@ REQUIRED = (
 )
 OPTIONAL = {
     "ray": ("ray", "more than one process or machine for `hone train` (trainer.controller=ray)"),
-    "vllm": ("vllm", "rollout by vLLM (rollout.name=vllm)"),
-    "sglang": ("sglang", "rollout by SGLang (rollout.name=sglang)"),
     "tensorboard": ("tensorboard", "the tensorboard tracker"),
     "wandb": ("wandb", "the wandb tracker"),
     "mlflow": ("mlflow", "the mlflow tracker"),
@@ -38,7 +36,6 @@ OPTIONAL = {
         None,
         "its attention kernel on a GPU in place of torch's own (pip install flash-attn)",
     ),
-    "bm25s": ("search", "the BM25 retriever of search agents"),
     "datasets": (None, "`hone data prepare --hub` (pip install datasets)"),
 }
 """Package to the extra that installs it, and what it enables."""
