@@ -73,7 +73,7 @@ def _layer(
     **_: Any,
 ) -> Tensor:
     attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
-    cos, sin = (turn[0].to(attention.q_proj.weight.dtype) for turn in position_embeddings)
+    cos, sin = (turn[0] for turn in position_embeddings)
     q, k, v = heads_of(
         x,
         _norm_of(self.input_layernorm),
@@ -143,7 +143,7 @@ def _attended(
     )
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
-    cos, sin = (x[0].to(q.dtype) for x in position_embeddings)
+    cos, sin = (x[0] for x in position_embeddings)
     out = layout.attend(
         turn(q, cos, sin),
         turn(k, cos, sin),
