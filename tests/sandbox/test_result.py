@@ -42,6 +42,6 @@ def test_too_many_files_are_refused() -> None:
         Job("pass", files={str(i): "" for i in range(201)})
 
 
-def test_cpu_limit_is_the_wall_limit_rounded_up_unless_given() -> None:
-    assert Job("pass", timeout_s=2.1).cpu_limit_s == 3
-    assert Job("pass", timeout_s=2.1, cpu_s=7).cpu_limit_s == 7
+def test_cpu_limit_stands_behind_the_wall_limit_unless_given() -> None:
+    assert Job("pass", timeout_s=2.1).cpu_limit_s == 3 + 5
+    assert Job("pass", timeout_s=2.1, cpu_s=6.5).cpu_limit_s == 7
