@@ -38,6 +38,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     grid = (triton.cdiv(gate.numel(), _BLOCK),)
     _forward[grid](gate, up, out, gate.numel(), BLOCK=_BLOCK, num_warps=8)
@@ -46,6 +47,7 @@ def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of both factors, and their product once more: cheaper than to keep it."""
+    gate, up, g = gate.contiguous(), up.contiguous(), g.contiguous()
     g_gate, g_up, out = (torch.empty_like(gate) for _ in range(3))
     grid = (triton.cdiv(gate.numel(), _BLOCK),)
     _backward[grid](gate, up, g, g_gate, g_up, out, gate.numel(), BLOCK=_BLOCK, num_warps=8)

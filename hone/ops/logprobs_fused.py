@@ -41,6 +41,8 @@ class FusedLinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, target, norm, entropy)
         ctx.factor = factor
         ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod

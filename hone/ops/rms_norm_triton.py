@@ -61,6 +61,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of [N, d] rows in the weight's dtype, and each row's factor [N]."""
+    x = x.contiguous()
     rows, width = x.shape
     out = torch.empty_like(x, dtype=weight.dtype)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -76,6 +77,8 @@ def rms_norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, g: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the rows, in their dtype and with `plus` added, and of the weight, in its."""
+    x, g = x.contiguous(), g.contiguous()
+    plus = None if plus is None else plus.contiguous()
     rows, width = x.shape
     programs = max(1, min(_PROGRAMS, rows))
     g_x = torch.empty_like(x)

@@ -7,14 +7,19 @@ the batch it was computed in. An executable version of this page is tests/rollou
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 T = TypeVar("T")
+
+_COOLEST = 1e-5
+"""Colder than this, logits divided by the temperature overflow."""
 
 
 class StopReason(str, Enum):
@@ -39,9 +44,16 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        whole = {"max_tokens": self.max_tokens, "seed": self.seed, "top_k": self.top_k}
+        whole |= {f"stop_token_ids[{i}]": token for i, token in enumerate(self.stop_token_ids)}
+        for name, value in whole.items():
+            if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
+                raise ValueError(f"sampling: {name}={value!r} must be a whole number of 64 bits")
         checks = {
             f"max_tokens={self.max_tokens} must be at least 1": self.max_tokens >= 1,
-            f"temperature={self.temperature} must not be negative": self.temperature >= 0,
+            f"temperature={self.temperature} must be 0 (greedy) or at least {_COOLEST}": (
+                self.temperature == 0 or _COOLEST <= self.temperature < math.inf
+            ),
             f"top_k={self.top_k} must be -1 (all) or positive": self.top_k == -1 or self.top_k > 0,
             f"top_p={self.top_p} must be in (0, 1]": 0 < self.top_p <= 1,
             f"min_p={self.min_p} must be in [0, 1]": 0 <= self.min_p <= 1,
@@ -49,6 +61,12 @@ class Sampling:
         for sentence, holds in checks.items():
             if not holds:
                 raise ValueError(f"sampling: {sentence}")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens may not be drawn. Greedy requests lose nothing by a cut."""
+        truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return truncates and self.temperature > 0
 
     @staticmethod
     def from_mapping(params: Mapping[str, Any], *, max_tokens: int, seed: int) -> Sampling:
@@ -72,9 +90,9 @@ class Sampling:
             if name == "stop":
                 value = (value,) if isinstance(value, str) else tuple(value)
             values[name] = tuple(value) if name == "stop_token_ids" else value
-        if values["top_k"] == 0 if "top_k" in values else False:
+        if values.get("top_k") == 0:
             values["top_k"] = -1
-        values["max_tokens"] = min(int(values["max_tokens"]), max_tokens)
+        values["max_tokens"] = min(values["max_tokens"], max_tokens)
         return Sampling(**values)
 
 

@@ -36,6 +36,20 @@ def test_sgd_takes_the_step_it_should():
     assert optimizer.updates == 1
 
 
+def test_gradients_of_16_bits_are_summed_in_float32_over_micro_batches():
+    (a, b), optimizer = made([[1.0, 2.0], [3.0]], dtype=torch.bfloat16)
+    for _ in range(4):
+        give([a, b], [[256.0, 0.5], [1.0]])
+        optimizer.gather_gradients()
+        assert a.grad is None
+    give([a, b], [[1.0, 0.0], [0.0]])  # in 16 bits 1,025 would be rounded to 1,024
+    optimizer.gather_gradients()
+    masters = list(optimizer.masters.values())
+    assert [m.grad.tolist() for m in masters] == [[1025.0, 2.0], [4.0]]
+    optimizer.step()
+    assert [m.tolist() for m in masters] == [[1.0 - 512.5, 1.0], [1.0]]
+
+
 @pytest.mark.parametrize(
     ("name", "impl", "expected"),
     [

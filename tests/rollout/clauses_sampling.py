@@ -18,9 +18,11 @@ def allowed(p: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The tokens a request may draw, as a mask [V]: slow and obvious."""
     order = sorted(range(len(p)), key=lambda i: -float(p[i]))
     keep, before = torch.zeros(len(p), dtype=torch.bool), 0.0
+    best = order if sampling.top_k < 0 else order[: sampling.top_k]
+    whole = sum(float(p[token]) for token in best)
     for rank, token in enumerate(order):
-        inside_k = sampling.top_k < 0 or rank < sampling.top_k
-        inside_p = before < sampling.top_p - 1e-9
+        inside_k = rank < len(best)
+        inside_p = before / whole < sampling.top_p - 1e-9
         inside_m = float(p[token]) >= sampling.min_p * float(p[order[0]])
         keep[token] = rank == 0 or (inside_k and inside_p and inside_m)
         before += float(p[token])
@@ -73,6 +75,11 @@ def top_k_keeps_the_k_likeliest(factory: Factory) -> None:
 @clause("model", "seeds")
 def top_p_keeps_the_smallest_set_that_reaches_p(factory: Factory) -> None:
     check_distribution(factory, top_p=0.6)
+
+
+@clause("model", "seeds")
+def top_p_is_a_share_of_what_top_k_left(factory: Factory) -> None:
+    check_distribution(factory, top_k=3, top_p=0.7)  # two tokens stay; of all mass 0.7 holds more
 
 
 @clause("model", "seeds")

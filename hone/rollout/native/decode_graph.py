@@ -92,7 +92,7 @@ class DecodeStep:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._rows.state[5].fill_(1)  # finished rows draw nothing
+            self._rows.finished.fill_(1)  # finished rows draw nothing
             for _ in range(2):
                 self._compute(size, draw)
         torch.cuda.current_stream().wait_stream(stream)

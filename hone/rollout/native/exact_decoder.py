@@ -29,9 +29,9 @@ from hone.rollout.native.fused_decoder import Layer, can_join, read_layer
 from hone.rollout.native.kernel_choice import exact_kernels_for
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_rows import RowState
+from hone.rollout.native.paged_schedule import PAGE_SIZE
 
 FAMILIES = ("llama", "qwen2")
-_PAGE_SIZE = 16
 _CHUNK_BYTES = 2**29
 """Logits alive at once in the trainer's forward on a GPU."""
 
@@ -80,12 +80,10 @@ class ExactDecoder:
         self._read()
         self.kernels = exact_kernels_for(self._embedding.device)
 
-    def refresh(self) -> bool:
-        """Look the parameters up anew if their memory has changed; true if it had."""
-        if self._addresses == [p.data_ptr() for p in self._policy.parameters()]:
-            return False
-        self._read()
-        return True
+    def refresh(self) -> None:
+        """Look the parameters up anew if their memory has changed."""
+        if self._addresses != [p.data_ptr() for p in self._policy.parameters()]:
+            self._read()
 
     @torch.no_grad()
     def _read(self) -> None:
@@ -165,7 +163,7 @@ class ExactDecoder:
         self.reach(longest)
         layout = TrainingLayout(
             packed, self.kernels, kv_heads=self._kv_heads, head_dim=self._head_dim,
-            page_size=_PAGE_SIZE, per_tile=self._per_tile, dtype=self._embedding.dtype,
+            page_size=PAGE_SIZE, per_tile=self._per_tile, dtype=self._embedding.dtype,
         )  # fmt: skip
         decoder: Any = self._policy.decoder
         x = decoder.embed_tokens(packed.input_ids).float()
@@ -262,6 +260,8 @@ class _ExactLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, target, norm, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod

@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 
 
 class FusedDecoder:
-    """A `Forward` over paged layouts, for the families that decoder.py calls plain."""
+    """Hidden states over paged layouts, for the families that decoder.py calls plain."""
 
     def __init__(self, policy: PolicyModel, kernels: Any, max_positions: int) -> None:
         self._policy, self._kernels = policy, kernels
@@ -45,12 +45,10 @@ class FusedDecoder:
         self._layers: list[Layer] = []
         self._read()
 
-    def refresh(self) -> bool:
-        """Look the parameters up anew if their memory has changed; true if it had."""
-        if self._addresses == self._current_addresses():
-            return False
-        self._read()
-        return True
+    def refresh(self) -> None:
+        """Look the parameters up anew if their memory has changed."""
+        if self._addresses != self._current_addresses():
+            self._read()
 
     def _current_addresses(self) -> list[int]:
         return [p.data_ptr() for p in self._policy.parameters()]
@@ -121,7 +119,8 @@ def _joined(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
     """One weight (and bias) whose rows are the given ones'; they become views of it."""
     weight = _join([m.weight for m in linears])
     biases = [m.bias for m in linears if m.bias is not None]
-    return weight, _join(biases) if len(biases) == len(linears) else None
+    assert len(biases) in (0, len(linears)), "a bias of some parts only is of no known family"
+    return weight, _join(biases) if biases else None
 
 
 def _join(parameters: list[nn.Parameter]) -> Tensor:

@@ -91,9 +91,7 @@ class PagePool:
             key = (name, piece)
             known = self._page_of.get(key)
             if known is None:
-                if (
-                    page in self._key_of
-                ):  # holds another key's content: cannot happen to a sound caller
+                if page in self._key_of:  # findable as something else: it stays that
                     return
                 self._page_of[key], self._key_of[page] = page, key
                 self._names += 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hone.models.policy import PolicyModel
 from hone.ops.transfer import send
+from hone.rollout.native.cut_rows import CutRows
 from hone.rollout.native.decode_graph import DecodeStep, bucket_sizes, decode_layout
 from hone.rollout.native.decoder import ModuleDecoder, is_plain
 from hone.rollout.native.exact_decoder import ExactDecoder
@@ -30,7 +31,6 @@ from hone.rollout.native.paged_schedule import (
     PagedSchedule,
     Row,
 )
-from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request, RequestRules
 
 
@@ -56,6 +56,7 @@ class PagedCore:
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
+        self._version = 0
         self._kernels = exact.kernels if exact is not None else kernels_for(self.device)
         width = -(-max_model_len // PAGE_SIZE)
         self.cache = _cache_for(
@@ -79,6 +80,7 @@ class PagedCore:
         self._device_rows = RowState.empty(max_num_seqs, width, STEPS_UNWATCHED + 1, self.device)
         self._host_rows = HostRows(max_num_seqs, width)
         self._placed: list[tuple[int, int]] = []
+        self._addresses: list[int] = []  # of the parameters, where recorded steps read them
         self._step = DecodeStep(
             self._forward,
             self._logits,
@@ -104,16 +106,16 @@ class PagedCore:
 
     @property
     def version(self) -> int:
-        return self._schedule.version
+        return self._version
 
     @version.setter
     def version(self, version: int) -> None:
-        """New weights: keys computed with the old ones may not be found again."""
-        self._schedule.version = version
-        self.cache.pool.forget_all()
+        self._version = version
+        self.forget()
 
     def forget(self) -> None:
-        """Nothing to do: decoding reads the parameters themselves."""
+        """The weights are others: keys computed with the old ones may not be found again."""
+        self._schedule.forget()
 
     def add(self, request: Request) -> None:
         self._schedule.add(request)
@@ -142,8 +144,8 @@ class PagedCore:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the decode thread starts on device 0
         schedule = self._schedule
-        if not schedule.active and self._forward.refresh():
-            self._step.forget()
+        if not schedule.active:
+            self._follow_parameters()
         steps = schedule.steps()
         schedule.extend(steps)
         self._place_active()
@@ -153,18 +155,30 @@ class PagedCore:
         while admitted := schedule.admit(steps):
             self._prefill(admitted)
         if not running:
-            self._decode(min(steps, schedule.steps()))  # they got pages for no more
+            self._decode(min(steps, schedule.steps(drawn=1)))  # they got pages for no more
         return self._retire()
+
+    def _follow_parameters(self) -> None:
+        """Recorded steps read fixed addresses: where parameters have moved, steps are recorded anew."""
+        self._forward.refresh()
+        addresses = [p.data_ptr() for p in self.policy.parameters()]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._step.forget()
 
     # -- computing -----------------------------------------------------------------------------
 
     def _place_active(self) -> None:
-        """Row i of the state is sequence i; rows that only went on are already in place."""
-        if self._placed == [(id(row), len(row.pages)) for row in self._schedule.active]:
+        """Row i of the state is sequence i; rows that only went on are already in place.
+
+        Where none is left all are made idle: old ones would fill up the next batch and write its pages.
+        """
+        active = self._schedule.active
+        if active and self._placed == [(id(row), len(row.pages)) for row in active]:
             self._device_rows.count.zero_()
             return
-        self._place(0, self._schedule.active)
-        self._host_rows.idle_from(len(self._schedule.active))
+        self._place(0, active)
+        self._host_rows.idle_from(len(active))
         self._host_rows.send(self._device_rows, 0, self._max_rows)
 
     def _place(self, begin: int, rows: list[Row]) -> None:
@@ -212,7 +226,7 @@ class PagedCore:
         self._place(begin, admitted)
         self._host_rows.send(self._device_rows, begin, end)
         logits = self._logits(hidden[send(torch.tensor(rank), self.device)])
-        self._draw(logits, [row.request for row in admitted], begin, end)
+        self._draw(logits, self._cut([row.request for row in admitted]), begin, end)
         for ids, at in leaders.items():
             self._schedule.remember(chosen[at], ids)
 
@@ -233,18 +247,17 @@ class PagedCore:
         last = torch.tensor(lengths).cumsum(0) - 1
         return hidden[send(last, self.device)]
 
-    def _draw(self, logits: Tensor, requests: list[Request], begin: int, end: int) -> None:
+    def _draw(self, logits: Tensor, cut: CutRows | None, begin: int, end: int) -> None:
         rows = self._device_rows.rows(begin, end)
-        if not any(_truncates(request) for request in requests):
+        if cut is None:
             self._kernels.sample(logits, rows, PAGE_SIZE)
-            return
-        sampling = SamplingRows.of([request.sampling for request in requests], self.device)
-        tokens, log_probs = draw(logits[: end - begin].float(), rows.position + 1, sampling)
-        if self._exact is not None:
-            log_probs = self._kernels.log_probs_of(
-                logits[: end - begin], tokens, rows.inverse_temperature
-            )
-        self._kernels.advance(tokens, log_probs, rows, PAGE_SIZE)
+        else:
+            cut.draw(logits[: end - begin], rows, self._kernels, PAGE_SIZE)
+
+    def _cut(self, requests: list[Request]) -> CutRows | None:
+        return CutRows.of(
+            [r.sampling for r in requests], self.device, exact=self._exact is not None
+        )
 
     def _decode_layout(self, rows: RowState) -> Any:
         if self._exact is None:
@@ -254,11 +267,11 @@ class PagedCore:
     def _decode(self, steps: int) -> None:
         """`steps` tokens for every row, one after the other, without a look at them."""
         requests = [row.request for row in self._schedule.active]
-        plain = not any(_truncates(request) for request in requests)
+        cut = self._cut(requests) if steps else None
         for _ in range(steps):
-            logits = self._step.run(len(requests), draw=plain)
-            if not plain:
-                self._draw(logits, requests, 0, len(requests))
+            logits = self._step.run(len(requests), draw=cut is None)
+            if cut is not None:
+                self._draw(logits, cut, 0, len(requests))
 
     # -- results -------------------------------------------------------------------------------
 
@@ -290,11 +303,6 @@ class PagedCore:
         request.versions += [self.version] * len(tokens)
         if flag or request.cancelled:
             request.stop_reason = self.rules.stop_reason(request)
-
-
-def _truncates(request: Request) -> bool:
-    s = request.sampling
-    return s.top_k > 0 or s.top_p < 1 or s.min_p > 0
 
 
 def _cache_for(policy: PolicyModel, pages: int | None, *, wanted: int, share: float) -> PagedCache:

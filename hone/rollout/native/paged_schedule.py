@@ -31,10 +31,10 @@ class Row:
     stops: list[int]
     careful: bool
     """Its end is not seen by the GPU alone: stop strings, or too many stop tokens."""
-    known: int = field(default=0)
+    known: int = 0
     """Tokens whose keys were found in the cache when it was admitted."""
-    version: int = 0
-    """Weights its first keys were computed with."""
+    weights: int = 0
+    """Which weights its first keys were computed with, see `PagedSchedule.forget`."""
 
     @property
     def limit(self) -> int:
@@ -82,7 +82,7 @@ class PagedSchedule:
         """Pages kept for the next chunk of every other row before one may take ahead."""
         self._waiting: list[Request] = []  # whoever starts first stands last
         self.active: list[Row] = []
-        self.version = 0
+        self._weights = 0
         self.preempted = 0
 
     @property
@@ -108,11 +108,14 @@ class PagedSchedule:
         self._waiting.clear()
         return ended
 
-    def steps(self) -> int:
-        """Decode steps until the host looks again: no more than the longest sequence still needs."""
+    def steps(self, drawn: int = 0) -> int:
+        """Decode steps until the host looks again: no more than the longest sequence still needs.
+
+        drawn: tokens of every sequence that the host has not seen yet.
+        """
         most = STEPS_PER_CHUNK if self._waiting else STEPS_UNWATCHED
-        left = [row.limit - row.request.length for row in self.active]
-        return max(1, min(most, max(left, default=most)))
+        left = [row.limit - row.request.length - drawn for row in self.active]
+        return max(1 - drawn, min(most, max(left, default=most)))
 
     def extend(self, steps: int) -> None:
         """Pages for the next chunk, oldest sequences first; the newest give theirs back if need be."""
@@ -162,9 +165,14 @@ class PagedSchedule:
         self.active += admitted
         return admitted
 
+    def forget(self) -> None:
+        """Pages computed until now are found no more, nor those of rows that still run."""
+        self._weights += 1
+        self._pool.forget_all()
+
     def remember(self, row: Row, tokens: list[int] | tuple[int, ...]) -> None:
         """Let later requests find the full pages of `tokens`, which this row computed."""
-        if self._prefix_caching and row.version == self.version:
+        if self._prefix_caching and row.weights == self._weights:
             self._pool.remember(tokens, row.pages)
 
     def retire(self) -> list[Request]:
@@ -201,7 +209,7 @@ class PagedSchedule:
         ends = [] if sampling.ignore_eos else sorted(self._rules.eos_ids)
         stops = list(dict.fromkeys([*ends, *sampling.stop_token_ids]))
         careful = bool(sampling.stop) or len(stops) > MAX_STOPS
-        return Row(request, list(found), stops, careful, len(found) * PAGE_SIZE, self.version)
+        return Row(request, list(found), stops, careful, len(found) * PAGE_SIZE, self._weights)
 
 
 def _precedence(request: Request) -> float:

@@ -45,7 +45,7 @@ class SamplingRows:
             column([r.seed for r in rows], torch.int64),
             any(greedy),
             all(greedy),
-            any(r.top_k > 0 or r.top_p < 1 or r.min_p > 0 for r in rows),
+            any(r.cuts for r in rows),
         )
 
 
@@ -68,12 +68,16 @@ def draw(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, 
 
 
 def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
-    """Zero what top-k, top-p and min-p cut off; at least the most likely token stays."""
+    """Zero what top-k, top-p and min-p cut off; at least the most likely token stays.
+
+    top-p is a share of what top-k left. A row that cuts nothing off comes back as it is.
+    """
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
-    before = ordered.cumsum(-1) - ordered
     keep = rank < rows.top_k[:, None]
-    keep &= before < rows.top_p[:, None]
+    left = (ordered * keep).cumsum(-1)
+    share = rows.top_p[:, None] * left[:, -1:]
+    keep &= (left - ordered < share) | (rows.top_p == 1)[:, None]
     keep &= ordered >= rows.min_p[:, None] * ordered[:, :1]
     keep[:, 0] = True
     return torch.zeros_like(p).scatter(-1, order, ordered * keep)

@@ -1,0 +1,184 @@
+"""What shares the paged engine's batch, before or beside a request, changes none of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hone.models.policy import PolicyModel
+from hone.rollout.contract import Sampling
+from hone.rollout.native import exact_reference, kernels_reference
+from hone.rollout.native.cut_rows import CutRows
+from hone.rollout.native.decoder import ModuleDecoder
+from hone.rollout.native.exact_decoder import ExactDecoder
+from hone.rollout.native.paged_core import PagedCore
+from hone.rollout.native.paged_rows import RowState
+from hone.rollout.native.sampler import SamplingRows, draw
+from hone.rollout.requests import Request
+
+from ..models import VOCABULARY, policy, prompts, trainer_log_probs
+from .paged import paged_core
+
+
+def ask(prompt: list[int], tokens: int, seed: int, **more: Any) -> Request:
+    return Request(list(prompt), Sampling(tokens, 1.0, seed, ignore_eos=True, **more), f"r{seed}")
+
+
+def finish(core: PagedCore, requests: list[Request]) -> list[list[int]]:
+    for request in requests:
+        core.add(request)
+    while core.busy:
+        core.step()
+    return [request.token_ids for request in requests]
+
+
+def fewer() -> list[Request]:
+    """Five rows, run in a batch of eight: three rows only fill it up."""
+    return [ask(p, 40, 1000 + i) for i, p in enumerate(prompts(5, 20, 60))]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_rows_that_ended_together_leave_no_trace_in_a_smaller_batch(prefix_caching: bool) -> None:
+    core = paged_core(policy(), prefix_caching=prefix_caching)
+    finish(core, [ask(p, 5 + 3 * i, i) for i, p in enumerate(prompts(8, 10, 40))])
+    wanted = finish(paged_core(policy()), fewer())
+    assert finish(core, fewer()) == wanted
+
+
+def test_aborted_rows_leave_no_trace_in_a_smaller_batch() -> None:
+    core = paged_core(policy())
+    for i, prompt in enumerate(prompts(8, 10, 40)):
+        core.add(ask(prompt, 400, i))
+    core.step()
+    assert len(core.abort()) == 8
+    assert finish(core, fewer()) == finish(paged_core(policy()), fewer())
+
+
+def test_a_second_turn_of_some_rows_stays_exact() -> None:
+    model = policy()
+    model.exact = ExactDecoder(model)
+    core = paged_core(model, exact=model.exact)
+    first = [ask(p, 20, i) for i, p in enumerate(prompts(8, 10, 40))]
+    finish(core, first)
+    second = [ask([*r.prompt_ids, *r.token_ids, 5, 6], 40, 50 + i) for i, r in enumerate(first[:5])]
+    finish(core, second)
+    for r in second:
+        assert r.log_probs == trainer_log_probs(model, r.prompt_ids, r.token_ids, 1.0)
+
+
+@pytest.mark.parametrize(
+    "more", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 4, "top_p": 0.7}]
+)
+def test_what_a_neighbour_cuts_off_changes_no_plain_request(more: dict[str, Any]) -> None:
+    plain = [ask(p, 30, i) for i, p in enumerate(prompts(4))]
+    finish(paged_core(policy()), plain)
+    mixed = [ask(p, 30, i) for i, p in enumerate(prompts(4))]
+    finish(paged_core(policy()), [*mixed, ask(prompts(1)[0], 25, 77, **more)])
+    assert [r.token_ids for r in mixed] == [r.token_ids for r in plain]
+    assert [r.log_probs for r in mixed] == [r.log_probs for r in plain]
+
+
+def test_a_cut_that_keeps_every_token_draws_what_no_cut_draws() -> None:
+    plain = finish(paged_core(policy()), [ask(p, 30, i) for i, p in enumerate(prompts(3))])
+    kept = [ask(p, 30, i, top_k=VOCABULARY) for i, p in enumerate(prompts(3))]
+    assert finish(paged_core(policy()), kept) == plain
+
+
+def row_state(rows: list[Sampling]) -> RowState:
+    state = RowState.empty(len(rows), 20, 5, torch.device("cpu"))
+    state.seed.copy_(torch.tensor([r.seed for r in rows]))
+    state.position.fill_(10)
+    state.limit.fill_(100)
+    state.finished.zero_()
+    heat = torch.tensor([r.temperature for r in rows])
+    state.inverse_temperature.copy_(1.0 / torch.where(heat == 0, 1.0, heat))
+    state.greedy.copy_(heat == 0)
+    return state
+
+
+@pytest.mark.parametrize("kernels", [kernels_reference, exact_reference])
+def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
+    rows = [
+        Sampling(5, 0.0 if i % 5 == 0 else 0.7, i, **({"top_k": 5} if i % 3 == 0 else {}))
+        for i in range(30)
+    ]
+    logits = 2 * torch.randn(30, 20_000, generator=torch.Generator().manual_seed(0))
+    state, alone = row_state(rows), row_state(rows)
+    state.finished[[1, 3]] = 1  # a plain one and one that cuts
+    exact = kernels is exact_reference
+    cut = CutRows.of(rows, torch.device("cpu"), exact=exact)
+    assert cut is not None
+    cut.draw(logits, state, kernels, 16)
+    kernels.sample(logits, alone, 16)
+    cutting = [i for i, row in enumerate(rows) if row.cuts]
+    assert cutting == [i for i in range(0, 30, 3) if i % 5]  # greedy rows lose nothing by a cut
+    of = SamplingRows.of([rows[i] for i in cutting], torch.device("cpu"))
+    tokens, log_probs = draw(logits[cutting], torch.full((len(cutting),), 11), of)
+    if exact:
+        log_probs = kernels.log_probs_of(
+            logits[cutting], tokens, state.inverse_temperature[cutting]
+        )
+    alone.tokens_out[cutting, 0] = tokens.int()
+    alone.log_probs_out[cutting, 0] = log_probs
+    running = [i for i in range(30) if i not in (1, 3)]
+    assert torch.equal(state.tokens_out[running, 0], alone.tokens_out[running, 0])
+    assert torch.equal(state.log_probs_out[running, 0], alone.log_probs_out[running, 0])
+    assert state.count.tolist() == [int(i in running) for i in range(30)]
+    assert state.finished.tolist() == [int(i not in running) for i in range(30)]
+    assert state.position.tolist() == [11 if i in running else 10 for i in range(30)]
+
+
+def test_no_cut_needs_no_second_way() -> None:
+    rows = [Sampling(5, 0.0, 1, top_k=3), Sampling(5, 1.0, 2)]
+    assert CutRows.of(rows, torch.device("cpu"), exact=False) is None
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 0), (2, 1), (40, 39)])
+def test_the_token_that_a_prompt_draws_needs_no_decode_step(tokens: int, steps: int) -> None:
+    core = paged_core(policy())
+    taken: list[int] = []
+    run = core._step.run
+    core._step.run = lambda rows, *, draw: (taken.append(rows), run(rows, draw=draw))[1]  # type: ignore
+    (drawn,) = finish(core, [ask(prompts(1)[0], tokens, 0)])
+    assert (len(drawn), len(taken)) == (tokens, steps)
+
+
+def move(model: PolicyModel) -> list[torch.Tensor]:
+    """The parameters elsewhere; their old memory is kept, so that nothing takes its place."""
+    kept = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return kept
+
+
+def through_modules(model: PolicyModel) -> PagedCore:
+    core = paged_core(model)
+    core._forward = core._step._forward = ModuleDecoder(model)
+    return core
+
+
+def exactly(model: PolicyModel) -> PagedCore:
+    model.exact = ExactDecoder(model)
+    return paged_core(model, exact=model.exact)
+
+
+@pytest.mark.parametrize("build", [paged_core, through_modules, exactly])
+@pytest.mark.parametrize("trained_between", [False, True])
+def test_recorded_steps_are_dropped_when_parameters_move(
+    build: Callable[[PolicyModel], PagedCore], trained_between: bool
+) -> None:
+    model = policy()
+    core, forgotten = build(model), []
+    finish(core, [ask(prompts(1)[0], 3, 0)])
+    core._step.forget = lambda: forgotten.append(1)  # type: ignore[method-assign]
+    finish(core, [ask(prompts(1)[0], 3, 0)])
+    assert forgotten == []
+    kept = move(model)
+    if trained_between:  # the trainer sees the new place before the rollout does
+        trainer_log_probs(model, prompts(1)[0], [3, 4, 5], 1.0)
+    finish(core, [ask(prompts(1)[0], 3, 0)])
+    assert forgotten == [1]
+    del kept
