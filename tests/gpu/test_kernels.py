@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
+from hone.rollout.contract import Sampling
 from hone.rollout.native import kernels_reference as reference
+from hone.rollout.native.cut_rows import CutRows
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_rows import FIELDS, RowState
 
@@ -184,3 +186,28 @@ def test_advance_equals_its_reference() -> None:
     assert torch.equal(ours.state, wanted.state)
     assert torch.equal(ours.tokens_out, wanted.tokens_out)
     assert torch.equal(ours.log_probs_out, wanted.log_probs_out)
+
+
+@pytest.mark.parametrize("vocabulary", [24, 9000])
+def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
+    from hone.rollout.native import sampling_triton
+
+    random.seed(vocabulary)
+    alone, mixed = [rows_of(32, vocabulary) for _ in range(2)]
+    for name in ("state", "inverse_temperature", "greedy", "stops", "table"):
+        getattr(mixed, name).copy_(getattr(alone, name))
+    was_running = alone.finished == 0
+    logits = torch.randn(32, vocabulary, device=DEVICE) * 3
+    logits[:, 0] = -9.0  # what nobody draws stands where nothing was written
+    asked = [Sampling(5, 1.0, i, **({"top_k": 1} if i % 4 == 0 else {})) for i in range(32)]
+    cut = CutRows.of(asked, DEVICE, exact=False)
+    assert cut is not None
+    cut.draw(logits, mixed, sampling_triton, 16)
+    sampling_triton.sample(logits, alone, 16)
+    plain = ~cut.mask
+    assert torch.equal(mixed.state[:, plain], alone.state[:, plain])
+    assert torch.equal(mixed.tokens_out[plain], alone.tokens_out[plain])
+    assert torch.equal(mixed.log_probs_out[plain], alone.log_probs_out[plain])
+    best = logits.argmax(1)[cut.at].int()
+    written = (mixed.tokens_out[cut.at] == best[:, None]).any(1)
+    assert torch.equal(written, was_running[cut.at])

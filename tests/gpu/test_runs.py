@@ -92,5 +92,6 @@ def test_turns_of_a_loop_find_their_prefix_and_stay_exact(train: Callable[..., R
 def test_compiled_blocks_train_alike(train: Callable[..., Run]) -> None:
     plain = train()
     compiled = train("actor_rollout_ref.actor.use_torch_compile=true", folder="compiled")
-    for name in ("actor/pg_loss", "actor/grad_norm"):
-        assert compiled.series(name)[0] == pytest.approx(plain.series(name)[0], rel=0.1, abs=1e-2)
+    norm = "actor/grad_norm"
+    assert plain.series(norm)[0] > 0
+    assert compiled.series(norm)[0] == pytest.approx(plain.series(norm)[0], rel=0.1)

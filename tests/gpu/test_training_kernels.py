@@ -43,6 +43,18 @@ class TestLogProbs:
             assert relative_error(ours, plain) < 1e-4
 
 
+class TestEntropyNotAskedFor:
+    pytestmark = needs_kernels
+
+    def test_it_has_no_gradient(self) -> None:
+        hidden = torch.randn(6, 8, device=DEVICE, requires_grad=True)
+        weight, target = torch.randn(50, 8, device=DEVICE), torch.arange(6, device=DEVICE)
+        apply = logprobs_fused.FusedLinearLogProbs.apply
+        log_probs, entropy = apply(hidden, weight, target, 1.0, False)
+        assert log_probs.requires_grad
+        assert not entropy.requires_grad
+
+
 class TestGate:
     pytestmark = needs_kernels
 
@@ -57,6 +69,18 @@ class TestGate:
         made = gated_triton.silu_gate_backward(gate, up, g)
         for ours, wanted in zip(made, (a.grad, b.grad, plain), strict=True):
             assert relative_error(ours, wanted) < 1e-5
+
+    def test_factors_may_lie_apart_in_memory(self) -> None:
+        from hone.ops import gated_triton
+
+        gate, up, g = torch.randn(3, 1111, 5, device=DEVICE).transpose(1, 2)
+        whole = [x.contiguous() for x in (gate, up, g)]
+        assert torch.equal(
+            gated_triton.silu_gate_forward(gate, up), gated_triton.silu_gate_forward(*whole[:2])
+        )
+        made = gated_triton.silu_gate_backward(gate, up, g)
+        for ours, wanted in zip(made, gated_triton.silu_gate_backward(*whole), strict=True):
+            assert torch.equal(ours, wanted)
 
 
 class TestWideProducts:
@@ -182,6 +206,20 @@ class TestNorm:
         assert relative_error(g_weight, w.grad) < 1e-4
         more, _ = rms_norm_triton.rms_norm_backward(x, weight, scale, g, x)
         assert relative_error(more, a.grad + x) < 1e-4
+
+    def test_rows_may_lie_apart_in_memory(self, width: int) -> None:
+        from hone.ops import rms_norm_triton
+
+        x, g = torch.randn(2, width, 37, device=DEVICE).transpose(1, 2)
+        plus = torch.randn(37, 1, device=DEVICE).expand(37, width)
+        weight = torch.randn(width, device=DEVICE)
+        out, scale = rms_norm_triton.rms_norm_forward(x, weight, 1e-6)
+        wanted, _ = rms_norm_triton.rms_norm_forward(x.contiguous(), weight, 1e-6)
+        assert torch.equal(out, wanted)
+        made = rms_norm_triton.rms_norm_backward(x, weight, scale, g, plus)
+        whole = (x.contiguous(), weight, scale, g.contiguous(), plus.contiguous())
+        for ours, theirs in zip(made, rms_norm_triton.rms_norm_backward(*whole), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("heads", "d"), [(14, 64), (3, 80)])
