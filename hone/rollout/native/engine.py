@@ -41,7 +41,8 @@ class NativeRollout:
 
     def __init__(self, core: NativeCore) -> None:
         self._core = core
-        self._outbox: list[Request] = []  # asked for in this turn of the event loop
+        self._outboxes: dict[asyncio.AbstractEventLoop, list[Request]] = {}
+        """What each loop asked for in its present turn; only that loop's thread touches it."""
         self._inbox: list[Request] = []  # on the way to the thread
         self._held: list[Request] = []  # asked for while aborted
         self._arrived = threading.Condition()  # guards inbox, held, paused, closed and failure
@@ -65,9 +66,10 @@ class NativeRollout:
         future: asyncio.Future[TokenOutput] = loop.create_future()
         request = Request(list(prompt_ids), sampling, request_id, owner=(loop, future))
         self._core.rules.check(request)
-        if not self._outbox:
-            loop.call_soon(self._flush)
-        self._outbox.append(request)
+        if loop not in self._outboxes:
+            self._outboxes[loop] = []
+            loop.call_soon(self._flush, loop)
+        self._outboxes[loop].append(request)
         try:
             return await future
         finally:
@@ -101,8 +103,10 @@ class NativeRollout:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._between_steps():
-            load_weights(self._core.policy, weights)
-            self._core.forget()
+            try:
+                load_weights(self._core.policy, weights)
+            finally:
+                self._core.forget()  # what was refused half way has changed some of them
             self._core.version = version
 
     def abort(self) -> None:
@@ -123,8 +127,8 @@ class NativeRollout:
             self._submit(held)
 
     def sleep(self) -> None:
-        with self._between_steps():
-            if self._core.busy:
+        with self._between_steps(), self._arrived:
+            if self._core.busy or self._inbox:
                 raise RolloutError("sleep was asked for while requests run; abort them first")
             self._core.cache.free()
             self._core.forget()
@@ -149,9 +153,8 @@ class NativeRollout:
         with self._door, self._room:
             yield
 
-    def _flush(self) -> None:
-        batch, self._outbox = self._outbox, []
-        self._submit(batch)
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._submit(self._outboxes.pop(loop))
 
     def _submit(self, batch: list[Request]) -> None:
         with self._arrived:

@@ -1,0 +1,100 @@
+"""New weights and old event loops: what an engine forgets, and what it must not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hone.models.policy import PolicyModel
+from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.native.core import NativeCore
+from hone.rollout.native.decoder import ModuleDecoder
+from hone.rollout.native.engine import NativeRollout
+from hone.rollout.requests import Request
+
+from ..factories import NativeFactory
+from ..models import EOS, policy, prompts
+from .paged import paged_core
+
+
+def sampling(tokens: int = 20, seed: int = 0) -> Sampling:
+    return Sampling(tokens, 1.0, seed, ignore_eos=True)
+
+
+def scaled(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
+    return [(name, p.detach() * 0.9) for name, p in model.lm.named_parameters()]
+
+
+def test_a_refused_update_leaves_no_keys_of_the_weights_it_changed() -> None:
+    core = paged_core(policy())
+    engine = NativeRollout(core)  # type: ignore[arg-type]
+    prompt = prompts(1, 40, 40)[0]
+    asyncio.run(engine.generate(prompt, sampling(), "before"))
+    with pytest.raises(RolloutError, match="nope"):
+        engine.update_weights([*scaled(core.policy), ("nope", torch.zeros(1))], 1)
+    found = asyncio.run(engine.generate(prompt, sampling(), "after"))
+    assert core.prefilled_tokens == 80
+    assert set(found.versions) == {0}
+    engine.close()
+    fresh = NativeRollout(paged_core(core.policy))  # type: ignore[arg-type]
+    assert asyncio.run(fresh.generate(prompt, sampling(), "fresh")).token_ids == found.token_ids
+    fresh.close()
+
+
+def test_a_loop_that_closed_before_its_turn_holds_nobody_up() -> None:
+    engine = NativeFactory().build(policy())
+    left = asyncio.new_event_loop()
+
+    async def ask_and_leave() -> asyncio.Task[Any]:
+        task = left.create_task(engine.generate(prompts(1)[0], sampling(4), "left"))
+        await asyncio.sleep(0)
+        left.stop()
+        return task
+
+    task = left.run_until_complete(ask_and_leave())
+    left.close()
+    assert not task.done()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+    async def ask() -> Any:
+        return await asyncio.wait_for(engine.generate(prompts(1)[0], sampling(4), "next"), 60)
+
+    assert len(asyncio.run(ask()).token_ids) == 4
+    engine.close()
+
+
+def running_core(model: PolicyModel, forward: Callable[[PolicyModel], Any] | None) -> NativeCore:
+    core = NativeCore(model, eos_ids=(EOS,), max_num_seqs=8, max_num_batched_tokens=256)
+    if forward is not None:
+        core._forward = forward(model)
+    return core
+
+
+def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
+    """Through the model's own modules nothing is kept of the old ones: they say what is right."""
+    drawn = []
+    for forward in (None, ModuleDecoder):
+        core = running_core(policy(), forward)
+        request = Request(prompts(1, 9, 9)[0], sampling(30), "r")
+        core.add(request)
+        for _ in range(10):
+            core.step()
+        NativeRollout(core).update_weights(scaled(core.policy), 1)
+        while core.busy:
+            core.step()
+        assert request.versions == [0] * 10 + [1] * 20
+        drawn.append(request)
+    ours, wanted = drawn
+    assert ours.token_ids == wanted.token_ids
+    assert ours.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
+    kept = Request(prompts(1, 9, 9)[0], sampling(30), "old weights")
+    core = running_core(policy(), None)
+    core.add(kept)
+    while core.busy:
+        core.step()
+    assert kept.token_ids[:10] == ours.token_ids[:10]
+    assert kept.log_probs[11:] != pytest.approx(ours.log_probs[11:], abs=1e-2)
