@@ -410,7 +410,7 @@ def heavy_modules_loaded_by(code: str, folder: Path) -> list[str]:
     listing = f"import sys; sys.stderr.write('|'.join(m for m in {HEAVY!r} if m in sys.modules))"
     program = f"try:\n    {code}\nexcept SystemExit as stop:\n    assert not stop.code\n{listing}"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     return [name for name in done.stderr.split("|") if name]

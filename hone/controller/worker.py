@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import random
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from hone.controller.decorator import Dispatch, register
 
 LOOPBACK = "127.0.0.1"
+_QUIET_PORTS = range(20_000, 32_000)  # above Ray's, below those of outgoing connections
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ class Worker:
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on, and that no connection gets by chance before the caller takes it."""
+    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 20), 0):  # 0: one the system chooses
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise OSError("no port is free on this machine")

@@ -22,21 +22,24 @@ from hone.sandbox import sealed
 from hone.sandbox.box import SETUP_S
 from hone.sandbox.plan import Order, Plan
 from hone.sandbox.result import Job, SandboxError, SandboxResult, Status
+from hone.sandbox.spares import KEEP_S
 from hone.sandbox.warden import LENT, MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 30.0  # beyond a run's own deadline, before we give up on the warden
+_DYING_S = 5.0  # from a warden's last closed socket to its end, on a busy machine
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[1:];"
-    " from hone.sandbox.warden import main; main(int(sys.argv[1]))"
+    " from hone.sandbox.warden import main; main(int(sys.argv[1]), float(sys.argv[2]))"
 )
 
 
 class WardenHandle:
     """Starts the warden when first needed; sends it orders."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_spares_s: float) -> None:
+        self.keep_spares_s = keep_spares_s  # read when a warden starts
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,8 +65,9 @@ class WardenHandle:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             root = str(Path(__file__).resolve().parents[2])
+            arguments = [str(theirs.fileno()), str(self.keep_spares_s)]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, root, str(theirs.fileno())],
+                [sys.executable, "-I", "-S", "-c", _BOOT, root, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -79,7 +83,7 @@ class WardenHandle:
         with self._lock:
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=1.0)
+                    self._process.wait(timeout=_DYING_S)
                     self._drop()
 
     def _drop(self) -> None:
@@ -110,7 +114,7 @@ def _alive(pid: str) -> bool:
     return os.path.exists(f"/proc/{pid}/exe")  # a zombie has none
 
 
-_warden = WardenHandle()
+_warden = WardenHandle(KEEP_S)
 
 
 def run_job(job: Job, plan: Plan) -> SandboxResult:

@@ -21,9 +21,10 @@ Build = Callable[[Order], Box]
 class Spares:
     """At most one waiting box, of the kind that was asked for twice in a row."""
 
-    def __init__(self, build: Build, give_up: Callable[[Box], None]) -> None:
+    def __init__(self, build: Build, give_up: Callable[[Box], None], keep_s: float) -> None:
         self._build = build
         self._give_up = give_up
+        self._keep_s = keep_s
         self._box: Box | None = None
         self._last: tuple[Kind, float] | None = None
 
@@ -34,7 +35,7 @@ class Spares:
     @property
     def due(self) -> float | None:
         """When the spare is given up."""
-        return None if self._box is None or self._last is None else self._last[1] + KEEP_S
+        return None if self._box is None or self._last is None else self._last[1] + self._keep_s
 
     def take(self, order: Order) -> Box | None:
         """The spare, if it can become this order's box."""
@@ -49,7 +50,7 @@ class Spares:
         kind, now = _kind(order), time.monotonic()
         last_kind, last_time = self._last or (None, 0.0)
         self._last = (kind, now)
-        if kind != last_kind or now - last_time > KEEP_S or not _plain(order):
+        if kind != last_kind or now - last_time > self._keep_s or not _plain(order):
             return
         if self._box is not None and _kind(self._box.order) != kind:
             self.drop()

@@ -77,7 +77,7 @@ class Caller:
 class Warden:
     """Takes orders from one socket until it closes."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, keep_spares_s: float) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._boxes: dict[Box, Caller | None] = {}  # None: nobody waits for it any more
@@ -85,7 +85,7 @@ class Warden:
         self._swept: set[str] = set()
         self._number = 0
         self._stage = Stage()
-        self._spares = Spares(self._build_spare, self._give_up)
+        self._spares = Spares(self._build_spare, self._give_up, keep_spares_s)
         self._closed = False
 
     def serve(self) -> None:
@@ -224,7 +224,7 @@ class Warden:
             os.waitpid(found.si_pid, 0)
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, keep_spares_s: float) -> None:
     """Serve orders that come in on this descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end of the control socket is our only signal
@@ -237,8 +237,8 @@ def main(descriptor: int) -> None:
         lower(NOBODY)
     gc.disable()
     gc.freeze()
-    Warden(socket.socket(fileno=descriptor)).serve()
+    Warden(socket.socket(fileno=descriptor), keep_spares_s).serve()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), float(sys.argv[2]))

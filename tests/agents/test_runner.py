@@ -139,7 +139,7 @@ class WaitingLoop(AgentLoopBase):
 def test_a_loop_that_waits_for_ever_is_ended_and_named(
     runner: Runner, rows: Rows, echo: ScriptedRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hone.agents.runner.LOOPS_DEADLINE_S", 0.2)
+    monkeypatch.setattr("hone.agents.runner.LOOPS_DEADLINE_S", 3.0)
     data = rows(["a", "b"], agent_name=[None, here("WaitingLoop")])
     with pytest.raises(AgentLoopFailed, match=r"1 of 2 agent loops had not ended.*uid=u1"):
         runner(echo).run(data)

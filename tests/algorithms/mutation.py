@@ -270,6 +270,7 @@ def make_workspace() -> Path:
     for name in ("hone", "tests/algorithms", "tests/ops"):
         shutil.copytree(ROOT / name, workspace / name, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", workspace)
+    shutil.copy(ROOT / "tests/conftest.py", workspace / "tests")
     return workspace
 
 

@@ -27,15 +27,15 @@ def make_group(ranks: int, cls: type = Toy, *args: Any, **options: Any) -> Any:
     from hone.controller.ray import RayWorkerGroup
 
     made_of = ClassWithInitArgs(cls, *(args or (2.0,)))
-    given = {"name_prefix": "toy", "start_deadline_s": 120.0, "call_deadline_s": 60.0, **options}
+    given = {"name_prefix": "toy", "start_deadline_s": 250.0, "call_deadline_s": 200.0, **options}
     given.setdefault("resource_pool", ResourcePool([ranks]))
     return RayWorkerGroup(ray_cls_with_init=made_of, **given)
 
 
 @pytest.mark.parametrize("how", ["exit", pytest.param("kill", marks=pytest.mark.slow)])
 def test_a_dead_worker_is_named_with_its_last_words_while_its_peers_still_work(how: str) -> None:
-    # Rank 0 sleeps for 60 s: waiting for it first would pass the deadline, and be another error.
-    group = make_group(2, name_prefix="critic", call_deadline_s=30.0)
+    # Rank 0 sleeps beyond the deadline: waiting for it first would pass that, and be another error.
+    group = make_group(2, name_prefix="critic", call_deadline_s=200.0)
     with pytest.raises(WorkerDied) as caught:
         group.die(1, how)
     message = str(caught.value)
@@ -55,7 +55,7 @@ def test_a_worker_killed_from_outside_while_working_is_reported() -> None:
         killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
         killer.start()
         with pytest.raises(WorkerDied, match=r"rank 0 of 'toy'.*during 'nap'"):
-            group.nap(60)
+            group.nap(600)
         killer.join()
 
 
@@ -63,7 +63,7 @@ def test_a_worker_killed_from_outside_while_working_is_reported() -> None:
 def test_a_wait_beyond_its_deadline_says_who_waited_for_whom() -> None:
     with make_group(1, call_deadline_s=1.0) as group:
         with pytest.raises(WaitTimeout, match=r"'toy' waited 1 s for 'nap' on rank 0 \(pid \d+ on"):
-            group.nap(30)
+            group.nap(600)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ class Slow(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def produce(self, data: DataProto) -> DataProto:
-        time.sleep(1.0)
+        time.sleep(5.0)
         return DataProto.from_dict(
             {"x": data.batch["x"] + 1}, {"uid": data.non_tensor_batch["uid"]}
         )
@@ -119,7 +119,7 @@ def _slow_group(pool: ResourcePool) -> Any:
     from hone.controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
     return RayWorkerGroup(
-        pool, RayClassWithInitArgs(Slow), start_deadline_s=120, call_deadline_s=60
+        pool, RayClassWithInitArgs(Slow), start_deadline_s=250, call_deadline_s=200
     )
 
 
@@ -196,7 +196,7 @@ from hone.controller import ClassWithInitArgs, RayWorkerGroup, ResourcePool
 from hone.controller.failures import WorkerDied
 from hone.controller.ray import start_ray, stop_ray
 start_ray({"address": cluster.address, "log_to_driver": False})
-group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=60)
+group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=400)
 places = group.whereabouts()
 assert [p["local_rank"] for p in places] == [0, 0], places
 assert [p["local_world_size"] for p in places] == [1, 1], places
@@ -211,7 +211,7 @@ for rank in (1, 0):
     else:
         sys.exit("nobody died")
     group.shutdown()
-    group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=60)
+    group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=400)
 stop_ray()
 cluster.shutdown()
 """
@@ -226,7 +226,7 @@ def test_ranks_on_two_nodes_work_together_and_their_logs_are_found() -> None:
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -261,12 +261,12 @@ def _alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
 def _until(condition: Any, what: str) -> None:
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < ends, f"waited 30 s, and not: {what}"
+        assert time.monotonic() < ends, f"waited 120 s, and not: {what}"
         time.sleep(0.1)

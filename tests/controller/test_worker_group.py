@@ -37,10 +37,20 @@ def make_group(kind: str, made_of: ClassWithInitArgs, **kwargs: Any) -> WorkerGr
         resource_pool=pool,
         ray_cls_with_init=made_of,
         name_prefix="toy",
-        start_deadline_s=120,
-        call_deadline_s=60,
+        start_deadline_s=250,
+        call_deadline_s=200,
         **kwargs,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads() -> Iterator[None]:
+    """With one thread, a controller that forgets to fix their number would compute the same bits."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HONE_NUM_THREADS", "2")
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=KINDS)

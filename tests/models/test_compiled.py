@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -10,8 +13,13 @@ from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.ops.packing import pack_rows
 
+COMPILERS = (os.environ.get("CXX", "c++"), "g++", "clang++")
+
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, COMPILERS)), reason="torch.compile needs a C++ compiler"
+)
 def test_values_and_gradients_are_those_of_plain_layers() -> None:
     policies = [PolicyModel(tiny_lm(50, layers=2)) for _ in range(2)]
     assert compile_layers(policies[1]) == 2

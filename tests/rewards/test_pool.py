@@ -76,12 +76,12 @@ def add(value: int) -> dict[str, Any]:
 
 
 def gone(pid: int) -> bool:
-    for _ in range(200):
+    for _ in range(1200):
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
             return True
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+        if state == "Z":
             return True
         time.sleep(0.05)
     return False
@@ -104,7 +104,7 @@ def test_a_late_call_is_killed_its_slot_refilled_and_the_others_keep_their_resul
 ) -> None:
     pool = make_pool()
     [before] = pool.run([{"action": "pid"}], 60)
-    results = pool.run([add(1), {"action": way}, add(2)], 1.5)
+    results = pool.run([add(1), {"action": way}, add(2)], 4.0)
     assert results[0] == 1
     assert isinstance(results[1], Failed)
     assert results[1].reason == "timeout"
@@ -118,7 +118,7 @@ def test_children_of_a_killed_call_die_with_it(
     make_pool: Callable[..., DeadlinePool], tmp_path: Path
 ) -> None:
     file = tmp_path / "pid"
-    [result] = make_pool().run([{"action": "child", "value": str(file)}], 3.0)
+    [result] = make_pool().run([{"action": "child", "value": str(file)}], 6.0)
     assert result.reason == "timeout"
     assert gone(int(file.read_text()))
 
@@ -217,4 +217,4 @@ def test_a_hanging_worker_does_not_outlive_a_killed_owner(tmp_path: Path) -> Non
     ended = subprocess.run([sys.executable, "-c", script])
     assert ended.returncode == -signal.SIGKILL
     pid = int(file.read_text())
-    assert not Path(f"/proc/{pid}").exists() or gone(pid) or gone(pid)
+    assert gone(pid)

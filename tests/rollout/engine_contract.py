@@ -19,8 +19,10 @@ from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput
 
 T = TypeVar("T")
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """No clause may wait longer: a hang is a violation too."""
+HOLD_S = 0.2
+"""How long a clause looks whether a request stays unanswered."""
 
 
 class Factory(ABC):

@@ -98,13 +98,17 @@ def test_the_request_has_the_agreed_fields() -> None:
 
 def test_no_more_than_max_concurrent_requests_are_under_way() -> None:
     lock, now, most = threading.Lock(), 0, 0
+    all_slots_taken = threading.Event()
 
     def reply(_: dict[str, Any]) -> tuple[int, bytes]:
         nonlocal now, most
         with lock:
             now += 1
             most = max(most, now)
-        time.sleep(0.05)
+            if most == 3:
+                all_slots_taken.set()
+        all_slots_taken.wait(60)
+        time.sleep(0.05)  # for one too many to come in
         with lock:
             now -= 1
         return 200, b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}'

@@ -6,11 +6,11 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from hone.sandbox import Job, Status, client, run_many, run_python
-from hone.sandbox.spares import KEEP_S
 
 from .test_warden import descendants, wait_until
 
@@ -19,45 +19,56 @@ NAMESPACES = (
 )
 
 
+KEEP_S = 120.0  # longer than any test looks: no spare goes away before it is used
+
+
 @pytest.fixture
-def warden(bwrap: None) -> int:
-    """A warden that has a spare, because two runs of one kind followed each other."""
+def keeping(
+    request: pytest.FixtureRequest, bwrap: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The next warden keeps its spares for KEEP_S, or for what the test says."""
+    assert run_python("pass").ok  # the machine is examined: no further run comes between
+    monkeypatch.setattr(client._warden, "keep_spares_s", getattr(request, "param", KEEP_S))
     client.close()
-    for _ in range(2):
-        assert run_python("pass").ok
-    process = client._warden._process
-    assert process is not None
-    assert wait_until(lambda: len(descendants(process.pid)) == 2)
-    return process.pid
+    yield
+    client.close()
 
 
-def test_one_run_alone_builds_no_spare(bwrap: None) -> None:
-    client.close()
+def first_run() -> int:
+    """The warden that made it."""
     assert run_python("pass").ok
     process = client._warden._process
     assert process is not None
-    assert wait_until(lambda: descendants(process.pid) == [], seconds=KEEP_S / 2)
+    return process.pid
+
+
+@pytest.fixture
+def warden(keeping: None) -> int:
+    """A warden that has a spare, because two runs of one kind followed each other."""
+    pid = first_run()
+    assert run_python("pass").ok
+    assert wait_until(lambda: len(descendants(pid)) == 2)
+    return pid
+
+
+def test_one_run_alone_builds_no_spare(keeping: None) -> None:
+    pid = first_run()
+    assert wait_until(lambda: descendants(pid) == [], seconds=KEEP_S / 2)
 
 
 def test_the_next_run_of_the_kind_gets_the_spare_and_its_own_limits(warden: int) -> None:
-    spare = set(descendants(warden))
+    spare = descendants(warden)
     code = "import resource, sys\nprint(resource.getrlimit(resource.RLIMIT_AS)[0] >> 20)\n"
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     code += "print(sys.stdin.read(), flush=True)\nwhile True: pass"
-    seen: list[set[int]] = []
-
-    def look() -> bool:
-        seen.append(set(descendants(warden)))
-        return len(seen[-1] - spare) >= 1 and spare <= seen[-1]
-
     results = []
     thread = threading.Thread(
         target=lambda: results.append(
-            run_python(code, stdin="given", memory_mb=300, open_files=40, timeout_s=2.0)
+            run_python(code, stdin="given", memory_mb=300, open_files=40, timeout_s=5.0)
         )
     )
     thread.start()
-    assert wait_until(look)
+    assert wait_until(lambda: len(descendants(spare[0])) == 2)  # the program runs inside it
     thread.join(60)
     assert results[0].status is Status.TIMEOUT
     assert results[0].stdout.split() == ["300", "40", "given"]
@@ -76,8 +87,9 @@ def test_a_run_of_another_kind_does_not_take_it(warden: int) -> None:
     assert run_python("import helper", files={"helper.py": ""}).ok
 
 
+@pytest.mark.parametrize("keeping", [5.0], indirect=True)
 def test_an_unused_spare_is_given_up(warden: int) -> None:
-    assert wait_until(lambda: descendants(warden) == [], seconds=KEEP_S + 20)
+    assert wait_until(lambda: descendants(warden) == [], seconds=KEEP_S / 2)
     assert run_python("print(1)").stdout == "1\n"
 
 
@@ -91,13 +103,24 @@ def test_a_spare_that_died_is_not_used(warden: int) -> None:
 
 
 def test_boxes_share_no_namespace_and_no_file(warden: int) -> None:
-    code = f"{NAMESPACES}\nopen('mine', 'x').close()\nimport time; time.sleep(0.3)"
-    results = run_many([Job(code) for _ in range(6)], max_concurrent=6)
-    assert [result.status for result in results] == [Status.OK] * 6
-    seen = [set(links_in(result.stdout)) for result in results]
+    seen = [set(links_in(text)) for text in said_at_the_same_time(6, nap_s=1.0)]
     own = ("pid:", "mnt:", "net:", "user:", "ipc:", "uts:", "cgroup:")
     for name in own:
         assert len({link for links in seen for link in links if link.startswith(name)}) == 6, name
+
+
+def said_at_the_same_time(count: int, nap_s: float) -> list[str]:
+    """What as many boxes say that all live at one moment: a dead one's numbers are given again."""
+    code = f"{NAMESPACES}\nopen('mine', 'x').close()\nimport time\nborn = time.monotonic()"
+    code += f"\ntime.sleep({nap_s})\nprint(born, time.monotonic())"
+    results = run_many([Job(code, timeout_s=90.0) for _ in range(count)], max_concurrent=count)
+    assert [result.status for result in results] == [Status.OK] * count
+    said = [result.stdout.splitlines() for result in results]
+    births, ends = zip(*(map(float, times.split()) for _, times in said), strict=True)
+    if max(births) < min(ends):
+        return [links for links, _ in said]
+    assert nap_s < 30, f"{count} boxes were not alive together: {births}, {ends}"
+    return said_at_the_same_time(count, 4 * nap_s)
 
 
 def links_in(text: str) -> list[str]:

@@ -47,7 +47,7 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(task: Task, tmp_path:
             else:  # it came through unhurt: take its last checkpoint away and go on
                 shutil.rmtree(storm.checkpoint(STEPS))
     last = start(command)  # and once more as a user would
-    output, _ = last.communicate(timeout=300)
+    output, _ = last.communicate(timeout=600)
     assert last.returncode == 0, output
     assert len(kills) >= KILLS
     assert sum(kills) >= WHILE_SAVING

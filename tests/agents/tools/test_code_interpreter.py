@@ -11,7 +11,7 @@ from hone.sandbox import SandboxUnavailable
 
 
 def run(code: str) -> str:
-    tool = CodeInterpreterTool({"timeout_s": 5})
+    tool = CodeInterpreterTool({"timeout_s": 60})
     return asyncio.run(tool.execute("i", {"code": code}))[0].text or ""
 
 

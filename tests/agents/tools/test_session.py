@@ -51,7 +51,7 @@ class Echo(BaseTool):
 
 
 def session(tool: BaseTool, kwargs: Any = None, **changes: Any) -> ToolSession:
-    limits = {"a_turn": 3, "a_trajectory": None, "timeout_s": 5.0, "cut": lambda text: text[:80]}
+    limits = {"a_turn": 3, "a_trajectory": None, "timeout_s": 60.0, "cut": lambda text: text[:80]}
     return ToolSession({tool.name: tool}, kwargs or {}, CallLimits(**{**limits, **changes}))
 
 
@@ -62,13 +62,13 @@ def echo(text: str, **more: Any) -> ToolCall:
 def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
     tool = Echo()
     talk = session(tool)
-    calls = [echo("late", wait=0.02), echo("b"), echo("c")]
+    calls = [echo("late", wait=0.2), echo("b"), echo("c")]
     assert asyncio.run(talk.answer(calls)) == ["late", "b", "c"]
     assert tool.most_at_once == 3
     assert [output["text"] for output in talk.facts.outputs] == ["late", "b", "c"]
     assert talk.facts.outputs[0] == {
         "name": "echo",
-        "arguments": {"text": "late", "wait": 0.02},
+        "arguments": {"text": "late", "wait": 0.2},
         "text": "late",
         "reward": 0.25,
         "metrics": {"n": 4},
@@ -92,11 +92,11 @@ def test_the_rows_arguments_reach_create_and_execute() -> None:
         (ToolCall("echo", {}), "Error: echo needs text"),
         (ToolCall("", {}, "the call is not valid JSON"), "Error: the call is not valid JSON"),
         (echo("raise"), "Error: echo failed: KeyError: 'oops'"),
-        (echo("x", wait=1), "Error: echo took longer than 0.05 s"),
+        (echo("x", wait=60), "Error: echo took longer than 0.05 s"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, said: str) -> None:
-    talk = session(Echo(), timeout_s=0.05)
+    talk = session(Echo(), timeout_s=0.05 if "wait" in call.arguments else 60.0)
     assert asyncio.run(talk.answer([call])) == [said]
     assert talk.facts.failures == 1
     assert talk.facts.timeouts == (["echo"] if "longer" in said else [])

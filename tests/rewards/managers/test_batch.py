@@ -12,7 +12,7 @@ from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.batch import BatchRewardManager
 
 MakeBatch = Callable[..., DataProto]
-LENIENT = FailurePolicy("score", -1.0, 0.5)
+LENIENT = FailurePolicy("score", -1.0, 3.0)
 
 
 def test_one_call_gets_the_lists_of_the_batch(tokenizer: Any, make_batch: MakeBatch) -> None:

@@ -154,7 +154,7 @@ def test_failures_are_scored_counted_and_named_by_reason(
     tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = ["ok", "raise", "hang", "nan", "none", "raise"]
-    policy = FailurePolicy("score", -1.0, 0.2)
+    policy = FailurePolicy("score", -1.0, 3.0)
     manager = NaiveRewardManager(tokenizer, 0, troubled, policy=policy)
     result = manager(make_batch(texts), return_dict=True)
     extras = result["reward_extra_info"]
@@ -204,7 +204,7 @@ async def slow_judge(solution_str: str, ground_truth: Any, bonus: float = 0.0) -
 def test_async_scorers_run_together_each_under_its_deadline(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
-    policy = FailurePolicy("score", -1.0, 1.0)
+    policy = FailurePolicy("score", -1.0, 4.0)
     manager = NaiveRewardManager(tokenizer, 0, partial(slow_judge, bonus=1.0), policy=policy)
     rewards = manager(make_batch(["a", "hang", "raise", "hang", "b"]))
     assert rewards.sum(1).tolist() == [2.0, -1.0, -1.0, -1.0, 2.0]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from hone.rollout.contract import RolloutError, Sampling, TokenOutput
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 
 from ..engine_contract import play
 from ..factories import NativeFactory
@@ -16,6 +17,27 @@ from ..models import policy, prompts
 
 PROMPT = prompts(1, 6, 6)[0]
 LONG = Sampling(900, 1.0, 1, ignore_eos=True)
+
+
+def halted_under_way(engine: Any) -> threading.Event:
+    """Is set when the next request has a token, and then none gets another: it never ends by itself."""
+    step, event, steps = engine._core.step, threading.Event(), 0
+
+    def two_steps() -> list[Any]:
+        nonlocal steps
+        if steps == 2:
+            event.set()
+            time.sleep(0.001)
+            return []
+        steps += 1
+        return step()
+
+    engine._core.step = two_steps
+    return event
+
+
+async def until(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 60)
 
 
 def test_a_cancelled_waiter_frees_its_slot() -> None:
@@ -46,8 +68,9 @@ def test_sleep_is_refused_while_requests_run() -> None:
     with NativeFactory().engine(policy()) as engine:
 
         async def sleepy() -> None:
+            under_way = halted_under_way(engine)
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
-            await asyncio.sleep(0.02)
+            await until(under_way)
             try:
                 with pytest.raises(RolloutError, match="abort them first"):
                     engine.sleep()
@@ -60,9 +83,38 @@ def test_sleep_is_refused_while_requests_run() -> None:
         play(sleepy())
 
 
+def test_sleep_is_refused_for_a_request_that_has_only_arrived() -> None:
+    with NativeFactory().engine(policy()) as engine:
+        engine._driven = True  # type: ignore[attr-defined]  # nobody decodes
+
+        async def sleepy() -> TokenOutput:
+            job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
+            await asyncio.sleep(0.01)
+            try:
+                with pytest.raises(RolloutError, match="abort them first"):
+                    engine.sleep()
+            finally:
+                engine.abort()
+            return await job
+
+        assert play(sleepy()).stop_reason is StopReason.ABORT
+
+
 def test_weights_change_between_steps_never_within_one() -> None:
     """Each token's version never goes back, and the tensors travel with it."""
     with NativeFactory().engine(policy()) as engine:
+        core: Any = engine._core  # type: ignore[attr-defined]
+        step, steps = core.step, 0
+
+        def last_tokens_wait_for_the_last_weights() -> list[Any]:
+            nonlocal steps
+            if steps > LONG.max_tokens // 2 and core.version < 3:
+                time.sleep(0.001)
+                return []
+            steps += 1
+            return step()
+
+        core.step = last_tokens_wait_for_the_last_weights
 
         async def updated() -> TokenOutput:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))

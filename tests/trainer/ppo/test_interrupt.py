@@ -78,12 +78,12 @@ def test_a_real_ctrl_c_to_a_real_process(task: Task, tmp_path: Path, presses: in
     process = start(task.overrides(tmp_path, "trainer.total_training_steps=100000"))
     metrics = tmp_path / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 120
-        while not metrics.exists() and time.monotonic() < deadline:
+        deadline = time.monotonic() + 600
+        while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         for _ in range(presses):
             process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

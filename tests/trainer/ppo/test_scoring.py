@@ -69,7 +69,7 @@ def test_a_score_that_hangs_is_killed_and_counted(train: Callable[..., Run]) -> 
     run = train(
         "custom_reward_function.name=hangs_on_row_0",
         "reward_model.reward_manager=prime",
-        "reward_model.reward_kwargs.timeout_s=1",
+        "reward_model.reward_kwargs.timeout_s=5",
         "reward_model.reward_kwargs.num_processes=1",
         "data.shuffle=false",
         "actor_rollout_ref.rollout.n=1",

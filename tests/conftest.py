@@ -1,0 +1,23 @@
+"""What holds for every test: its outcome does not hang on how busy the machine is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# One thread each, before torch is loaded: threads that wait for each other on busy cores cost minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Ray gives its workers a low priority, and ends some when the whole machine is short of memory:
+# beside other programs they would hardly start, or be taken away.
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
+if importlib.util.find_spec("hypothesis"):  # the GPU lane does without
+    from hypothesis import HealthCheck, settings
+
+    # The same examples everywhere, and no clock on any of them.
+    settings.register_profile(
+        "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("steady")
