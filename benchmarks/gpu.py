@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import hashlib
 import io
 import json
 import platform
@@ -42,6 +43,7 @@ def main() -> None:
 def _run(arguments: argparse.Namespace, device: torch.device, small: bool, out: Path) -> None:
     limits = ceilings(device)
     result: dict[str, Any] = _facts(device) | {"ceilings": limits}
+    print(json.dumps(_facts(device)), flush=True)
     shapes = [TINY] if small else [SMALL, LARGE]
     parts = arguments.parts.split(",") if arguments.parts else PARTS
     for index, shape in enumerate(shapes[: arguments.shapes]):
@@ -71,7 +73,7 @@ def measure(
         out["exact"] |= {
             f"grpo_step.{name}": value
             for name, value in gpu_train.grpo_step(
-                shape, device, min(steps, 5), small, "actor_rollout_ref.rollout.exact=true"
+                shape, device, steps, small, "actor_rollout_ref.rollout.exact=true"
             ).items()
         }
     yield out
@@ -131,6 +133,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "code": _fingerprint(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -141,6 +144,15 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
         facts |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
     return facts
+
+
+def _fingerprint() -> str:
+    """A hash of the package's and the benchmarks' sources: the same code has the same one anywhere."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted([*root.glob("hone/**/*.py"), *root.glob("benchmarks/*.py")]):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def table(result: dict[str, Any]) -> None:

@@ -146,10 +146,29 @@ def longtail(lm: Any, shape: Shape, device: torch.device, small: bool) -> dict[s
 
 
 def sync(lm: Any, device: torch.device) -> dict[str, float]:
-    """Publishing new weights to the engine: it decodes with the same parameters."""
+    """Publishing new weights to the engine: it decodes with the same parameters.
+
+    `bytes` are those of decoding weights outside the module's memory, and what publishing allocated.
+    """
     engine = engine_for(lm, rows=8, longest=64)
     before = [p.data_ptr() for p in lm.parameters()]
+    used = _allocated(device)
     seconds = median_s(lambda: engine.update_weights((), 1), device)
     moved = sum(a != p.data_ptr() for a, p in zip(before, lm.parameters(), strict=True))
+    taken = max(0, _allocated(device) - used) + _outside(engine, lm)
     engine.close()
-    return {"hone_s": round(seconds, 4), "bytes": 0.0, "parameters_moved": float(moved)}
+    return {"hone_s": seconds, "bytes": float(taken), "parameters_moved": float(moved)}
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def _outside(engine: NativeRollout, lm: Any) -> int:
+    """Bytes of the weights that decoding reads and that are not the module's own memory."""
+    own = {p.untyped_storage().data_ptr() for p in lm.parameters()}
+    forward: Any = engine._core._forward
+    read = [forward._embedding, forward._norm]
+    for layer in forward._layers:
+        read += [part[0] for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return sum(t.nbytes for t in read if t.untyped_storage().data_ptr() not in own)

@@ -108,7 +108,7 @@ def grpo_step(
 
 
 def _summary(logged: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the steps after the first two (kernels compile, graphs are recorded)."""
+    """Medians over the steps after the first two (kernels compile, graphs are recorded), maxima over all."""
     flat = [entry.get("data", entry.get("metrics", entry)) for entry in logged]
     kept = [m for m in flat if "timing_s/step" in m][2:]
 
@@ -124,7 +124,9 @@ def _summary(logged: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_gib": max((m.get("perf/max_memory_allocated_gb", 0.0) for m in flat), default=0.0),
         "parts_s": {part.removeprefix("timing_s/"): median(part) for part in parts},
         "log_prob_abs_diff_mean": median("rollout_corr/log_prob_abs_diff_mean"),
-        "log_prob_abs_diff_max": median("rollout_corr/log_prob_abs_diff_max"),
+        "log_prob_abs_diff_max": max(
+            (m.get("rollout_corr/log_prob_abs_diff_max", 0.0) for m in flat), default=float("nan")
+        ),
         "steps": len(kept),
     }
 

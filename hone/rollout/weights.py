@@ -15,8 +15,9 @@ from hone.rollout.contract import RolloutError
 @torch.no_grad()
 def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy each tensor over its parameter; a name or shape the model does not have is refused."""
-    own = dict(policy.lm.named_parameters(remove_duplicate=False))
+    own: dict[str, Tensor] = {}
     for name, tensor in weights:
+        own = own or dict(policy.lm.named_parameters(remove_duplicate=False))
         if name not in own:
             near = difflib.get_close_matches(name, own, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
