@@ -44,7 +44,7 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.exact: ExactForward | None = None
         """Set where rollout and trainer must agree bit for bit: values come from it."""
-        config = lm.config.get_text_config() if hasattr(lm.config, "get_text_config") else lm.config
+        config = lm.config.get_text_config()
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
         if divisor := getattr(config, "logits_scaling", None):
@@ -52,9 +52,8 @@ class PolicyModel(nn.Module):
 
     @property
     def decoder(self) -> nn.Module:
-        """The network below the language-model head (inside PEFT's wrapper, if there is one)."""
-        lm = self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
-        return getattr(lm, lm.base_model_prefix)
+        """The network below the language-model head."""
+        return _decoder_of(self.lm)
 
     @property
     def plain_head(self) -> bool:
@@ -125,10 +124,15 @@ class ValueModel(nn.Module):
 
     @property
     def decoder(self) -> nn.Module:
-        lm = self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
-        return getattr(lm, lm.base_model_prefix)
+        return _decoder_of(self.lm)
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
         hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
         values = self.value_head(hidden).float().squeeze(-1)
         return {"values": packed.unpack(values)}
+
+
+def _decoder_of(lm: Any) -> nn.Module:
+    """The network below a model's head, inside PEFT's wrapper if there is one."""
+    lm = lm.get_base_model() if hasattr(lm, "peft_config") else lm
+    return getattr(lm, lm.base_model_prefix)

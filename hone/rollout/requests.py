@@ -50,11 +50,7 @@ class RequestRules:
 
     @staticmethod
     def of(model_config: Any, eos_ids: Sequence[int], tokenizer: Any) -> RequestRules:
-        text = (
-            model_config.get_text_config()
-            if hasattr(model_config, "get_text_config")
-            else model_config
-        )
+        text = model_config.get_text_config()
         return RequestRules(
             frozenset(eos_ids),
             tokenizer,

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.ops.counter_rng import uniform
-from hone.rollout.native.kernels_reference import advance, rope_store, store
+from hone.rollout.native.kernels_reference import advance, rope_store, sample_from, store
 
 if TYPE_CHECKING:
     from hone.rollout.native.exact_layouts import Queries
@@ -158,8 +157,4 @@ def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) ->
 def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
     """As kernels_reference.sample, with exact log-probs."""
     log_p = log_softmax(logits, rows.inverse_temperature)
-    cumulative = log_p.exp().cumsum(-1)
-    threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
-    token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
-    token = torch.where(rows.greedy != 0, log_p.argmax(-1), token.clamp(max=log_p.shape[-1] - 1))
-    advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), rows, page_size)
+    sample_from(log_p, log_p.argmax(-1), rows, page_size)

@@ -104,13 +104,17 @@ def decode_attention(
 
 
 def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
-    """Draw one token a row by inverting the cumulative distribution, and move the rows on."""
+    """Draw one token a row from its logits [R, V], and move the rows on."""
     z = logits.float() * rows.inverse_temperature[:, None]
-    log_p = torch.log_softmax(z, -1)
+    sample_from(torch.log_softmax(z, -1), z.argmax(-1), rows, page_size)
+
+
+def sample_from(log_p: Tensor, best: Tensor, rows: RowState, page_size: int) -> None:
+    """Invert the cumulative distribution of log_p [R, V]; greedy rows take their best [R]."""
     cumulative = log_p.exp().cumsum(-1)
     threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
-    token = torch.where(rows.greedy != 0, z.argmax(-1), token.clamp(max=z.shape[-1] - 1))
+    token = torch.where(rows.greedy != 0, best, token.clamp(max=log_p.shape[-1] - 1))
     advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), rows, page_size)
 
 

@@ -307,8 +307,7 @@ class PagedCore:
 
 def _cache_for(policy: PolicyModel, pages: int | None, *, wanted: int, share: float) -> PagedCache:
     """A cache of the policy's shape: `pages`, or as many of the `wanted` as its share of memory holds."""
-    config = policy.lm.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = policy.lm.config.get_text_config()
     weight = next(policy.parameters())
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
