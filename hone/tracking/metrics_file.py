@@ -6,6 +6,7 @@ after its checkpoint. No clock is read here: the same run writes the same bytes,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -37,12 +38,14 @@ def decode_line(line: str | bytes) -> dict[str, Any] | None:
     """The metrics of a line with NaN and infinities restored; None when the line is torn."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or not isinstance(row.get(STEP), int):
         return None
-    for key, value in (row.pop(NONFINITE, None) or {}).items():
-        row[key] = float(value)
+    strange = row.pop(NONFINITE, None)
+    for key, value in strange.items() if isinstance(strange, dict) else ():
+        with contextlib.suppress(ValueError, TypeError):  # what it was is lost: it stays null
+            row[key] = float(value)
     return row
 
 
@@ -70,18 +73,20 @@ class MetricsFile:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every line in order; torn ones (a killed writer's last) are skipped."""
+        for number, row in self.lines():
+            if row is not None:
+                yield row
+            else:
+                log.warning("%s:%d is not a metrics line; skipped", self.path, number)
+
+    def lines(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """Number and metrics of every line that is not blank; None for a torn one."""
         if not self.path.exists():
             return
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                row = decode_line(line)
-                if row is not None:
-                    yield row
-                elif line.strip():
-                    log.warning("%s:%d is not a metrics line; skipped", self.path, number)
-
-    def last_step(self) -> int | None:
-        return max((row[STEP] for row in self.rows()), default=None)
+                if line.strip():
+                    yield number, decode_line(line)
 
     def cut_back(self, step: int) -> int:
         """Drop the lines after `step`, and torn ones, in one atomic write; returns how many."""
@@ -104,6 +109,11 @@ class MetricsFile:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, or of the one in a run folder."""
+    return list(MetricsFile(metrics_at(path)).rows())
+
+
+def metrics_at(path: str | os.PathLike[str]) -> Path:
+    """The `metrics.jsonl` that a path names: itself, or the one in the run folder it is."""
     file = Path(path)
     if file.is_dir():
         file = file / "metrics.jsonl"
@@ -111,7 +121,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise FileNotFoundError(
             f"no metrics at {file}: name a run folder (it holds metrics.jsonl) or the file itself"
         )
-    return list(MetricsFile(file).rows())
+    return file
 
 
 def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

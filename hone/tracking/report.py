@@ -18,7 +18,7 @@ from hone.tracking import report_chart as geometry
 from hone.tracking import report_page as page
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.report_data import RunData, labels_of, load_run
-from hone.tracking.report_style import RUN_COLOURS, SCRIPT, style
+from hone.tracking.report_style import SCRIPT, style
 from hone.tracking.smoothing import DEFAULT_WEIGHT, FEW_POINTS
 
 
@@ -26,8 +26,6 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     """Read the run folders and write the page to `out`."""
     if not runs:
         raise ValueError("a report needs at least one run folder")
-    if len(runs) > len(RUN_COLOURS):
-        raise ValueError(f"a report shows at most {len(RUN_COLOURS)} runs, got {len(runs)}")
     loaded = [load_run(path, label) for path, label in zip(runs, labels_of(runs), strict=True)]
     return atomic_write_text(out, render(loaded))
 
@@ -47,8 +45,9 @@ def render(runs: Sequence[RunData]) -> str:
         f'<section id="{_anchor(title)}"><h2>{title}</h2>{html}</section>'
         for title, html in sections.items()
     )
-    title = page.shown(" and ".join(run.label for run in runs))
-    css, script = style(), SCRIPT
+    *others, last = (run.label for run in runs)
+    title = page.shown(f"{', '.join(others)} and {last}" if others else last)
+    css, script = style(len(runs)), SCRIPT
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"style-src '{_hash(css)}'; script-src '{_hash(script)}'"

@@ -1,7 +1,7 @@
 """Curves as inline SVG: axes, one faint and one smoothed line a run, drawn without a browser.
 
-The page's script redraws the smoothed lines when the reader moves the slider; without scripts the
-picture is already whole.
+A long curve is drawn in stretches: the faint line goes through their lowest and highest values,
+the smoothed one is made of their means. The page's script redraws it when the slider is moved.
 """
 
 from __future__ import annotations
@@ -12,11 +12,22 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from hone.tracking.smoothing import DEFAULT_WEIGHT, FEW_POINTS, smooth, thin
+from hone.tracking.smoothing import (
+    DEFAULT_WEIGHT,
+    FEW_POINTS,
+    Means,
+    Steps,
+    Values,
+    smooth,
+    stretch_means,
+    thin,
+)
 
 WIDTH, HEIGHT = 380, 210
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
 POINTS_DRAWN = 500
+SMALLEST_SPAN = 1e-300
+"""A narrower range is drawn as a constant: floats cannot divide it into ticks."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +35,16 @@ class Curve:
     """One run's values of one metric."""
 
     run: int
-    steps: list[int]
-    values: list[float]
+    steps: Steps
+    values: Values
 
 
 class Scale:
     """Data to pixels, with a little air above and below."""
 
     def __init__(self, curves: Sequence[Curve]) -> None:
-        steps = [step for curve in curves for step in curve.steps]
-        values = [v for curve in curves for v in curve.values if math.isfinite(v)] or [0.0]
+        steps = [int(step) for curve in curves for step in curve.steps]
+        values = [float(v) for curve in curves for v in curve.values if math.isfinite(v)] or [0.0]
         self.x0, self.x1 = _spread(min(steps), max(steps))
         low, high = _spread(min(values), max(values))
         air = 0.05 * (high - low)
@@ -49,9 +60,10 @@ class Scale:
 
 def chart(key: str, curves: Sequence[Curve]) -> tuple[str, dict[str, Any]]:
     """The figure as HTML, and the data its script needs."""
-    drawn = [Curve(c.run, *thin(c.steps, c.values, POINTS_DRAWN)) for c in curves]
-    scale = Scale(drawn)
-    lines = "".join(_lines(scale, curve) for curve in drawn)
+    raw = [Curve(c.run, *thin(c.steps, c.values, POINTS_DRAWN)) for c in curves]
+    means = [stretch_means(c.steps, c.values, POINTS_DRAWN) for c in curves]
+    scale = Scale(raw)
+    lines = "".join(_lines(scale, *both) for both in zip(raw, means, strict=True))
     name = escape(key)
     figure = (
         f'<figure class="chart" data-name="{name}"><figcaption>{name}</figcaption>'
@@ -61,18 +73,24 @@ def chart(key: str, curves: Sequence[Curve]) -> tuple[str, dict[str, Any]]:
     data = {
         "x": [scale.x0, scale.x1],
         "y": [scale.y0, scale.y1],
-        "curves": [
-            {"run": c.run, "steps": c.steps, "values": [_json_number(v) for v in c.values]}
-            for c in drawn
-        ],
+        "curves": [_curve_data(c.run, m) for c, m in zip(curves, means, strict=True)],
     }
     return figure, data
 
 
-def _lines(scale: Scale, curve: Curve) -> str:
+def _curve_data(run: int, means: Means) -> dict[str, Any]:
+    data: dict[str, Any] = {"run": run, "steps": means.steps}
+    data["values"] = [_json_number(value) for value in means.values]
+    if means.counts is not None:
+        data["counts"] = means.counts
+    return data
+
+
+def _lines(scale: Scale, curve: Curve, means: Means) -> str:
     few = len(curve.steps) <= FEW_POINTS
     raw = path_of(scale, curve.steps, curve.values)
-    line = path_of(scale, curve.steps, smooth(curve.values, 0 if few else DEFAULT_WEIGHT))
+    smoothed = smooth(means.values, 0 if few else DEFAULT_WEIGHT, means.counts)
+    line = path_of(scale, means.steps, smoothed)
     points = "".join(
         f'<circle class="r{curve.run}" cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}" r="2.5"/>'
         for step, value in zip(curve.steps, curve.values, strict=True)
@@ -82,7 +100,7 @@ def _lines(scale: Scale, curve: Curve) -> str:
     return f'<path class="raw {number}" d="{raw}"/><path class="line {number}" d="{line}"/>{points}'
 
 
-def path_of(scale: Scale, steps: Sequence[int], values: Sequence[float]) -> str:
+def path_of(scale: Scale, steps: Steps, values: Values) -> str:
     """An SVG path; values that are not finite leave a gap."""
     parts, pen_down = [], False
     for step, value in zip(steps, values, strict=True):
@@ -123,9 +141,11 @@ def _axes(scale: Scale) -> str:
 
 def _spread(low: float, high: float) -> tuple[float, float]:
     """Never an empty range: a constant curve is drawn through the middle."""
-    if high - low > 1e-12 * max(abs(low), abs(high)):
+    if high - low > max(SMALLEST_SPAN, 1e-12 * max(abs(low), abs(high))):
         return low, high
-    half = abs(low) * 0.1 or 0.5
+    half = 0.1 * abs(low)
+    if half <= SMALLEST_SPAN:
+        half = 0.5
     return low - half, high + half
 
 

@@ -6,18 +6,18 @@ and loads nothing that is not part of the page.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from hone.tracking.metrics_file import series
 from hone.tracking.report_chart import Curve, chart, stacked_bar
-from hone.tracking.report_data import RunData, Sample
+from hone.tracking.report_data import RunData
+from hone.tracking.report_samples import Sample
 from hone.tracking.timing import PREFIX
 
 CHARACTERS_SHOWN = 4000
+NOTES_SHOWN = 20
 OVERVIEW = re.compile(
     r"val-core/.*|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
     r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
@@ -60,13 +60,17 @@ def summary_section(runs: Sequence[RunData]) -> str:
     for key in keys:
         cells = "".join(f'<td class="n">{_story(run, key)}</td>' for run in runs)
         body.append(f"<tr><td>{shown(key)}</td>{cells}</tr>")
-    notes = "".join(
-        f'<p class="note">{shown(run.label)}: {shown(note)}</p>'
-        for run in runs
-        for note in run.notes
-    )
+    notes = "".join(_notes(run) for run in runs)
     table = f"<table><tr><th></th>{head}</tr>{''.join(body)}</table>"
     return f"{_tiles(runs, keys)}{table}{notes}"
+
+
+def _notes(run: RunData) -> str:
+    notes = run.notes
+    more = len(notes) - NOTES_SHOWN
+    if more > 0:
+        notes = [*notes[:NOTES_SHOWN], f"and {more} more of this kind"]
+    return "".join(f'<p class="note">{shown(run.label)}: {shown(note)}</p>' for note in notes)
 
 
 def _tiles(runs: Sequence[RunData], keys: Sequence[str]) -> str:
@@ -76,8 +80,8 @@ def _tiles(runs: Sequence[RunData], keys: Sequence[str]) -> str:
     key = min(keys, key=lambda name: (not name.startswith("val"), name))
     tiles = []
     for index, run in enumerate(runs):
-        values = [value for value in series(run.rows, key)[1] if _finite(value)]
-        if values:
+        values = run.metrics.of(key).finite().values
+        if len(values):
             tiles.append(
                 f'<div class="tile"><p>{run_name(index, run.label)}</p>'
                 f"<b>{number(values[-1])}</b><p class='soft'>from {number(values[0])} · "
@@ -87,18 +91,16 @@ def _tiles(runs: Sequence[RunData], keys: Sequence[str]) -> str:
 
 
 def _steps(run: RunData) -> str:
-    steps = [row["step"] for row in run.rows]
-    return f"{min(steps)} to {max(steps)}" if steps else "–"
+    return "{} to {}".format(*run.metrics.steps) if run.metrics.steps else "–"
 
 
 def _story(run: RunData, key: str) -> str:
-    steps, values = series(run.rows, key)
-    finite = [(value, step) for step, value in zip(steps, values, strict=True) if _finite(value)]
-    if not finite:
+    steps, values = run.metrics.of(key).finite()
+    if not len(values):
         return "–"
-    best, at = min(finite) if LESS_IS_BETTER.fullmatch(key) else max(finite)
-    first, last = number(finite[0][0]), number(finite[-1][0])
-    return f"{first} → {last} <span class='soft'>(best {number(best)} at {at})</span>"
+    at = values.argmin() if LESS_IS_BETTER.fullmatch(key) else values.argmax()
+    first, last, best = number(values[0]), number(values[-1]), number(values[at])
+    return f"{first} → {last} <span class='soft'>(best {best} at {steps[at]})</span>"
 
 
 def curves_section(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
@@ -112,8 +114,8 @@ def curves_section(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
     for group, members in groups.items():
         figures = []
         for key in members:
-            curves = [Curve(i, *series(run.rows, key)) for i, run in enumerate(runs)]
-            figure, numbers = chart(key, [curve for curve in curves if curve.steps])
+            curves = [Curve(i, *run.metrics.of(key)) for i, run in enumerate(runs)]
+            figure, numbers = chart(key, [curve for curve in curves if len(curve.steps)])
             figures.append(figure)
             data.append(numbers)
         state = " open" if group == "overview" else ""
@@ -127,9 +129,10 @@ def _overview(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:
     """The metrics looked at first, results before causes; one of those that are equal throughout."""
     wanted = [key for key in keys if OVERVIEW.fullmatch(key)]
     wanted.sort(key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key)))
-    by_values: dict[str, str] = {}
+    by_values: dict[tuple[bytes, ...], str] = {}
     for key in wanted:
-        by_values.setdefault(repr([series(run.rows, key) for run in runs]), key)
+        alike = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.of(key))
+        by_values.setdefault(alike, key)
     return list(by_values.values())
 
 
@@ -145,7 +148,7 @@ def _timing(run: RunData) -> str:
         name = key.removeprefix(PREFIX)
         # Deeper names (`timing_s/agent_loop/…`) are details of a part that is already counted.
         if name != key and "/" not in name:
-            spent[name] = [v for v in series(run.rows, key)[1] if _finite(v)]
+            spent[name] = run.metrics.of(key).finite().values.tolist()
     whole = sum(spent.pop("step", []))
     whole += sum(sum(spent.get(name, [])) for name in BESIDE_THE_STEP) if whole else 0.0
     spent.pop("gen_max", None)  # the slowest worker's share of `gen`
@@ -236,7 +239,3 @@ def _config_cells(run: RunData, key: str) -> str:
     origin = "" if run.origins is None else run.origins.get(key, "default")
     weight = "" if origin in ("", "default") else ' class="set"'
     return f'<td{weight}>{shown(run.config[key])}</td><td class="soft">{shown(origin)}</td>'
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)

@@ -16,13 +16,21 @@ RUN_COLOURS = (
     "#dc2626",
 )
 PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
+GOLDEN_ANGLE = 137.508
+"""Degrees of hue from one run's colour to the next, when the chosen ones are used up."""
 
 
-def style() -> str:
+def run_colour(number: int) -> str:
+    if number < len(RUN_COLOURS):
+        return RUN_COLOURS[number]
+    return f"hsl({number * GOLDEN_ANGLE % 360:.0f} 55% 45%)"
+
+
+def style(run_count: int) -> str:
     runs = "".join(
         f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"
         f"body.hide-{i} svg .r{i}{{display:none}}"
-        for i, c in enumerate(RUN_COLOURS)
+        for i, c in enumerate(map(run_colour, range(run_count)))
     )
     parts = "".join(
         f"rect.t{i}{{fill:{c}}}.key.t{i}{{background:{c}}}" for i, c in enumerate(PART_COLOURS)
@@ -69,6 +77,9 @@ th{font-weight:600;color:var(--soft)}
 th,td{text-align:left;vertical-align:top;padding:5px 10px;border-bottom:1px solid var(--line);
 overflow-wrap:anywhere}
 tr:last-child td{border-bottom:0}
+section{overflow-x:auto}section>:last-child{margin-bottom:0}
+#config td{min-width:72px}
+#summary td:first-child,#config td:first-child{min-width:180px}
 .n{font-variant-numeric:tabular-nums;white-space:nowrap}
 .sample td.n{width:64px}tr.differs td{background:var(--mark)}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;
@@ -85,12 +96,13 @@ hr{border:0;border-top:1px solid var(--line);margin:10px 0}
 
 SCRIPT = """
 "use strict";
-function smooth(values, weight) {
+function smooth(values, weight, counts) {
   let total = 0, mass = 0;
-  return values.map(v => {
+  return values.map((v, i) => {
     if (v === null) return null;
-    total = weight * total + (1 - weight) * v;
-    mass = weight * mass + (1 - weight);
+    const kept = Math.pow(weight, counts ? counts[i] : 1);
+    total = kept * total + (1 - kept) * v;
+    mass = kept * mass + (1 - kept);
     return total / mass;
   });
 }
@@ -120,7 +132,7 @@ function start() {
     data.charts[n].curves.forEach((curve, i) => {
       const line = figure.querySelectorAll("path.line")[i];
       const weight = curve.steps.length <= data.few ? 0 : Number(slider.value);
-      const values = smooth(curve.values, weight);
+      const values = smooth(curve.values, weight, curve.counts);
       line.setAttribute("d", pathOf(data.charts[n], box, curve.steps, values));
     });
   }));
@@ -148,7 +160,9 @@ function hover(figure, chart, box, runs) {
     const shown = chart.curves.map(curve => {
       const i = nearest(curve.steps, at), v = curve.values[i];
       const label = runs.length > 1 ? runs[curve.run] + " " : "";
-      return label + curve.steps[i] + ": " + (v === null ? "not finite" : Number(v.toPrecision(5)));
+      const many = curve.counts && v !== null ? " (mean of " + curve.counts[i] + ")" : "";
+      const value = v === null ? "not finite" : Number(v.toPrecision(5));
+      return label + curve.steps[i] + ": " + value + many;
     });
     caption.textContent = name + " · " + shown.join(" · ");
     cursor.setAttribute("d", "M" + x.toFixed(1) + " " + box.top + "v" + box.height);

@@ -2,10 +2,10 @@
 # GRPO on sums with SmolLM2-135M: MODEL is the folder of `hone model get smollm2-135m MODEL`.
 set -eu
 MODEL=${1:?model folder} DATA=${2:?data folder} OUT=${3:?run folder}
-HERE=$(dirname "$0")
+HERE=$(dirname "$0") PYTHON=${PYTHON:-python3}
 shift 3
-python3 "$HERE/prepare.py" "$DATA"
-exec python3 -m hone.trainer.main_ppo \
+"$PYTHON" "$HERE/prepare.py" "$DATA"
+exec "$PYTHON" -m hone.trainer.main_ppo \
   actor_rollout_ref.model.path="$MODEL" \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=128 data.max_prompt_length=96 data.max_response_length=24 \

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import string
 import sys
 from collections.abc import Iterable
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--coarse", action="store_true", help="fewer, longer tokens")
     chosen = parser.parse_args()
+    if chosen.out.exists():
+        parser.error(f"{chosen.out} is there already: remove it, or name another folder")
     words = coarse_vocabulary() if chosen.coarse else vocabulary()
     tokenizer = character_tokenizer(string.printable[:95] + "\n", words=words)
     lm = tiny_lm(
@@ -62,7 +65,10 @@ def main() -> None:
         max_positions=1024,
         seed=chosen.seed,
     )
-    save_pretrained(lm, tokenizer, chosen.out)
+    # `reproduce.sh` takes a folder that is there for whole, so it appears when it is.
+    temporary = chosen.out.with_name(f".{chosen.out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    save_pretrained(lm, tokenizer, temporary).rename(chosen.out)
     count = sum(p.numel() for p in lm.parameters())
     sys.stdout.write(f"{chosen.out}: {count:,} parameters, {len(tokenizer)} tokens\n")
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hone.tracking import read_metrics
+from hone.tracking import atomic_path, atomic_write_text, read_metrics
 
 ACCURACY = "val-core/countdown/acc/mean@1"
 KEPT = {
@@ -110,7 +110,8 @@ def draw(measured: dict[str, Any], out: Path) -> None:
         panel.set_xlabel("step")
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=130)
+    with atomic_path(out) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
 
 
 def _curves(
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     chosen = parser.parse_args()
     measured = collect(chosen.runs)
-    chosen.out.with_suffix(".json").write_text(json.dumps(measured) + "\n", encoding="utf-8")
+    atomic_write_text(chosen.out.with_suffix(".json"), json.dumps(measured) + "\n")
     sys.stdout.write(table(measured) + "\n")
     try:
         draw(measured, chosen.out.with_suffix(".png"))

@@ -24,6 +24,7 @@ from hone.data.preprocess.countdown import (
     generate_problems,
     problem_key,
 )
+from hone.tracking import atomic_path
 
 OPERATIONS, OPERATION_WEIGHTS = "+-*/", (4, 4, 1, 1)
 MOST_ATTEMPTS = 10
@@ -196,11 +197,12 @@ def main() -> None:
         max_numbers=chosen.max_numbers, max_number=chosen.max_number, max_target=chosen.max_target
     )
     problems = generate_problems(chosen.rows, seed=chosen.seed, ranges=ranges, exclude=taken)
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
     style = Style(chosen.largest, chosen.distinct, chosen.go_on)
     written = rows(problems, chosen.seed, texts=chosen.texts, style=style)
     table = pa.Table.from_pylist(written)
-    pq.write_table(table, chosen.out, compression="zstd")
+    # `reproduce.sh` takes a file that is there for whole.
+    with atomic_path(chosen.out) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
     sys.stdout.write(f"{chosen.out}: {len(written):,} worked solutions\n")
 
 

@@ -157,9 +157,10 @@ def test_series_is_ordered_by_step_and_takes_the_last_of_a_step() -> None:
     assert series(rows, "a") == ([1, 2], [5.0, 3.0])
 
 
-def test_last_step_of_a_file(tmp_path: Path) -> None:
-    assert MetricsFile(tmp_path / "metrics.jsonl").last_step() is None
-    assert make(tmp_path, 1, 4).last_step() == 4
+@pytest.mark.parametrize("note", [{"a": "oops"}, {"a": None}, ["a"], "a"])
+def test_a_note_on_what_is_not_finite_that_cannot_be_read_leaves_the_null(note: object) -> None:
+    line = json.dumps({"step": 1, "a": None, "b": 2.0, "_nonfinite": note})
+    assert decode_line(line) == {"step": 1, "a": None, "b": 2.0}
 
 
 def test_missing_metrics_say_what_to_name(tmp_path: Path) -> None:

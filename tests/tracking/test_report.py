@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from hone.tracking import RunFolder
 from hone.tracking.report import write_report
+from hone.tracking.report_chart import Curve, chart
 from hone.tracking.report_style import SCRIPT
 from hone.tracking.smoothing import smooth
 
@@ -133,21 +135,37 @@ def test_a_run_that_has_not_finished_a_step_has_a_report(tmp_path: Path) -> None
     assert "has not finished a step" in report(tmp_path, run)
 
 
-def test_no_runs_and_too_many_runs_are_refused(make_run: MakeRun, tmp_path: Path) -> None:
+def test_no_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one run"):
         write_report([], tmp_path / "x.html")
-    with pytest.raises(ValueError, match="at most 8 runs, got 9"):
-        write_report([make_run().path] * 9, tmp_path / "x.html")
+
+
+def test_any_number_of_runs_is_laid_over_each_other_each_in_its_colour(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    html = report(tmp_path, *[make_run(f"run-{i}") for i in range(12)])
+    assert re.search("<h1>run-0, run-1, .*, run-10 and run-11</h1>", html)
+    colours = re.findall(r"path\.r(\d+)\{stroke:([^}]+)\}", html)
+    assert [int(number) for number, _ in colours] == list(range(12))
+    assert len({colour for _, colour in colours}) == 12
+    assert all(f"body.hide-{i} svg .r{i}{{" in html for i in range(12))
+    data = json.loads(Page(html).scripts[0])
+    assert [curve["run"] for curve in data["charts"][0]["curves"]] == list(range(12))
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
 def test_the_script_draws_what_the_page_was_drawn_with(make_run: MakeRun, tmp_path: Path) -> None:
-    html = report(tmp_path, make_run())
+    run = make_run()
+    for step in range(21, 1200):
+        run.metrics.append({"long": step % 7}, step)
+    html = report(tmp_path, run)
     data = Page(html).scripts[0]
+    assert '"counts"' in data
     program = SCRIPT + (
         f"const data = {data};\n"
         "console.log(JSON.stringify(data.charts.map(c => c.curves.map(curve => pathOf(c, data.box,"
-        "curve.steps, smooth(curve.values, curve.steps.length <= data.few ? 0 : 0.6))))));\n"
+        "curve.steps, smooth(curve.values, curve.steps.length <= data.few ? 0 : 0.6,"
+        "curve.counts))))));\n"
         "console.log(JSON.stringify(smooth([1, null, 3, 2], 0.9)));"
     )
     done = subprocess.run(
@@ -160,3 +178,78 @@ def test_the_script_draws_what_the_page_was_drawn_with(make_run: MakeRun, tmp_pa
     want = smooth([1.0, math.nan, 3.0, 2.0], 0.9)
     assert smoothed[1] is None
     assert [smoothed[i] for i in (0, 2, 3)] == pytest.approx([want[i] for i in (0, 2, 3)])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+@pytest.mark.parametrize("count", [400, 2000, 20_000])
+def test_the_slider_keeps_the_line_at_the_height_of_the_data(count: int) -> None:
+    chooser = random.Random(count)
+    values = [float(chooser.random() < 0.05) for _ in range(count)]
+    _, data = chart("k", [Curve(0, range(count), values)])
+    program = SCRIPT + (
+        f"const curve = {json.dumps(data['curves'][0])};\n"
+        "console.log(JSON.stringify([0, 0.3, 0.6, 0.9].map(weight => {"
+        "const line = smooth(curve.values, weight, curve.counts);"
+        "return line.reduce((a, b) => a + b) / line.length; })));"
+    )
+    done = subprocess.run(
+        ["node", "-"], input=program, capture_output=True, text=True, check=True, timeout=60
+    )
+    mean = sum(values) / count
+    assert json.loads(done.stdout) == pytest.approx([mean] * 4, abs=0.005)
+
+
+def test_parts_that_cannot_be_read_are_left_out_and_named_in_the_page(
+    write_parquet: Any, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "broken")
+    run.path.mkdir()
+    lines = [
+        {"step": 1, "fine": 0.25, "null": None, "text": "abc", "huge": 1e308, "least": 5e-324},
+        {"step": 2, "fine": 0.75, "null": None, "list": [1], "huge": -1e308, "least": 0.0},
+        {"step": 3, "whole": 10**400, "strange": None, "_nonfinite": {"strange": "oops"}},
+        {"step": 10**30, "fine": 9.0, "timing_s/gen": 1e308},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    run.metrics_file.write_text(text + '{"step": 4, "fi')
+    run.config_file.write_text("a: [1, 2")
+    run.origins_file.write_text('{"a": "co')
+    row = {"score": "high", "uid": "u", "prompt_text": "p", "response_text": "r"}
+    write_parquet(run.rollout_file(1), [row])
+    write_parquet(run.validation_file(1), [row])
+    page = Page(report(tmp_path, run))
+    for note in (
+        "null: left out where it is no number (2 lines)",
+        "text: left out where it is no number (1 line)",
+        "list: left out where it is no number (1 line)",
+        "whole: left out where it is no number (1 line)",
+        "strange: left out where it is no number (1 line)",
+        "huge: not drawn where it is beyond ±1e+300 (2 lines)",
+        "1 line left out: the step is beyond",
+        "left out what is no metrics line (1 line, the first being line 5)",
+        "config.yaml cannot be read and is left out: while parsing a flow sequence",
+        "config_origins.json cannot be read and is left out: Unterminated string",
+        "rollouts/step_1.parquet: 'score' is left out where it is no number",
+        "validation/step_1.parquet: 'score' is left out where it is no number",
+    ):
+        assert note in page.text, note
+    drawn = [value for _, name, value in page.attributes if name == "data-name"]
+    assert drawn == ["fine", "huge", "least"]
+    assert not re.search("nan|inf", page.scripts[0])
+    assert "steps1 to 3" in page.text
+
+
+@pytest.mark.parametrize(
+    "config", ["- 1\n", "x\n", "\x00", "a: &a [*a]\n", "a: [{2026-11-15: 1}]\n", "1: {2: 3}\n"]
+)
+@pytest.mark.parametrize("origins", ["", "[1]", "null", '{"a": 1}', "[" * 100_000])
+def test_a_config_of_any_shape_leaves_the_report_whole(
+    config: str, origins: str, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "odd")
+    run.metrics.append({"a": 1.0}, 1)
+    run.config_file.write_text(config)
+    run.origins_file.write_text(origins)
+    text = Page(report(tmp_path, run)).text
+    assert "config.yaml" in text or "1.2" in text  # a note, or the keys
+    assert ("config_origins.json" in text) == (origins != '{"a": 1}')

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 
 import pytest
@@ -31,7 +32,8 @@ def test_a_value_that_is_not_finite_leaves_a_gap() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[5.0, 5.0], [0.0, 0.0], [math.nan, math.inf], [1e300, -1e300], [1e-300, 0.0]]
+    "values",
+    [[5.0, 5.0], [0.0, 0.0], [math.nan, math.inf], [1e300, -1e300], [1e-300, 0.0], [5e-324, 0.0]],
 )
 def test_any_values_can_be_drawn(values: list[float]) -> None:
     html, _ = chart("k", [Curve(0, [1, 2], values)])
@@ -64,6 +66,34 @@ def test_a_long_curve_is_thinned() -> None:
     steps = list(range(20_000))
     _, data = chart("k", [Curve(0, steps, [math.sin(s) for s in steps])])
     assert len(data["curves"][0]["steps"]) <= POINTS_DRAWN
+
+
+@pytest.mark.parametrize("count", [400, 2000, 20_000])
+def test_the_smoothed_line_runs_at_the_height_of_the_data(count: int) -> None:
+    chooser = random.Random(count)
+    values = [float(chooser.random() < 0.05) for _ in range(count)]
+    html, data = chart("k", [Curve(0, list(range(count)), values)])
+    scale = Scale([Curve(0, [0, count - 1], [0.0, 1.0])])
+    (path,) = re.findall('class="line r0" d="([^"]+)"', html)
+    drawn = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)]
+    assert len(drawn) == (count if count <= POINTS_DRAWN else POINTS_DRAWN // 2)
+    mean = sum(values) / count
+    assert sum(drawn) / len(drawn) == pytest.approx(scale.y(mean), abs=0.5)  # pixels
+    (curve,) = data["curves"]
+    counts = curve.get("counts", [1] * count)
+    assert sum(counts) == count
+    total = sum(v * c for v, c in zip(curve["values"], counts, strict=True))
+    assert total == pytest.approx(sum(values))
+
+
+def test_the_faint_line_of_a_long_curve_keeps_its_peaks() -> None:
+    values = [0.0] * 20_000
+    values[7_003] = 1.0
+    html, _ = chart("k", [Curve(0, range(20_000), values)])
+    scale = Scale([Curve(0, [0, 19_999], [0.0, 1.0])])
+    raw, line = re.findall('r0" d="([^"]+)"', html)
+    assert f"{scale.x(7_003):.1f} {scale.y(1.0):.1f}" in raw
+    assert f" {scale.y(1.0):.1f}" not in line
 
 
 def test_the_name_of_a_metric_is_escaped() -> None:

@@ -70,6 +70,58 @@ def test_best_and_worst_are_one_a_prompt_and_the_latest_of_equals(make_run: Make
     assert run.best[0].parts == {"rule": 0.875, "format": 0.125}
 
 
+def test_a_prompt_has_one_place_though_its_uid_is_another_in_every_epoch(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any
+) -> None:
+    folder = make_run()
+    for epoch in range(10):
+        row = rows_of(10 + epoch, f"hard:{epoch}", -1.0) | {"prompt_text": "the hard one"}
+        write_parquet(folder.rollout_file(10 + epoch), [row])
+    run = load_run(folder.path, "r")
+    assert [(s.prompt, s.step) for s in run.worst] == [
+        ("the hard one", 19),
+        ("prompt u0", 2),
+        ("prompt u1", 2),
+        ("prompt u2", 2),
+        ("prompt u3", 2),
+    ]
+
+
+def test_rows_without_a_prompt_are_told_apart_by_uid(make_run: MakeRun, write_parquet: Any) -> None:
+    folder = make_run()
+    for step in (1, 2):
+        rows = [{"score": 1.0, "uid": "a"}, {"score": 0.5, "uid": "b"}, {"score": 0.2, "uid": "a"}]
+        write_parquet(folder.rollout_file(step), rows)
+    assert [(s.uid, s.step, s.score) for s in load_run(folder.path, "r").best] == [
+        ("a", 2, 1.0),
+        ("b", 2, 0.5),
+    ]
+
+
+def test_a_reward_part_by_token_is_shown_as_its_sum(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any
+) -> None:
+    folder = make_run()
+    parts = {"reward/rule": [0.0, 0.25, 0.5], "reward/none": None, "reward/said": "much"}
+    write_parquet(folder.rollout_file(3), [rows_of(3, "z", 9.0, **parts)])
+    assert load_run(folder.path, "r").best[0].parts == {"rule": 0.75}
+
+
+def test_a_text_score_is_left_out_and_noted_and_the_rest_is_shown(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any
+) -> None:
+    folder = make_run()
+    write_parquet(folder.rollout_file(2), [rows_of(2, "x", None) | {"score": "high"}])
+    write_parquet(folder.validation_file(20), [rows_of(20, "a", None) | {"score": "high"}])
+    run = load_run(folder.path, "r")
+    assert {s.step for s in run.best + run.worst} == {1}
+    assert [s.score for s in run.validation["prompt a"]] == [0.0, 0.0, None]
+    assert [note for note in run.notes if "no number" in note] == [
+        "validation/step_20.parquet: 'score' is left out where it is no number",
+        "rollouts/step_2.parquet: 'score' is left out where it is no number",
+    ]
+
+
 def test_an_earlier_step_can_hold_the_best(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
@@ -131,6 +183,14 @@ def test_a_bare_run_has_notes_and_no_errors(tmp_path: Path) -> None:
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="name a run folder"):
         load_run(tmp_path, "r")
+
+
+def test_a_run_may_be_named_by_its_metrics_file(make_run: MakeRun) -> None:
+    folder = make_run("mine")
+    run = load_run(folder.metrics_file, "r")
+    assert "actor.lr" in run.config
+    assert len(run.best) == 5
+    assert labels_of([folder.metrics_file]) == ["mine"]
 
 
 def test_labels_tell_runs_apart() -> None:

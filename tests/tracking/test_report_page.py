@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import re
 from html import unescape
+from typing import Any
 
 import pytest
 
 from hone.tracking.report_data import RunData
+from hone.tracking.report_metrics import metrics_of
 from hone.tracking.report_page import (
     config_section,
     curves_section,
@@ -13,6 +15,10 @@ from hone.tracking.report_page import (
     summary_section,
     timing_section,
 )
+
+
+def run_of(label: str, rows: list[dict[str, Any]], **more: Any) -> RunData:
+    return RunData(label, metrics_of(rows), **more)
 
 
 def text_of(html: str) -> str:
@@ -39,14 +45,14 @@ def test_the_summary_gives_first_last_and_best() -> None:
         {"step": s, "reward/mean": v, "val/loss": v} for s, v in ((1, 0.5), (2, 0.75), (3, 0.25))
     ]
     rows.append({"step": 4, "reward/mean": float("nan")})
-    text = text_of(summary_section([RunData("r", rows)]))
+    text = text_of(summary_section([run_of("r", rows)]))
     assert "steps 1 to 4" in text
     assert "reward/mean 0.5 → 0.25 (best 0.75 at 2)" in text
     assert "val/loss 0.5 → 0.25 (best 0.25 at 3)" in text
 
 
 def test_a_run_without_a_metric_has_a_dash_in_the_summary() -> None:
-    runs = [RunData("a", [{"step": 1, "accuracy": 1.0}]), RunData("b", [], notes=["nothing yet"])]
+    runs = [run_of("a", [{"step": 1, "accuracy": 1.0}]), run_of("b", [], notes=["nothing yet"])]
     text = text_of(summary_section(runs))
     assert "accuracy 1 → 1 (best 1 at 1) –" in text
     assert "b: nothing yet" in text
@@ -56,7 +62,7 @@ def test_every_metric_has_one_chart_and_its_data_in_the_same_order() -> None:
     rows = [
         {"step": 1, "val-core/x/acc/mean@1": 1.0, "actor/lr": 2.0, "actor/entropy": 3.0, "z": 4.0}
     ]
-    html, data = curves_section([RunData("r", rows)])
+    html, data = curves_section([run_of("r", rows)])
     names = re.findall('data-name="([^"]+)"', html)
     assert names == ["val-core/x/acc/mean@1", "actor/entropy", "actor/lr", "z"]
     assert [chart["curves"][0]["values"] for chart in data] == [[1.0], [3.0], [2.0], [4.0]]
@@ -79,7 +85,7 @@ def test_time_is_summed_by_part_with_the_rest_as_other() -> None:
         }
         for s in (1, 2)
     ]
-    text = text_of(timing_section([RunData("r", rows)]))
+    text = text_of(timing_section([run_of("r", rows)]))
     assert "gen 12.00 60.0% 2 6 update_actor 4.00 20.0% 2 2 other 4.00 20.0%" in text
     assert "99" not in text
     assert "overlap" not in text
@@ -87,7 +93,7 @@ def test_time_is_summed_by_part_with_the_rest_as_other() -> None:
 
 def test_parts_that_sum_to_more_than_the_step_are_noted() -> None:
     rows = [{"step": 1, "timing_s/gen": 6.0, "timing_s/adv": 6.0, "timing_s/step": 10.0}]
-    assert "parts overlap" in timing_section([RunData("r", rows)])
+    assert "parts overlap" in timing_section([run_of("r", rows)])
 
 
 def test_validation_and_checkpoints_lie_beside_the_step() -> None:
@@ -95,14 +101,14 @@ def test_validation_and_checkpoints_lie_beside_the_step() -> None:
         {"step": 0, "timing_s/testing": 2.0},
         {"step": 1, "timing_s/gen": 9.0, "timing_s/testing": 5.0, "timing_s/step": 10.0},
     ]
-    text = text_of(timing_section([RunData("r", rows)]))
+    text = text_of(timing_section([run_of("r", rows)]))
     assert "gen 9.00 52.9% 1 9 testing 7.00 41.2% 2 3.5 other 1.00 5.9%" in text
     assert "overlap" not in text
 
 
 def test_metrics_that_are_equal_throughout_share_one_chart_of_the_overview() -> None:
     rows = [{"step": s, "accuracy": 0.1 * s, "reward/mean": 0.1 * s} for s in range(3)]
-    html, _ = curves_section([RunData("r", rows)])
+    html, _ = curves_section([run_of("r", rows)])
     overview, _, rest = html.partition("</details>")
     assert re.findall('data-name="([^"]+)"', overview) == ["accuracy"]
     assert re.findall('data-name="([^"]+)"', rest) == ["reward/mean"]
@@ -110,18 +116,18 @@ def test_metrics_that_are_equal_throughout_share_one_chart_of_the_overview() -> 
 
 def test_the_last_held_out_result_of_each_run_stands_large() -> None:
     rows = [{"step": s, "reward/mean": 0.5, "val-core/x/acc/mean@1": s / 10} for s in (1, 4)]
-    html = summary_section([RunData("r", rows)])
+    html = summary_section([run_of("r", rows)])
     assert "<b>0.4</b>" in html
     assert "from 0.1" in html
 
 
 def test_a_run_without_timers_says_so() -> None:
-    assert "no timing_s/" in timing_section([RunData("r", [{"step": 1, "a": 1.0}])])
+    assert "no timing_s/" in timing_section([run_of("r", [{"step": 1, "a": 1.0}])])
 
 
 def test_config_rows_carry_origins_and_mark_differences() -> None:
-    a = RunData("a", [], config={"lr": "1", "clip": "0.2"}, origins={"lr": "command line"})
-    b = RunData("b", [], config={"lr": "2", "clip": "0.2", "new": "<x>"})
+    a = run_of("a", [], config={"lr": "1", "clip": "0.2"}, origins={"lr": "command line"})
+    b = run_of("b", [], config={"lr": "2", "clip": "0.2", "new": "<x>"})
     html = config_section([a, b])
     rows = {
         m[1]: (m[0], text_of(m[2]))
@@ -130,3 +136,10 @@ def test_config_rows_carry_origins_and_mark_differences() -> None:
     assert rows["lr"] == ("setting differs", "lr 1 command line 2")
     assert rows["clip"] == ("setting", "clip 0.2 default 0.2")
     assert rows["new"] == ("setting differs", "new – <x>")
+
+
+def test_many_notes_are_cut_and_counted() -> None:
+    text = text_of(summary_section([run_of("r", [], notes=[f"note {i}" for i in range(25)])]))
+    assert "note 19" in text
+    assert "note 20" not in text
+    assert "and 5 more" in text

@@ -6,7 +6,8 @@
 #   SEEDS        "1 2 3" ("1" with --small)     ALGORITHMS   "grpo ppo"
 #   TOGETHER     runs at a time on the one device: 6 (1 with --small; if more, a thread each)
 #   DATA_SEED    which problems are drawn: 42
-# Data and base model that are there already are not made again; a killed run resumes.
+# Started again with the same OUT, it does not make again what is finished. A run stopped by Ctrl-C saves and resumes;
+# one killed outright starts over, because it saves only at its end (trainer.save_freq=10: an RL run saves every 10 steps).
 set -euo pipefail
 OUT=${1:?the folder to write to}
 shift

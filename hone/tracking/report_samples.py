@@ -1,0 +1,157 @@
+"""Responses for the report, from the parquet files of rollouts and validations.
+
+Files and columns that cannot be read are left out and named in the notes. Scores are read from every
+file, texts only where they are needed: a long run stays cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EXTREMES_SHOWN = 5
+StepFiles = list[tuple[int, Path]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response and what it earned."""
+
+    step: int
+    uid: str
+    prompt: str
+    response: str
+    score: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+    """Reward parts by name."""
+
+
+def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
+    """Every row of a file; columns it does not have leave gaps."""
+    table = _columns(path, ("uid", "prompt_text", "response_text", "score"), notes, "reward/")
+    count = max((len(column) for column in table.values()), default=0)
+    empty: list[Any] = [None] * count
+    scores = _numbers(table.get("score", empty), "score", path, notes)
+    texts = {
+        name: ["" if text is None else str(text) for text in table.get(name, empty)]
+        for name in ("uid", "prompt_text", "response_text")
+    }
+    parts = [name for name in table if name.startswith("reward/")]
+    return [
+        Sample(
+            step=step,
+            uid=texts["uid"][row],
+            prompt=texts["prompt_text"][row],
+            response=texts["response_text"][row],
+            score=scores[row],
+            parts={
+                name.removeprefix("reward/"): total
+                for name in parts
+                if (total := _total(table[name][row])) is not None
+            },
+        )
+        for row in range(count)
+    ]
+
+
+def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
+    """The best and the worst scored responses of a run, one a prompt; of equals, the latest."""
+    scores, steps, rows, numbers = [], [], [], []
+    for number, (step, path) in enumerate(files):
+        table = _columns(path, ("score",), notes)
+        found = np.array(_numbers(table.get("score", []), "score", path, notes), np.float64)
+        (scored,) = np.nonzero(np.isfinite(found))
+        scores.append(found[scored])
+        rows.append(scored)
+        steps.append(np.full(len(scored), step))
+        numbers.append(np.full(len(scored), number))
+    if not scores:
+        return [], []
+    score, step_of, row, file = map(np.concatenate, (scores, steps, rows, numbers))
+    prompts = _Prompts(files)
+    shown = []
+    for sign in (-1, 1):
+        order = np.lexsort((row, -step_of, sign * score))
+        shown.append(_one_a_prompt(zip(file[order], row[order], strict=True), prompts, notes))
+    return shown[0], shown[1]
+
+
+def _one_a_prompt(places: Any, prompts: _Prompts, notes: list[str]) -> list[Sample]:
+    """The samples at the first places (file, row) whose prompts differ."""
+    taken: dict[str, tuple[int, int]] = {}
+    for number, row in places:
+        taken.setdefault(prompts.at(number, row), (number, row))
+        if len(taken) == EXTREMES_SHOWN:
+            break
+    samples: dict[int, list[Sample]] = {}
+    for number, _ in taken.values():
+        if number not in samples:
+            samples[number] = read_samples(*prompts.files[number], notes)
+    return [samples[number][row] for number, row in taken.values() if row < len(samples[number])]
+
+
+class _Prompts:
+    """The prompt a row answers, by its text: a `uid` is another one in every epoch."""
+
+    def __init__(self, files: StepFiles) -> None:
+        self.files = files
+        self._of_file: dict[int, list[str]] = {}
+        self._texts: dict[str, str] = {}
+
+    def at(self, number: int, row: int) -> str:
+        if number not in self._of_file:
+            self._of_file[number] = self._read(*self.files[number])
+        known = self._of_file[number]
+        return known[row] if row < len(known) else f"{number}:{row}"
+
+    def _read(self, step: int, path: Path) -> list[str]:
+        table = _columns(path, ("prompt_text", "uid"), [])
+        column = table.get("prompt_text") or table.get("uid") or []
+        # A text that many rows share is kept once.
+        names = (f"{step}:{row}" if text is None else str(text) for row, text in enumerate(column))
+        return [self._texts.setdefault(name, name) for name in names]
+
+
+def _numbers(column: Sequence[Any], name: str, path: Path, notes: list[str]) -> list[float | None]:
+    found = [float(value) if isinstance(value, int | float) else None for value in column]
+    if sum(value is None for value in found) > sum(value is None for value in column):
+        _note(notes, f"{_place(path)}: {name!r} is left out where it is no number")
+    return found
+
+
+def _total(part: Any) -> float | None:
+    """A reward part: one number, or one a token."""
+    numbers = part if isinstance(part, list) else [part]
+    if not all(isinstance(number, int | float) for number in numbers):
+        return None
+    return float(sum(numbers))
+
+
+def _columns(
+    path: Path, names: Sequence[str], notes: list[str], prefix: str | None = None
+) -> dict[str, list[Any]]:
+    """Those of the named columns, and of the prefix, that a file has; none if it is unreadable."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        there = dict.fromkeys(file.schema_arrow.names)
+        wanted = [n for n in there if n in names or (prefix is not None and n.startswith(prefix))]
+        return file.read(columns=wanted).to_pydict() if wanted else {}
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        _note(notes, f"{_place(path)} cannot be read and is left out: {error}")
+        return {}
+
+
+def _note(notes: list[str], note: str) -> None:
+    if note not in notes:
+        notes.append(note)
+
+
+def _place(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
