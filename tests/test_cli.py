@@ -27,7 +27,7 @@ def test_help_names_every_verb_and_loads_nothing_heavy() -> None:
         "print('HEAVY', sorted(heavy))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280
     )
     assert "HEAVY []" in done.stdout
     for verb in VERBS:
@@ -47,6 +47,9 @@ def test_a_program_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str
     assert f"usage: hone {verb}" in capsys.readouterr().out
 
 
+NOWHERE = ["data.path=/nowhere.parquet"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -54,13 +57,21 @@ def test_a_program_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str
         (["sft", "optim.learning_rate=1"], "no key"),
         (["sft", "model.path=/nowhere/at/all"], "does not exist"),
         (["generate", "rollout.temperatur=1"], "Did you mean"),
-        (["generate", "data.path=/nowhere.parquet", "model.path=x"], "/nowhere.parquet"),
+        (["generate", *NOWHERE, "model.path=x", "data.output_path=o.parquet"], "/nowhere.parquet"),
+        (["generate", *NOWHERE, "model.path=x"], "data.output_path was not given"),
+        (["eval"], "data.path was not given"),
         (["eval", "data.path=/nowhere.parquet"], "/nowhere.parquet"),
         (["eval", "--bench", "gsm8k"], "--model is missing"),
         (["export", "/nowhere", "out"], "no checkpoint folder"),
+        (["sft", "model.path=no_such_folder", "data.train_files=r.jsonl"], "model.path=no_such_f"),
+        (["generate", "model.path=no/folder", "data.path=r.jsonl"], "model.path=no/folder: there"),
         (["report", "/nowhere"], "/nowhere"),
+        (["report", "/nowhere", "--out", "."], "--out . is a folder; name the file"),
         (["config", "explain", "algorithm.adv_estmator"], "Did you mean"),
         (["data", "prepare", "gsm"], "Did you mean"),
+        (["model", "get", "nonsense", "out"], "known: smollm2-135m"),
+        (["model", "tiny", "out", "--family", "nonsense"], "no decoder family 'nonsense'"),
+        (["model", "tiny", "out", "--hidden", "30", "--heads", "4"], "use hidden=32"),
         (["data", "prepare", "gsm8k", "--local_dir", "x", "--source_dir", "/nowhere"], "/nowhere"),
     ],
 )
@@ -72,11 +83,45 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "r.jsonl").write_text('{"question": "1+1=", "answer": "2", "prompt": "1+1="}\n')
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
     assert sentence in said
     assert "Traceback" not in said
     assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("model.override_config.rms_norm_epss=1", "'rms_norm_epss'"),
+        ("model.target_modules=[nowhere]", "nowhere"),
+        ("model.target_modules=[lm_head]", "leave lm_head out"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_as_asked_is_a_sentence_too(
+    setting: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+
+    tokenizer = character_tokenizer()
+    lm = tiny_lm(len(tokenizer), hidden=16, layers=1, tie_embeddings=False)
+    model = save_pretrained(lm, tokenizer, tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    arguments = [
+        f"model.path={model}",
+        "model.lora_rank=2",
+        f"data.train_files={tmp_path / 'rows.jsonl'}",
+        "data.train_batch_size=1",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        setting,
+    ]
+    assert cli.main(["sft", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
 
 
 def test_an_unknown_option_of_a_verb_is_refused() -> None:
@@ -155,6 +200,12 @@ def test_config_shows_explains_and_checks(said: Said, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("defaults: [sft_trainer, _self_]\ndata: {max_length: 64}\n")
     bad.write_text("data: {max_lenth: 64}\n")
+    (tmp_path / "mine.yaml").write_text("data: {max_length: 64}\noptim: {lr: 1e-5}\n")
+    mine = ("--only-set", "-cp", str(tmp_path), "-cn")
+    for of_sft in (("--tree", "sft_trainer", *mine, "mine"), (*mine, "good")):
+        code, text = said("config", "show", *of_sft)
+        assert (code, "max_length: 64" in text) == (0, True), of_sft
+    assert said("config", "show", "-cn", "sft_trainer", "--only-set", "data.max_length=3")[0] == 0
     assert said("config", "check", str(good))[0] == 0
     assert said("config", "check", str(good), str(bad))[0] == 1
 
@@ -164,6 +215,11 @@ def test_a_tiny_model_is_made_and_used_by_the_data_check(said: Said, tmp_path: P
     code, text = said("model", "tiny", str(model), "--hidden", "32", "--layers", "1")
     assert (code, "parameters" in text) == (0, True)
     assert json.loads((model / "config.json").read_text())["hidden_size"] == 32
+    code, text = said("model", "tiny", str(tmp_path / "usual"))
+    assert (code, "88,960 parameters" in text) == (0, True)
+    before = (model / "model.safetensors").read_bytes()
+    assert cli.main(["model", "tiny", str(model), "--seed", "3"]) == 2  # it is no other's to replace
+    assert (model / "model.safetensors").read_bytes() == before
     rows = tmp_path / "rows.jsonl"
     row = {
         "data_source": "arithmetic",
@@ -184,6 +240,26 @@ def test_data_sets_are_listed_and_prepared(said: Said, tmp_path: Path) -> None:
     code, _ = said("data", "prepare", "multiply", "--local_dir", str(tmp_path), *sizes)
     assert code == 0
     assert (tmp_path / "train.parquet").is_file()
+
+
+def test_the_help_of_a_data_set_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, own in (("gsm8k", "--hub"), ("countdown", "--max_target")):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["data", "prepare", name, "--help"])
+        text = capsys.readouterr().out
+        assert (end.value.code, f"usage: hone data prepare {name} " in text) == (0, True)
+        for option in ("--local_dir", "--source_dir", own):
+            assert option in text
+    with pytest.raises(SystemExit) as end:
+        cli.main(["data", "prepare", "gsm8k", "--nonsense"])
+    assert end.value.code == 2
+    assert "usage: hone data prepare gsm8k" in capsys.readouterr().err
+    assert cli.main(["data", "prepare", "--help"]) == 0
+    assert "hone data prepare NAME --help" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        cli.main(["data", "prepare", "--hub"])
+    assert end.value.code == 2
+    assert "name the data set first" in capsys.readouterr().err
 
 
 def test_a_run_becomes_a_page(said: Said, tmp_path: Path) -> None:

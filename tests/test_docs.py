@@ -145,7 +145,7 @@ def check_script(script: Path, rest: list[str]) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=280,
     )
     lines = done.stdout.splitlines()
     assert lines
@@ -205,7 +205,13 @@ def test_every_path_that_pages_link_to_exists() -> None:
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
-def test_the_loop_of_the_agents_page_plays() -> None:
+def loop_of_the_agents_page() -> str:
+    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.S)[0]
+
+
+def played(answers: list[str], *overrides: str) -> tuple[str, str]:
+    """What the loop of the page made of two answers: all of it, and what the policy wrote."""
     from hone.agents.runner import LoopRunner
     from hone.config import load_config
     from hone.data.loader import collate_fn
@@ -213,12 +219,9 @@ def test_the_loop_of_the_agents_page_plays() -> None:
     from hone.protocol import DataProto
     from hone.rollout.scripted import ScriptedRollout
 
-    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    block = re.findall(r"```python\n(.*?)```", text, flags=re.S)[0]
-    exec(compile(block, "agents.md", "exec"), {"__name__": "agents_page"})
     tokenizer = character_tokenizer()
-    engine = ScriptedRollout(["five", "six"], tokenizer=tokenizer)
-    runner = LoopRunner(load_config(["data.max_response_length=64"]), engine, tokenizer, run_seed=1)
+    engine = ScriptedRollout(answers, tokenizer=tokenizer)
+    runner = LoopRunner(load_config(overrides), engine, tokenizer, run_seed=1)
     row = {
         "prompt_ids": tokenizer.encode("2+3="),
         "agent_name": "second_thought",
@@ -230,8 +233,35 @@ def test_the_loop_of_the_agents_page_plays() -> None:
     rows.meta_info["sampling_params"] = {"temperature": 1.0}
     batch = runner.run(rows).batch
     written = batch["responses"][0][batch["response_mask"][0].bool()]
-    assert tokenizer.decode(written) == "five</s>six</s>"
-    assert "Are you sure?" in tokenizer.decode(batch["responses"][0])
+    return tokenizer.decode(batch["responses"][0]), tokenizer.decode(written)
+
+
+def test_the_loop_of_the_agents_page_plays() -> None:
+    exec(compile(loop_of_the_agents_page(), "agents.md", "exec"), {"__name__": "agents_page"})
+    all_of_it, written = played(["five", "six"], "data.max_response_length=64")
+    assert written == "five</s>six</s>"
+    assert "Are you sure?" in all_of_it
+    # A first turn that would take all there is leaves room for the second.
+    all_of_it, written = played(["5" * 99, "6" * 99], "data.max_response_length=33")
+    assert all_of_it == "5" * 10 + "Are you sure?" + "6" * 10
+
+
+def test_a_relative_target_is_sought_where_the_command_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.plugins import PluginError
+
+    (tmp_path / "configs").mkdir()
+    listed = tmp_path / "configs" / "loops.yaml"
+    listed.write_text("- name: second_thought\n  _target_: page_loops.py:SecondThought\n")
+    own = loop_of_the_agents_page().replace('@register("second_thought")\n', "")
+    (tmp_path / "page_loops.py").write_text(own)
+    setting = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listed}"
+    monkeypatch.chdir(tmp_path)
+    assert played(["5", "6"], setting)[1] == "5</s>6</s>"
+    monkeypatch.chdir(tmp_path / "configs")
+    with pytest.raises(PluginError, match=r"page_loops\.py"):
+        played(["5", "6"], setting)
 
 
 def test_the_recipes_pass_the_check_and_say_what_they_set() -> None:
@@ -289,7 +319,7 @@ def test_every_command_of_the_quickstart_block_runs(
             assert run(words[1:]) == 0, line
         else:
             own = line.replace("python", shlex.quote(sys.executable), 1)
-            subprocess.run(["bash", "-c", own], check=True, timeout=60)
+            subprocess.run(["bash", "-c", own], check=True, timeout=280)
     for file in ("responses.parquet", "scores.png", "report.html", "exported/config.json"):
         assert (tmp_path / file).is_file(), file
     origins = json.loads((tmp_path / "runs" / "grpo" / "config_origins.json").read_text())

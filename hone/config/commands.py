@@ -33,10 +33,14 @@ def show(
     *,
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
+    schema: str | None = None,
     only_set: bool = False,
 ) -> str:
-    """The resolved tree as YAML, each value with its origin; `only_set` leaves defaults out."""
-    composed = compose(overrides, config_name=config_name, config_path=config_path)
+    """The resolved tree as YAML, each value with its origin; `only_set` leaves defaults out.
+
+    `schema` is the tree of a YAML that names none in its defaults list.
+    """
+    composed = compose(overrides, config_name=config_name, config_path=config_path, schema=schema)
     lines = list(_tree_lines(composed, only_set))
     if composed.notes:
         lines += ["", "# set, but without effect here:"]

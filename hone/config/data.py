@@ -41,8 +41,8 @@ class DataConfig:
     """Copy the files into shared memory first."""
     train_files: tuple[str, ...] = ("~/data/rlhf/gsm8k/train.parquet",)
     """Parquet or jsonl files to train on; one path or a list."""
-    val_files: tuple[str, ...] = ("~/data/rlhf/gsm8k/test.parquet",)
-    """Parquet or jsonl files to validate on; one path or a list."""
+    val_files: tuple[str, ...] | None = ("~/data/rlhf/gsm8k/test.parquet",)
+    """Parquet or jsonl files to validate on; one path or a list. [] or null has none."""
     train_max_samples: int = -1
     """Rows kept for training; -1 keeps all."""
     val_max_samples: int = -1

@@ -13,7 +13,7 @@ class EvaluationDataConfig:
     """The file to score."""
 
     path: tuple[str, ...] = ("math_Qwen2-7B-Instruct.parquet",)
-    """Parquet or jsonl files with a column of responses; one path or a list."""
+    """Parquet or jsonl files with a column of responses; one path or a list. Must be given."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     response_key: str = "responses"
@@ -33,7 +33,7 @@ class EvaluationMetricsConfig:
     correct_from: float = 1.0
     """Least score that counts as correct in pass@k."""
     confidence: float = 0.95
-    """Level of the bootstrap intervals."""
+    """Level of the intervals: bootstrap over rows, or exact binomial where all are 0 or all are 1."""
     bootstrap_samples: int = 1000
     """Resamples of the rows for the intervals."""
     seed: int = 1

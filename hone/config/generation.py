@@ -17,7 +17,7 @@ class GenerationDataConfig:
     """Prompts in, responses out."""
 
     path: tuple[str, ...] = ("~/data/rlhf/math/test.parquet",)
-    """Parquet or jsonl files of prompts; one path or a list."""
+    """Parquet or jsonl files of prompts; one path or a list. Must be given."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of messages, or a string (one user turn)."""
     prompt_format: Literal["chat", "raw"] = "chat"
@@ -25,9 +25,11 @@ class GenerationDataConfig:
     n_samples: int = 5
     """Responses a prompt."""
     output_path: str = "math_Qwen2-7B-Instruct.parquet"
-    """File to write: the rows with a `responses` column."""
+    """File to write: the rows with a `responses` column. Must be given."""
+    overwrite: bool = False
+    """Replace a file that another job wrote; this job's own finished file stays as it is."""
     batch_size: int = 128
-    """Prompts in flight between two writes; an interrupted run resumes after the last."""
+    """Prompts in flight at a time; a row is kept as soon as its last response ends."""
     max_samples: int = -1
     """Rows kept; -1 keeps all."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +41,7 @@ class GenerationModelConfig:
     """The model."""
 
     path: str = "~/models/Qwen2-7B-Instruct"
-    """Folder or hub name of the model; a training checkpoint folder works too."""
+    """Folder or hub name of the model; a training checkpoint folder works too. Must be given."""
     tokenizer_path: str | None = None
     """Folder of the tokenizer where it differs from `path`."""
     external_lib: str | tuple[str, ...] | None = None

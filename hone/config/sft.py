@@ -67,7 +67,7 @@ class SFTDataConfig:
     max_length: int = 1024
     """Longest prompt plus response in tokens."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What happens to a longer row."""
+    """What happens to a longer row; error makes it a bad one (`on_bad_row`)."""
     shuffle: bool = True
     """Shuffle rows each epoch."""
     seed: int | None = None
@@ -87,7 +87,7 @@ class SFTDataConfig:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the chat template."""
     on_bad_row: Literal["raise", "skip"] = "raise"
-    """A row without prompt or response stops the run, or is skipped and counted."""
+    """A row that cannot be learnt from stops the run before its first step, or is skipped and counted."""
 
     def sequences_per_micro_batch(self, ranks: int) -> int | None:
         """Sequences in one forward on one rank; None where the token budget decides."""

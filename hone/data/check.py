@@ -2,7 +2,7 @@
 
 Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that
 no scorer knows. Warnings: duplicate prompts, long prompts. Files for supervised training are known by
-their columns and asked for no ground truth. Leaves out repairing anything.
+their columns and asked for an answer in place of a ground truth. Leaves out repairing anything.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.data import DataConfig
-from hone.config.sft import MultiTurnDataConfig
+from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.prompts import PromptError, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, FileRows, Row, read_file
-from hone.data.schema import SchemaCheck, kind_of
+from hone.data.schema import Problem, SchemaCheck, kind_of
 
 SHOWN = 5
 _MESSAGES = MultiTurnDataConfig.messages_key
-_ANSWERS = {"response", "answer", "chosen", "rejected"}
+_RESPONSES = ("response", SFTDataConfig.response_key)
+"""Columns that supervised training learns, the first of them that a file has."""
+_ANSWERS = {*_RESPONSES, "chosen", "rejected"}
 BAR_WIDTH = 40
 
 
@@ -34,6 +36,8 @@ class Findings:
 
     supervised: bool = False
     """The rows hold their own answers: nothing will score them."""
+    response_key: str | None = None
+    """The column that is learnt, where a file has one for it."""
     rows: int = 0
     columns: dict[str, Counter[str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)
@@ -60,18 +64,17 @@ def check_file(
     """(exit status, report). Lengths are in tokens with a tokenizer, else in characters."""
     settings = config or DataConfig()
     findings = Findings()
+    path = os.path.expanduser(os.fspath(path))
+    if not os.path.isfile(path):
+        what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
+        return 1, f"error: {path} {what}"
     try:
         file = read_file(path, findings.bad)
     except DataError as error:
         return 1, f"error: {error}"
     if file is None:
         return 1, "\n".join(f"error: {message}" for message in findings.bad.examples)
-    columns = set(next(iter(file.rows.scan()), {}))
-    if settings.prompt_key not in columns and _MESSAGES in columns:
-        settings = dataclasses.replace(settings, prompt_key=_MESSAGES)
-    findings.supervised = settings.prompt_key == _MESSAGES or (
-        bool(columns & _ANSWERS) and not columns & {"reward_model", settings.reward_fn_key}
-    )
+    settings = _recognised(set(next(iter(file.rows.scan()), {})), findings, settings)
     _look_at(file, findings, tokenizer, settings)
     errors, warnings = _judged(findings, known_sources, tokenizer, settings)
     report = [
@@ -79,9 +82,37 @@ def check_file(
         *_described(findings, "tokens" if tokenizer is not None else "characters"),
         *(f"warning: {message}" for message in warnings),
         *(f"error: {message}" for message in errors),
+        *(f"  {message}" for message in findings.bad.examples[:SHOWN]),
     ]
-    report.append(f"{len(errors)} errors, {len(warnings)} warnings")
+    report.append(_summary(len(errors), findings.bad.total, len(warnings)))
     return (1 if errors else 0), "\n".join(report)
+
+
+def _recognised(columns: set[str], findings: Findings, settings: DataConfig) -> DataConfig:
+    """Which program the file is for, by its columns; the settings with the prompt's column in it."""
+    key = settings.prompt_key
+    is_answered = bool(columns & _ANSWERS) and not columns & {
+        "reward_model",
+        settings.reward_fn_key,
+    }
+    if key not in columns:
+        if _MESSAGES in columns:
+            key = _MESSAGES
+        elif is_answered and SFTDataConfig.prompt_key in columns:
+            key = SFTDataConfig.prompt_key
+    findings.supervised = key == _MESSAGES or is_answered
+    if findings.supervised and key != _MESSAGES:
+        findings.response_key = next((name for name in _RESPONSES if name in columns), None)
+    return dataclasses.replace(settings, prompt_key=key)
+
+
+def _summary(errors: int, bad_rows: int, warnings: int) -> str:
+    rows = f" ({_counted(bad_rows, 'bad row')})" if bad_rows else ""
+    return f"{_counted(errors, 'error')}{rows}, {_counted(warnings, 'warning')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataConfig) -> None:
@@ -90,7 +121,7 @@ def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataC
         findings.rows += 1
         for name, value in row.items():
             findings.columns.setdefault(name, Counter())[kind_of(value)] += 1
-        problem = check.problem(row)
+        problem = check.problem(row) or _answer_problem(row, findings, settings)
         if problem is not None:
             findings.bad.report(problem.reason, f"{file.where(index)}: {problem}")
             continue
@@ -104,6 +135,23 @@ def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataC
             findings.lengths.append(_length(prompt, tokenizer, settings))
         except PromptError as error:
             findings.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
+
+
+def _answer_problem(row: Row, findings: Findings, settings: DataConfig) -> Problem | None:
+    """What `hone sft` would say of a row that holds nothing to learn."""
+    if settings.prompt_key == _MESSAGES:
+        if any(message["role"] == "assistant" for message in as_messages(row[_MESSAGES])):
+            return None
+        return Problem(
+            "no assistant turn", f"column {_MESSAGES!r} has no assistant turn, so nothing to learn"
+        )
+    key = findings.response_key
+    kind = kind_of(row.get(key)) if key is not None else "text"
+    if kind == "text":
+        return None
+    if kind == "null":
+        return Problem("missing response", f"column {key!r} is missing: nothing to learn")
+    return Problem("wrong type", f"column {key!r} is text, got {kind}")
 
 
 def _look_at_reward(row: Row, number: int, findings: Findings, settings: DataConfig) -> None:
@@ -156,7 +204,6 @@ def _judged(
     settings: DataConfig,
 ) -> tuple[list[str], list[str]]:
     errors = [f"{count:,} rows: {reason}" for reason, count in sorted(findings.bad.counts.items())]
-    errors += findings.bad.examples[:SHOWN]
     warnings = []
     if 0 < len(findings.without_truth) < sum(findings.sources.values()):
         errors.append(

@@ -171,6 +171,9 @@ def prepare(
     ]
     if missing:
         raise DataError(f"{name} needs {', '.join(f'--{key}' for key in missing)}")
+    for key, value in options.items():
+        if key.endswith("_size") and value is not None and value < 1:
+            raise DataError(f"{name}: --{key} {value} is no number of rows; give 1 or more")
     arguments = {**recipe.fixed, **options}
     if _takes_source(builder):
         arguments["source"] = Source(source_dir)
@@ -221,10 +224,12 @@ def own_options(recipe: Recipe, builder: Callable[..., Any]) -> dict[str, inspec
     }
 
 
-def argument_parser(name: str) -> argparse.ArgumentParser:
+def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentParser:
     """The options of `hone data prepare NAME` and of examples/data_preprocess/NAME.py."""
     recipe = find_recipe(name)
-    parser = argparse.ArgumentParser(description=f"Prepare {name}: {recipe.summary}.")
+    parser = argparse.ArgumentParser(
+        prog=program, description=f"Prepare {name}: {recipe.summary}."
+    )
     parser.add_argument(
         "--local_dir",
         "--local_save_dir",
@@ -256,9 +261,11 @@ def _add_option(parser: argparse.ArgumentParser, option: str, parameter: inspect
     )
 
 
-def prepare_from_arguments(name: str, arguments: Sequence[str] | None = None) -> Report:
-    """`prepare` with options from a command line."""
-    return prepare(name, **vars(argument_parser(name).parse_args(arguments)))
+def prepare_from_arguments(
+    name: str, arguments: Sequence[str] | None = None, program: str | None = None
+) -> Report:
+    """`prepare` with options from a command line; `program` is what its help calls itself."""
+    return prepare(name, **vars(argument_parser(name, program).parse_args(arguments)))
 
 
 def script(name: str, arguments: Sequence[str] | None = None) -> str:

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 Row = dict[str, Any]
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
+TRAINING_KEYS = "data.train_files and data.val_files"
+"""The keys that name the files of a training run; other programs say their own."""
 
 
 class DataError(ValueError):
@@ -35,6 +37,8 @@ class BadRows:
     """How many were skipped, by reason."""
     examples: list[str] = field(default_factory=list)
     """The first few messages, for the log."""
+    skip_key: str | None = "data.on_bad_row"
+    """The key that chooses the policy; None where the program has none."""
 
     MAX_EXAMPLES = 20
 
@@ -45,7 +49,8 @@ class BadRows:
     def report(self, reason: str, message: str) -> None:
         """Raise `message`, or count it under `reason` and go on."""
         if self.policy == "raise":
-            raise DataError(f"{message} (data.on_bad_row=skip skips and counts such rows)")
+            hint = f" ({self.skip_key}=skip skips and counts such rows)" if self.skip_key else ""
+            raise DataError(f"{message}{hint}")
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if len(self.examples) < self.MAX_EXAMPLES:
             self.examples.append(message)
@@ -111,11 +116,13 @@ class FileRows:
         return f"{self.path}, row {self.numbers[index]}"
 
 
-def expand_files(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+def expand_files(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], keys: str = TRAINING_KEYS
+) -> list[str]:
     """One name or many, with `~`, `$VAR` and `*` patterns expanded; a pattern must match."""
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
-        raise DataError("no data files were named; set data.train_files (or data.val_files)")
+        raise DataError(f"no data files were named; check {keys}")
     paths: list[str] = []
     for name in names:
         path = os.path.expanduser(os.path.expandvars(os.fspath(name)))
@@ -124,7 +131,7 @@ def expand_files(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
             continue
         matches = sorted(glob.glob(path))
         if not matches:
-            raise DataError(f"no file matches {path!r}; check data.train_files and data.val_files")
+            raise DataError(f"no file matches {path!r}; check {keys}")
         paths.extend(matches)
     return paths
 
@@ -159,7 +166,7 @@ def _json_lines(lines: Iterable[str], path: str, bad: BadRows) -> Iterator[tuple
 def _json_document(text: str, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
     """A .json file: a list of objects, or, by its first character, one object a line."""
     if not text.lstrip().startswith("["):
-        yield from _json_lines(text.splitlines(), path, bad)
+        yield from _json_lines(text.split("\n"), path, bad)  # U+2028 may stand inside a string
         return
     for number, row in enumerate(json.loads(text)):
         if isinstance(row, dict):
@@ -190,7 +197,9 @@ def _read(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
     return _read_json(path, bad)
 
 
-def read_file(path: str | os.PathLike[str], bad: BadRows) -> FileRows | None:
+def read_file(
+    path: str | os.PathLike[str], bad: BadRows, keys: str = TRAINING_KEYS
+) -> FileRows | None:
     """The rows of one file; None when it is unreadable or empty and bad rows are skipped."""
     import pyarrow as pa
 
@@ -199,7 +208,7 @@ def read_file(path: str | os.PathLike[str], bad: BadRows) -> FileRows | None:
         raise DataError(f"{path}: unknown kind of data file; use one of {', '.join(SUFFIXES)}")
     if not os.path.isfile(path):
         what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
-        raise DataError(f"data file {path} {what}; check data.train_files and data.val_files")
+        raise DataError(f"data file {path} {what}; check {keys}")
     try:
         rows, numbers = _read(path, bad)
     except (
@@ -272,26 +281,64 @@ def _distinct_names(files: Sequence[FileRows]) -> list[str]:
 
 
 def read_rows(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], bad: BadRows
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    bad: BadRows,
+    keys: str = TRAINING_KEYS,
 ) -> RowStore:
-    """Read every file; stops when nothing at all is left to train on."""
-    paths = expand_files(files)
-    read = [rows for path in paths if (rows := read_file(path, bad)) is not None]
+    """Read every file; stops when nothing at all is left. `keys` named the files, for the errors."""
+    paths = expand_files(files, keys)
+    read = [rows for path in paths if (rows := read_file(path, bad, keys)) is not None]
     if not read:
         raise DataError(f"no rows could be read from {', '.join(paths)}: {'; '.join(bad.examples)}")
     return RowStore(read)
 
 
+def as_table(rows: Sequence[Row]) -> Any:
+    """The rows as an Arrow table that parquet can hold; a column that has no one type is named.
+
+    Parquet knows no struct without fields: where a column has only `{}` in a place, it gets null there.
+    """
+    import pyarrow as pa
+
+    names = dict.fromkeys(name for row in rows for name in row)  # not only the first row's
+    columns = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        try:
+            array = pa.array(values)
+            if _has_empty_struct(array.type):
+                array = pa.array([_without_empty_structs(value) for value in values])
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+            raise DataError(
+                f"column {name!r} cannot be written to parquet ({error}); make its values one type"
+            ) from error
+        columns[name] = array
+    return pa.table(columns)
+
+
+def _has_empty_struct(kind: Any) -> bool:
+    import pyarrow as pa
+
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return (pa.types.is_struct(kind) and not inner) or any(map(_has_empty_struct, inner))
+
+
+def _without_empty_structs(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_empty_structs(inner) for name, inner in value.items()} or None
+    if isinstance(value, list):
+        return [_without_empty_structs(inner) for inner in value]
+    return value
+
+
 def write_parquet(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write rows under a temporary name, then rename: a reader never sees half a file."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    columns = dict.fromkeys(name for row in rows for name in row)  # not only the first row's
-    table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in columns})
+    table = as_table(rows)
     try:
         pq.write_table(table, temporary)
         os.replace(temporary, target)

@@ -1,7 +1,7 @@
 """Supervised rows: token ids and the mask that says which of them are learnt.
 
 `loss_mask[i] == 1` means that token i is a target; only what the assistant wrote is.
-Leaves out padding and packing: rows are lists, the engine packs them.
+Leaves out conversations (conversation.py), and padding: rows are lists, the engine packs them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,21 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from hone.config.sft import SFTDataConfig
-from hone.data.prompts import Message, PromptError, as_messages, render_prompt, truncate
+from hone.data.conversation import Encoded, encode_conversation
+from hone.data.prompts import PromptError, as_messages, render_prompt, truncate, without_nulls
 from hone.data.rows import BadRows, DataError, Row, read_rows
 
-Encoded = tuple[list[int], list[int]]  # (input_ids, loss_mask), one length
+THREADS = 4
+"""Tokenizers let go of Python's lock, so that threads share their work."""
+BLOCK_ROWS = 256
+KEPT_TOKENS = 100_000_000
+"""Encoded rows kept in memory, at 5 bytes a token; those beyond are encoded again at their turn."""
 
 
 def encode_single_turn(
@@ -27,103 +34,24 @@ def encode_single_turn(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Encoded:
     """A prompt as rollout renders it, then the response and the end token, both learnt."""
-    prompt_ids = render_prompt(prompt, tokenizer, prompt_format, template_kwargs=template_kwargs)
-    response_ids = [int(token) for token in tokenizer.encode(response, add_special_tokens=False)]
+    try:
+        prompt_ids = render_prompt(
+            prompt, tokenizer, prompt_format, template_kwargs=template_kwargs
+        )
+        written = tokenizer.encode(response, add_special_tokens=False)
+    except TypeError as error:  # what tokenizers say of half a surrogate pair
+        raise PromptError(f"the tokenizer cannot read the row's text: {error}") from error
+    response_ids = [int(token) for token in written]
     if tokenizer.eos_token_id is not None:
         response_ids.append(int(tokenizer.eos_token_id))
     return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
 
 
-def encode_conversation(
-    messages: Sequence[Message],
-    tokenizer: Any,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    ignore_mismatch: bool = False,
-) -> Encoded:
-    """A conversation turn by turn: what the assistant wrote, with its end token, is learnt.
+class _Packed(NamedTuple):
+    """An encoded row in a tenth of the memory its lists would take."""
 
-    A template that rewrites earlier turns (drops their thinking, say) makes the turns differ from
-    the whole; that is an error unless `ignore_mismatch`, which then joins the turns as written.
-    """
-    template = _Template(tokenizer, tools, template_kwargs)
-    ids: list[int] = []
-    mask: list[int] = []
-    for number, message in enumerate(messages):
-        if message["role"] == "system" and number + 1 < len(messages):
-            continue  # some templates refuse a system message alone; it comes with the next turn
-        context = list(messages[:number])
-        shown = template.render([*context, message])
-        start = len(ids)
-        if shown[:start] != ids:
-            if not ignore_mismatch:
-                raise PromptError(
-                    f"the chat template renders turns 1 to {number} otherwise once turn"
-                    f" {number + 1} follows (earlier thinking dropped?); split the conversation"
-                    " into one row a turn, or set data.ignore_input_ids_mismatch=true to learn the"
-                    " turns as written"
-                )
-            context = _stand_in_context(message)
-            shown = template.render([*context, message])
-            start = len(template.render(context))
-        segment_mask = [0] * (len(shown) - start)
-        if message["role"] == "assistant":
-            begin = template.header_end(context, shown, start)
-            end = _end_of_turn(shown, begin, tokenizer.eos_token_id)
-            segment_mask[begin - start : end - start] = [1] * (end - begin)
-        ids += shown[start:]
-        mask += segment_mask
-    return ids, mask
-
-
-class _Template:
-    """The tokenizer's chat template with the options of the run."""
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.tools = tools
-        self.kwargs = dict(template_kwargs or {})
-
-    def render(self, messages: Sequence[Message], open_turn: bool = False) -> list[int]:
-        if not messages:
-            return []
-        return render_prompt(
-            list(messages),
-            self.tokenizer,
-            tools=self.tools,
-            template_kwargs={**self.kwargs, "add_generation_prompt": open_turn},
-        )
-
-    def header_end(self, context: Sequence[Message], shown: list[int], start: int) -> int:
-        """Where the assistant's own tokens begin: after what opens its turn at generation."""
-        if not context:
-            return start
-        opened = self.render(context, open_turn=True)
-        end = start
-        while end < min(len(opened), len(shown)) and opened[end] == shown[end]:
-            end += 1
-        return end
-
-
-def _end_of_turn(shown: Sequence[int], begin: int, eos: int | None) -> int:
-    """One past the assistant's end token; the template's glue after it is not learnt."""
-    for position in range(len(shown) - 1, begin - 1, -1):
-        if shown[position] == eos:
-            return position + 1
-    return len(shown)
-
-
-def _stand_in_context(message: Message) -> list[Message]:
-    """A short conversation after which the message may stand, to render it by itself."""
-    user = {"role": "user", "content": "-"}
-    if message["role"] == "assistant":
-        return [user]
-    return [user, {"role": "assistant", "content": "-"}]
+    ids: array[int]
+    mask: bytes
 
 
 class SFTDataset:
@@ -153,17 +81,41 @@ class SFTDataset:
         if config.chat_template is not None:
             self.template_kwargs["chat_template"] = config.chat_template
         self.positions = self._sampled(self._usable_positions(), max_samples)
+        self._kept: dict[int, _Packed] = {}
+        self._kept_tokens = 0
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         position = self.positions[index]
+        if position in self._kept:
+            ids, mask = self._kept[position]
+            return {"input_ids": ids.tolist(), "loss_mask": list(mask)}
         try:
-            ids, mask = self.encode(self._rows[position])
-            return self._cut(ids, mask)
+            return self._encoded(position)
         except PromptError as error:
             raise DataError(f"{self.where(position)}: {error}") from error
+
+    def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
+        """Encode every row now: a bad one stops the run, or is skipped, before the first step.
+
+        `on_rows` hears how many more are done. What was encoded is kept for its turn.
+        """
+        good: list[int] = []
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
+            for start in range(0, len(self.positions), BLOCK_ROWS):
+                block = self.positions[start : start + BLOCK_ROWS]
+                for position, outcome in zip(block, threads.map(self._tried, block), strict=True):
+                    if isinstance(outcome, PromptError):
+                        where = self.where(position)
+                        self.bad_rows.report("cannot be learnt from", f"{where}: {outcome}")
+                        continue
+                    good.append(position)
+                    self._keep(position, outcome)
+                if on_rows is not None:
+                    on_rows(len(block))
+        self.positions = self._some(good)
 
     def key(self, index: int) -> tuple[str, int]:
         """(data set name, row number), for the loader's uid."""
@@ -204,9 +156,12 @@ class SFTDataset:
                 usable.append(position)
             else:
                 self.bad_rows.report("bad row", f"{self.where(position)}: {problem}")
-        if not usable:
+        return self._some(usable)
+
+    def _some(self, positions: list[int]) -> list[int]:
+        if not positions:
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
-        return usable
+        return positions
 
     def _sampled(self, positions: list[int], max_samples: int) -> list[int]:
         if not 0 < max_samples < len(positions):
@@ -215,6 +170,20 @@ class SFTDataset:
             return positions[:max_samples]
         drawn = random.Random(f"max_samples:{self.config.seed}").sample(positions, max_samples)
         return sorted(drawn)
+
+    def _encoded(self, position: int) -> dict[str, list[int]]:
+        return self._cut(*self.encode(self._rows[position]))
+
+    def _tried(self, position: int) -> dict[str, list[int]] | PromptError:
+        try:
+            return self._encoded(position)
+        except PromptError as error:
+            return error
+
+    def _keep(self, position: int, row: Mapping[str, list[int]]) -> None:
+        self._kept_tokens += len(row["input_ids"])
+        if self._kept_tokens <= KEPT_TOKENS:
+            self._kept[position] = _Packed(array("i", row["input_ids"]), bytes(row["loss_mask"]))
 
     def _cut(self, ids: list[int], mask: list[int]) -> dict[str, list[int]]:
         if len(ids) > self.config.max_length and self.config.truncation == "error":
@@ -234,16 +203,13 @@ class MultiTurnSFTDataset(SFTDataset):
 
     def encode(self, row: Row) -> Encoded:
         keys = self.config.multiturn
-        tools = row.get(keys.tools_key)
-        if isinstance(tools, str):
-            tools = json.loads(tools)
         kwargs = dict(self.template_kwargs)
         if row.get(keys.enable_thinking_key) is not None:
             kwargs["enable_thinking"] = bool(row[keys.enable_thinking_key])
         return encode_conversation(
             as_messages(row[keys.messages_key]),
             self.tokenizer,
-            tools=tools,
+            tools=self._tools(row),
             template_kwargs=kwargs,
             ignore_mismatch=self.config.ignore_input_ids_mismatch,
         )
@@ -256,7 +222,28 @@ class MultiTurnSFTDataset(SFTDataset):
             return f"column {key!r}: {error}"
         if not any(message["role"] == "assistant" for message in messages):
             return f"column {key!r} has no assistant turn, so nothing to learn"
+        try:
+            self._tools(row)
+        except PromptError as error:
+            return str(error)
         return None
+
+    def _tools(self, row: Row) -> list[Any] | None:
+        """The row's tool schemas: a list of objects, or JSON text of one."""
+        key = self.config.multiturn.tools_key
+        tools: Any = row.get(key)
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools) if tools.strip() else None
+            except json.JSONDecodeError as error:
+                raise PromptError(f"column {key!r} is text that is not JSON: {error}") from error
+        else:
+            tools = without_nulls(tools.tolist() if hasattr(tools, "tolist") else tools)
+        if tools is None:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise PromptError(f"column {key!r} holds a list of tool schemas, got {tools!r:.100}")
+        return tools
 
 
 def looked_up(row: Row, key: str, dict_keys: Sequence[str] | None) -> Any:

@@ -6,7 +6,7 @@ world size. Of a LoRA model only what is trained is kept: its base is at model.p
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ _STRICT = StateDictOptions(strict=True)
 _SAME_BASE = 1e-9
 """Relative; another number of ranks sums in another order, in float64."""
 
+Leaves = dict[str, tuple[int, ...] | None]
+"""Dotted names in a state, with the shape where a tensor stands."""
+
 
 class CheckpointMissing(ValueError):
     """A folder lacks a part of the engine's state that was asked for."""
@@ -35,6 +38,10 @@ class CheckpointMissing(ValueError):
 
 class AnotherBase(ValueError):
     """The adapters of a checkpoint were trained over another model than this one."""
+
+
+class AnotherModel(AnotherBase):
+    """The tensors of a checkpoint are not those of this model, by name or by shape."""
 
 
 def save_checkpoint(
@@ -54,7 +61,8 @@ def load_checkpoint(
     contents: Collection[str] | None = None,
 ) -> None:
     """Read the named parts; None reads all that was written."""
-    saved = _saved_sections(folder)
+    written = _saved_leaves(folder)
+    saved = {name.partition(".")[0] for name in written}
     wanted = saved if contents is None else _sections(contents) & saved
     if "model" not in saved and (contents is None or "model" in contents):
         raise CheckpointMissing(
@@ -62,6 +70,7 @@ def load_checkpoint(
             "saved without 'model' in checkpoint.save_contents. Start from its export instead"
         )
     state = _state(module, optimizer, wanted)
+    _refuse_other_tensors(folder, written, state)
     base = state["base"].clone() if "base" in state else None
     dcp.load(state, checkpoint_id=str(folder))
     if base is not None and not torch.allclose(base, state["base"], rtol=_SAME_BASE):
@@ -133,8 +142,80 @@ def _size_of_frozen(module: nn.Module) -> Tensor:
     return total
 
 
-def _saved_sections(folder: Path) -> set[str]:
+def _saved_leaves(folder: Path) -> Leaves:
+    """Everything in the file, with the whole shape of a tensor, whatever ranks wrote it."""
     if not (folder / ".metadata").is_file():
-        return set()
-    names = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    return {name.partition(".")[0] for name in names}
+        return {}
+    found = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in found.items()}
+
+
+def _leaves(value: Any, name: str) -> Leaves:
+    """The same of a state that is still to be filled."""
+    if isinstance(value, Mapping):
+        inside = [(str(key), inner) for key, inner in value.items()]
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        inside = [(str(index), inner) for index, inner in enumerate(value)]
+    else:
+        return {name: tuple(value.shape) if isinstance(value, Tensor) else None}
+    found: Leaves = {}
+    for key, inner in inside:
+        found |= _leaves(inner, f"{name}.{key}" if name else key)
+    return found
+
+
+def _refuse_other_tensors(folder: Path, there: Leaves, state: dict[str, Any]) -> None:
+    """Names and shapes must be the same, both ways, before a tensor is read: none is dropped."""
+    here = _leaves(state, "")
+    mine, theirs = _weights(here), _weights(there) if "model" in state else {}
+    trained, had_trained = _trained(here), _trained(there)
+    if not (trained and had_trained):  # one of the optimizers keeps nothing of a parameter
+        trained = had_trained = {}
+    lacking = list((mine.keys() - theirs.keys()) | (trained.keys() - had_trained.keys()))
+    surplus = list((theirs.keys() - mine.keys()) | (had_trained.keys() - trained.keys()))
+    reshaped = [name for name in mine if name in theirs and mine[name] != theirs[name]]
+    if lacking or surplus or reshaped:
+        raise AnotherModel(
+            f"{folder} holds another model than this run's: "
+            f"{_difference(sorted(lacking), sorted(surplus), reshaped, mine, theirs)}; set model.path "
+            "and model.lora_rank to what the run began with, or start anew in another "
+            "trainer.default_local_dir"
+        )
+    if absent := [name for name in here if name not in there]:
+        raise CheckpointMissing(
+            f"{folder} was saved with another optimizer than this run's (it has no {absent[0]}); keep "
+            "optim.optimizer as it was, or leave 'optimizer' out of checkpoint.load_contents"
+        )
+
+
+def _weights(leaves: Leaves) -> Leaves:
+    names = {name: name.removeprefix("model.") for name in leaves if name.startswith("model.")}
+    return {short: leaves[name] for name, short in names.items()}
+
+
+def _trained(leaves: Leaves) -> Leaves:
+    """The weights that an optimizer keeps something of."""
+    keys = [name.split(".")[2] for name in leaves if name.startswith("moments.state.")]
+    return dict.fromkeys(key.replace("/", ".") for key in keys)
+
+
+def _difference(
+    lacking: list[str], surplus: list[str], reshaped: list[str], mine: Leaves, theirs: Leaves
+) -> str:
+    has_adapters, had_adapters = (any(".lora_" in name for name in x) for x in (mine, theirs))
+    if has_adapters != had_adapters:
+        with_without = ("without", "with") if has_adapters else ("with", "without")
+        return "it was trained {} LoRA adapters, this run {}".format(*with_without)
+    said = []
+    if lacking:
+        said.append(f"it lacks {_some(lacking)}")
+    if surplus:
+        said.append(f"it has {_some(surplus)} besides")
+    if reshaped:
+        was, now = (list(x[reshaped[0]] or ()) for x in (theirs, mine))
+        said.append(f"{_some(reshaped)} has shape {was} there and {now} here")
+    return ", ".join(said)
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

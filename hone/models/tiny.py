@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hone.models import attention
+from hone.models.load import refuse_other_mixers
 from hone.models.writing import without_progress_bar
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -24,11 +26,15 @@ TURN_TEMPLATE = (
 """One line a turn, the role by its first letter: short, because every character is a token."""
 
 
+class TinyModelError(ValueError):
+    """A tiny model that cannot be made as asked."""
+
+
 def character_tokenizer(
     characters: str = string.printable[:95] + "\n", words: Sequence[str] = ()
 ) -> Any:
     """A fast tokenizer over `words` and single characters, with a one-line-a-turn chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens = [PAD, BOS, EOS, *words, *dict.fromkeys(characters)]
@@ -39,10 +45,20 @@ def character_tokenizer(
     )
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS
+        tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
     )
+    # For some families (qwen2) transformers' automatic choice keeps only the vocabulary and splits
+    # texts into bytes, which have other names for spaces and line ends; added tokens it keeps.
+    kept = [*_reachable(words), *(c for c in dict.fromkeys(characters) if c.isspace())]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in kept])
     tokenizer.chat_template = TURN_TEMPLATE
     return tokenizer
+
+
+def _reachable(words: Sequence[str]) -> list[str]:
+    """Without those that begin with an earlier one: the first match wins, among added tokens the
+    longest."""
+    return [w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)]
 
 
 def tiny_lm(
@@ -62,6 +78,8 @@ def tiny_lm(
     """A freshly initialised decoder of a named family (llama, qwen2, qwen3, mistral, gemma …)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _check_family(family)
+    _check_shape(hidden, layers, heads, kv_heads)
     attention.register()
     config = AutoConfig.for_model(
         family,
@@ -78,9 +96,41 @@ def tiny_lm(
         bos_token_id=1,
         eos_token_id=eos_token_id,
     )
+    refuse_other_mixers(config, f"a fresh {family}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+
+
+def _check_family(family: str) -> None:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    usual = "Take llama, qwen2, qwen3, mistral, gemma"
+    if family not in KNOWN:
+        near = get_close_matches(family, KNOWN, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else usual
+        raise TinyModelError(f"transformers has no decoder family {family!r}. {hint}")
+    shape = AutoConfig.for_model(family)
+    encodes = not getattr(shape, "is_decoder", True) and not hasattr(shape, "rope_parameters")
+    if encodes or getattr(shape, "is_encoder_decoder", False):
+        raise TinyModelError(f"{family} reads a text as a whole; it writes none on. {usual}")
+    if not hasattr(shape, "num_attention_heads"):
+        raise TinyModelError(f"{family} has no attention, which packed rows need. {usual}")
+
+
+def _check_shape(hidden: int, layers: int, heads: int, kv_heads: int) -> None:
+    if min(hidden, layers, heads, kv_heads) < 1:
+        raise TinyModelError(
+            f"hidden={hidden}, layers={layers}, heads={heads}, kv_heads={kv_heads}: each is at least 1"
+        )
+    if hidden % (2 * heads):
+        raise TinyModelError(
+            f"hidden={hidden} is not divisible by heads={heads} into even parts, which rotary "
+            f"positions need; use hidden={-(-hidden // (2 * heads)) * 2 * heads}"
+        )
+    if heads % kv_heads:
+        raise TinyModelError(f"heads={heads} is not divisible by kv_heads={kv_heads}")
 
 
 def save_pretrained(lm: Any, tokenizer: Any, folder: str | Path) -> Path:

@@ -1,9 +1,29 @@
-"""Writing Hugging Face folders without another library's progress bar between our lines."""
+"""Writing Hugging Face folders: whole or not at all, and with no progress bar between our lines."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write to. It becomes `target`, a new or empty folder, when all is
+    written; on an error it goes away, and what a kill leaves of it the next writer removes."""
+    target = target.resolve()  # "." has no name
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if target.exists():
+            target.rmdir()
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 @contextmanager

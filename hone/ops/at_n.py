@@ -1,7 +1,8 @@
 """What n attempts are worth: mean, best, worst and majority of n, from N samples of each prompt.
 
 Best and worst are exact expectations over subsets drawn without replacement, so best@N of N samples
-is their maximum. (A bootstrap with replacement, as often used, is biased low.)
+is their maximum. (A bootstrap with replacement, as often used, is biased low.) A majority is exact up
+to 1,000 subsets; beyond, it is the mean over a sample of 1,000 of them, the same in every run.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
+
+import numpy as np
 
 _MAX_SUBSETS = 1000
 """Majority votes over more subsets than this are averaged over a fixed-seed sample of them."""
@@ -29,19 +32,32 @@ def worst_at(values: Sequence[float], n: int) -> float:
     return -best_at([-v for v in values], n)
 
 
-def majority_at(values: Sequence[float], answers: Sequence[Hashable], n: int) -> float:
-    """Expected value of the most frequent answer among n; ties go to the answer seen first."""
-    size = len(values)
+def majority_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
+    """Expected value of the most frequent answer among n; tied answers share the win equally.
+
+    An answer is worth the mean of its values in the subset. None casts no vote; where nobody votes,
+    the subset is worth the mean of its values.
+    """
+    subsets = _subsets(len(values), n)  # [S, n]
+    numbers: dict[Hashable | None, int] = {None: 0}
+    codes = np.array([numbers.setdefault(answer, len(numbers)) for answer in answers])
+    chosen = codes[subsets] + len(numbers) * np.arange(len(subsets))[:, None]
+    counts = np.bincount(chosen.ravel(), minlength=len(numbers) * len(subsets))
+    counts[:: len(numbers)] = 0  # None
+    votes = counts[chosen]  # [S, n]: how often its answer is in the subset
+    # Tied answers have as many votes each, so the mean over their responses shares equally.
+    wins = votes == votes.max(axis=1, keepdims=True)
+    worth = np.asarray(values, dtype=np.float64)[subsets]
+    return float(np.mean((worth * wins).sum(axis=1) / wins.sum(axis=1)))
+
+
+@lru_cache(maxsize=64)
+def _subsets(size: int, n: int) -> np.ndarray:
+    """All subsets of n of `size` positions, or a sample of them: the same for every prompt."""
     if math.comb(size, n) <= _MAX_SUBSETS:
-        subsets = list(itertools.combinations(range(size), n))
-    else:
-        chooser = random.Random(size * 1009 + n)
-        subsets = [tuple(sorted(chooser.sample(range(size), n))) for _ in range(_MAX_SUBSETS)]
-    total = 0.0
-    for subset in subsets:
-        winner = Counter(answers[i] for i in subset).most_common(1)[0][0]
-        total += next(values[i] for i in subset if answers[i] == winner)
-    return total / len(subsets)
+        return np.array(list(itertools.combinations(range(size), n)))
+    chooser = random.Random(size * 1009 + n)
+    return np.array([sorted(chooser.sample(range(size), n)) for _ in range(_MAX_SUBSETS)])
 
 
 def sizes(samples: int) -> list[int]:

@@ -11,8 +11,12 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from hone.config import Composed, compose
+from hone.config.compose import get
+from hone.config.keys import walk_fields
 
 EXIT_CODE = 2
+_latest: list[Composed] = []
+"""What this process's program was last configured with: to name the key behind a mistake."""
 
 _MISTAKES = (
     "hone.config.errors:ConfigError",
@@ -20,6 +24,10 @@ _MISTAKES = (
     "hone.data.rows:DataError",
     "hone.data.prompts:PromptError",
     "hone.models.load:ModelNotFound",
+    "hone.models.load:UnsupportedModel",
+    "hone.models.lora:LoraError",
+    "hone.models.fetch:FetchError",
+    "hone.models.tiny:TinyModelError",
     "hone.controller.failures:WorkerDied",
     "hone.controller.failures:WaitTimeout",
     "hone.engine.checkpoint:AnotherBase",
@@ -55,12 +63,14 @@ def composed_of(arguments: Sequence[str], *, tree: str, program: str) -> Compose
     parser.add_argument("--config-name", "-cn", default=tree, help="which YAML to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     chosen = parser.parse_intermixed_args(list(arguments))
-    return compose(
+    composed = compose(
         chosen.overrides,
         config_name=chosen.config_name,
         config_path=chosen.config_path,
         schema=tree,
     )
+    _latest[:] = [composed]
+    return composed
 
 
 def announce(composed: Composed) -> None:
@@ -79,6 +89,7 @@ def finish(program: Callable[[], int | None]) -> int:
     """Run a program; the exit code, with a user's mistake told in a sentence."""
     # One process saves its checkpoint as one process: nothing to warn of.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+    _latest.clear()
     try:
         return program() or 0
     except Exception as error:
@@ -92,7 +103,7 @@ def finish(program: Callable[[], int | None]) -> int:
 def mistake_in_words(error: BaseException) -> str | None:
     """The sentence of an error that the user can mend; None for any other."""
     if isinstance(error, _mistakes()):
-        return str(error)
+        return _with_key(str(error), getattr(error, "path", None))
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
     if isinstance(error, FileNotFoundError):
@@ -100,6 +111,16 @@ def mistake_in_words(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno is None:  # transformers: no such model
         return str(error).strip().partition("\n")[0]
     return None
+
+
+def _with_key(sentence: str, path: str | None) -> str:
+    """The sentence about a model path, begun with the key that was set to it."""
+    for composed in _latest if path else ():
+        leaves = [key for key, *_ in walk_fields(type(composed.config)) if key.endswith("path")]
+        for key in sorted(leaves, key=lambda key: key not in composed.origins):
+            if get(composed.config, key) == path:
+                return f"{key}={path}: {sentence}"
+    return sentence
 
 
 def _mistakes() -> tuple[type[BaseException], ...]:

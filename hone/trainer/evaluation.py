@@ -1,4 +1,4 @@
-"""What responses are worth: scores by data source, pass@k, best@k, maj@k, with bootstrap intervals.
+"""What responses are worth: scores by data source, pass@k, best@k, maj@k, with intervals.
 
 Scoring runs in processes with a deadline; a response that could not be scored counts 0 and is counted.
 Leaves out generating (generation.py) and where results are shown (main_eval.py).
@@ -15,21 +15,25 @@ from typing import Any
 import numpy as np
 
 from hone.config.evaluation import EvaluationConfig, EvaluationMetricsConfig
-from hone.data.rows import BadRows, DataError, read_rows
+from hone.data.rows import BadRows, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.prime import usable_cores
 from hone.rewards.outcome import Row
 from hone.rewards.pool import DeadlinePool
+from hone.rewards.scores import table
 from hone.rewards.scores.latex import boxed_answer
+from hone.rewards.scores.math_dapo import INVALID
 from hone.rewards.transport import row_scorer_keywords
 from hone.tracking import progress
 
 ALL = "all"
-"""The line over all rows, where there are several data sources."""
+"""The name of the total over several data sources."""
 CHUNK = 512
 """Responses handed to the scoring processes between two moves of the progress bar."""
+ROUNDING = 1e-9
+"""Values that differ by less are the same value, computed in another order."""
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MARK = re.compile(r"####\s*([^\n]+)")
@@ -42,20 +46,20 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """One row: its responses' scores, and the answer each gave (for majority votes)."""
+    """One row: its responses' scores, and the answer each gave (for majority votes; None is none)."""
 
     source: str
     scores: list[float] = field(default_factory=list)
-    answers: list[Hashable] = field(default_factory=list)
+    answers: Sequence[Hashable | None] = ()
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over rows and its bootstrap interval."""
+    """A mean over rows and its interval; None where the rows cannot say."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass
@@ -66,22 +70,26 @@ class SourceResult:
     responses: int
     metrics: dict[str, Estimate]
     failures: dict[str, int] = field(default_factory=dict)
+    is_total: bool = False
+    """Of all rows, where there are several data sources."""
 
 
 @dataclass
 class Evaluation:
-    """Results by data source, the rows' scores, and their mean response length if it is known."""
+    """Results by data source (and their total), and the rows with their scores."""
 
     sources: dict[str, SourceResult]
     rows: list[dict[str, Any]]
     """The rows as read, each with its `scores`."""
+    first_failures: dict[str, str] = field(default_factory=dict)
+    """The first message of each reason for which a response could not be scored."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `test_score/<source>` are the means by the family's name."""
         plain: dict[str, Any] = {
             f"test_score/{name}": result.metrics["mean"].value
             for name, result in self.sources.items()
-            if name != ALL
+            if not result.is_total
         }
         plain["sources"] = {
             name: {
@@ -96,9 +104,12 @@ class Evaluation:
 
 
 def evaluate(config: EvaluationConfig) -> Evaluation:
-    """Read, score, summarise."""
-    rows = list(read_rows(config.data.path, BadRows("raise")).scan())
-    jobs = [_jobs(row, number, config) for number, row in enumerate(rows)]
+    """Read, score, summarise; stops where not one response could be scored."""
+    store = read_rows(config.data.path, BadRows("raise", skip_key=None), "data.path")
+    rows = list(store.scan())
+    if config.output.scores_path:
+        as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])  # or refuse now
+    jobs = [_jobs(row, store.where(number), config) for number, row in enumerate(rows)]
     scorer = get_custom_reward_fn(config)
     if scorer is None:
         check_sources((job[0].data_source for job in jobs if job), config.data.data_source_key)
@@ -106,21 +117,33 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
     outcomes = iter(_scored([job for of_row in jobs for job in of_row], scorer, config))
     attempts: list[Attempts] = []
     failures: dict[str, Counter[str]] = {}
-    for row, of_row in zip(rows, jobs, strict=True):
+    first: dict[str, str] = {}
+    for number, (row, of_row) in enumerate(zip(rows, jobs, strict=True)):
         one = Attempts(of_row[0].data_source)
-        for job in of_row:
-            outcome = next(outcomes)
+        scored: list[Scored] = []
+        for outcome in (next(outcomes) for _ in of_row):
             if isinstance(outcome, Failed):
                 failures.setdefault(one.source, Counter())[outcome.reason] += 1
+                first.setdefault(outcome.reason, f"{store.where(number)}: {outcome.detail}")
                 outcome = Scored(0.0)
-            one.scores.append(outcome.score)
-            one.answers.append(str(outcome.extras.get("pred", answer_of(job.solution_str))))
-        row["scores"] = one.scores
+            scored.append(outcome)
+        one.scores = row["scores"] = [outcome.score for outcome in scored]
+        one.answers = votes(scored, [job.solution_str for job in of_row])
         attempts.append(one)
-    return Evaluation(summarise(attempts, config.metrics, failures), rows)
+    _refuse_no_score(attempts, sum(map(Counter.total, failures.values())), first)
+    return Evaluation(summarise(attempts, config.metrics, failures), rows, first)
 
 
-def _jobs(row: Mapping[str, Any], number: int, config: EvaluationConfig) -> list[Row]:
+def _refuse_no_score(attempts: Sequence[Attempts], failed: int, first: Mapping[str, str]) -> None:
+    count = sum(len(one.scores) for one in attempts)
+    if failed == count:
+        messages = "; ".join(f"{reason}: {message}" for reason, message in first.items())
+        raise EvaluationError(
+            f"none of the {count} responses could be scored, so there is no result ({messages})"
+        )
+
+
+def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[Row]:
     """What is scored: one a response."""
     data = config.data
     for key, column in (
@@ -130,12 +153,12 @@ def _jobs(row: Mapping[str, Any], number: int, config: EvaluationConfig) -> list
     ):
         if row.get(column) is None:
             raise DataError(
-                f"row {number} has no column {column!r} (data.{key}); it has {', '.join(row)}"
+                f"{where} has no column {column!r} (data.{key}); it has {', '.join(row)}"
             )
     responses = row[data.response_key]
     responses = [responses] if isinstance(responses, str) else list(responses)
     if not responses:
-        raise DataError(f"row {number} has no response in {data.response_key!r}")
+        raise DataError(f"{where} has no response in {data.response_key!r}")
     reward_model = dict(row[data.reward_model_key])
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(row.get("extra_info") or {})
@@ -146,6 +169,25 @@ def _jobs(row: Mapping[str, Any], number: int, config: EvaluationConfig) -> list
 
 
 def _scored(rows: Sequence[Row], scorer: Any, config: EvaluationConfig) -> list[Scored | Failed]:
+    """One result a row, in order; a rule that would compare with nothing is not asked."""
+    if scorer is not default_compute_score:
+        return _run_scorer(rows, scorer, config)
+    lacking = [_lacks_ground_truth(row) for row in rows]
+    known = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
+    scored = iter(_run_scorer(known, scorer, config))
+    column = f"{config.data.reward_model_key}.ground_truth"
+    absent = Failed("no_ground_truth", f"{column} is null, and the rule needs one")
+    return [absent if lacks else next(scored) for lacks in lacking]
+
+
+def _lacks_ground_truth(row: Row) -> bool:
+    entry = table.find(row.data_source)
+    return entry is not None and entry.needs_ground_truth and row.ground_truth is None
+
+
+def _run_scorer(
+    rows: Sequence[Row], scorer: Any, config: EvaluationConfig
+) -> list[Scored | Failed]:
     options: dict[str, Any] = {}
     if scorer is default_compute_score:
         options["memory_limit_mb"] = config.sandbox_fusion.memory_limit_mb
@@ -166,19 +208,38 @@ def _scored(rows: Sequence[Row], scorer: Any, config: EvaluationConfig) -> list[
     return outcomes
 
 
-def answer_of(response: str) -> str:
-    r"""What a response answers: its last <answer>, \boxed{}, #### line or number, else all of it."""
+def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
+    """What each response of a row votes for: the scorer's `pred`, else what it answers.
+
+    None casts no vote. Where no response of the row has an answer, their whole texts vote.
+    """
+    answers = [
+        _prediction(outcome.extras["pred"]) if "pred" in outcome.extras else answer_of(text)
+        for outcome, text in zip(scored, responses, strict=True)
+    ]
+    if any(answer is not None for answer in answers):
+        return answers
+    return [text.strip() or None for text in responses]
+
+
+def _prediction(said: Any) -> str | None:
+    """A scorer's `pred`; None where it says that there is no answer."""
+    return None if said is None or str(said).strip() in ("", INVALID) else str(said)
+
+
+def answer_of(response: str) -> str | None:
+    r"""What a response answers: its last <answer>, \boxed{}, #### line or number."""
     tagged = _TAG.findall(response)
     if tagged:
-        return tagged[-1].strip()
+        return tagged[-1].strip() or None
     boxed = boxed_answer(response)
     if boxed is not None:
-        return boxed.strip()
+        return boxed.strip() or None
     for pattern in (_MARK, _NUMBER):
         found = pattern.findall(response)
         if found:
-            return found[-1].strip().replace(",", "")
-    return response.strip()
+            return found[-1].strip().replace(",", "") or None
+    return None
 
 
 def summarise(
@@ -188,12 +249,16 @@ def summarise(
 ) -> dict[str, SourceResult]:
     """Statistics of each data source, and of all rows where there are several."""
     everyone = list(attempts)
-    groups = {a.source: [b for b in everyone if b.source == a.source] for a in everyone}
+    groups: dict[str, list[Attempts]] = {}
+    for one in everyone:
+        groups.setdefault(one.source, []).append(one)
     failed = {name: dict(counts) for name, counts in (failures or {}).items()}
     results = {name: _result(group, config, failed.get(name, {})) for name, group in groups.items()}
     if len(groups) > 1:
         total = sum((Counter(counts) for counts in failed.values()), Counter())
-        results[ALL] = _result(everyone, config, dict(total))
+        name = ALL if ALL not in groups else f"{ALL} {len(groups)} sources"
+        results[name] = _result(everyone, config, dict(total))
+        results[name].is_total = True
     return results
 
 
@@ -208,8 +273,8 @@ def _result(
             f"responses; use 1 to {fewest}, or generate more (data.n_samples)"
         )
     columns: dict[str, list[float]] = {"mean": [float(np.mean(one.scores)) for one in group]}
+    correct = [[float(s >= config.correct_from) for s in one.scores] for one in group]
     for k in dict.fromkeys(chosen):
-        correct = [[float(s >= config.correct_from) for s in one.scores] for one in group]
         columns[f"pass@{k}"] = [best_at(values, k) for values in correct]
         if k > 1:
             columns[f"best@{k}"] = [best_at(one.scores, k) for one in group]
@@ -222,7 +287,10 @@ def _result(
 def intervals(
     columns: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
 ) -> dict[str, Estimate]:
-    """Means over rows with percentile intervals: rows are resampled, their responses stay together."""
+    """Means over rows with percentile intervals: rows are resampled, their responses stay together.
+
+    Resampling rows that are all alike says nothing: see `_of_equal_rows`.
+    """
     names, values = list(columns), np.array(list(columns.values()), dtype=np.float64)
     rows = values.shape[1]
     chooser = np.random.default_rng(config.seed)
@@ -232,6 +300,19 @@ def intervals(
     tail = (1.0 - config.confidence) / 2
     low, high = np.quantile(means, [tail, 1.0 - tail], axis=0)
     return {
-        name: Estimate(float(values[i].mean()), float(low[i]), float(high[i]))
+        name: _of_equal_rows(float(values[i, 0]), rows, tail)
+        if np.ptp(values[i]) < ROUNDING
+        else Estimate(float(values[i].mean()), float(low[i]), float(high[i]))
         for i, name in enumerate(names)
     }
+
+
+def _of_equal_rows(value: float, rows: int, tail: float) -> Estimate:
+    """All rows 0 or all 1: the exact binomial (Clopper-Pearson) bound, for scores from 0 to 1.
+
+    Had the mean been beyond it, so many rows alike would have come up with probability `tail` at most.
+    """
+    reach = tail ** (1.0 / rows)
+    if abs(value) < ROUNDING:
+        return Estimate(value, 0.0, 1.0 - reach)
+    return Estimate(value, reach, 1.0) if abs(value - 1) < ROUNDING else Estimate(value, None, None)

@@ -7,8 +7,6 @@ whatever the number of ranks that wrote them. LoRA comes merged, or as the adapt
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,14 @@ from hone.config.engine import FSDPConfig
 from hone.config.model import ModelConfig
 from hone.engine.build import build_engine, export_hf
 from hone.engine.microbatch import MicroBatchRule
+from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import EXPORT_FOLDER, load_causal_lm
 from hone.models.lora import ADAPTER_FOLDER
 from hone.models.policy import PolicyModel
+from hone.models.writing import whole_folder
 from hone.tracking import RunFolder
+from hone.tracking.manifest import checkpoint_of, damage
 from hone.trainer.ppo.checkpoint import newest_sound
-from hone.trainer.sft.run import build_lora, build_tokenizer
 
 SHARDS = ".metadata"
 _VALUE_HEAD = "model.value_head."
@@ -40,7 +40,7 @@ def export(checkpoint: str | Path, out: str | Path, *, adapter_only: bool = Fals
     if target.exists() and any(target.iterdir()):
         raise ExportError(f"{target} is not empty; name a new folder")
     wanted = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER
-    with _finished_or_nothing(target) as temporary:
+    with whole_folder(target) as temporary:
         if (source / wanted).is_dir():
             shutil.copytree(source / wanted, temporary, dirs_exist_ok=True)
         elif (source / SHARDS).is_file():
@@ -48,11 +48,24 @@ def export(checkpoint: str | Path, out: str | Path, *, adapter_only: bool = Fals
             _gather(source, gathered)
             _take(gathered, wanted, temporary, source)
         else:
-            raise ExportError(
-                f"{source} holds neither {wanted}/ nor sharded weights; it was saved without them "
-                "(checkpoint.save_contents)"
-            )
+            raise ExportError(_nothing_to_export(source, wanted))
     return target
+
+
+def _nothing_to_export(source: Path, wanted: str) -> str:
+    if (source / "config.json").is_file():
+        return f"{source} is a model folder, not a checkpoint of a run: use it as it is, or copy it"
+    if checkpoint_of(source) is not None:
+        return (
+            f"{source} holds neither {wanted}/ nor sharded weights; it was saved without them "
+            "(checkpoint.save_contents)"
+        )
+    names = sorted(p.name for p in source.iterdir())
+    there = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return (
+        f"{source} is not a checkpoint (it holds {there or 'nothing'}); name a run folder with "
+        "global_step_N inside, a global_step_N, or the actor folder in it"
+    )
 
 
 def _take(gathered: Path, wanted: str, temporary: Path, source: Path) -> None:
@@ -64,27 +77,14 @@ def _take(gathered: Path, wanted: str, temporary: Path, source: Path) -> None:
     shutil.rmtree(gathered)
 
 
-@contextmanager
-def _finished_or_nothing(target: Path) -> Iterator[Path]:
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def find_model_folder(folder: Path) -> Path:
     """The folder with the policy's weights in a run, a `global_step_N` or a role's folder."""
+    folder = folder.resolve()  # the run is found by the parents, and "." has none
     if not folder.is_dir():
         raise ExportError(f"there is no checkpoint folder {folder}")
     run = RunFolder(folder)
-    if run.checkpoints():
+    is_run = bool(run.checkpoints())
+    if is_run:
         found = newest_sound(run)
         if found is None:
             raise ExportError(f"every checkpoint in {folder} is damaged; see the log above")
@@ -96,6 +96,9 @@ def find_model_folder(folder: Path) -> Path:
             f"{folder} is a critic: a value head instead of a language-model head, which no "
             "from_pretrained class reads; export the actor beside it"
         )
+    checkpoint = None if is_run else checkpoint_of(folder)
+    if checkpoint is not None and (problem := damage(checkpoint, folder)) is not None:
+        raise ExportError(f"{checkpoint} is not a sound checkpoint: {problem}")
     return folder
 
 

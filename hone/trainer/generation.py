@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,76 +22,26 @@ from hone.config.rollout import SamplingConfig
 from hone.controller.threads import fix_threads, thread_count
 from hone.data.loader import row_uid
 from hone.data.prompts import PromptError, render_prompt
-from hone.data.rows import BadRows, DataError, Row, RowStore, read_rows, write_parquet
+from hone.data.rows import (
+    BadRows,
+    DataError,
+    Row,
+    RowStore,
+    as_table,
+    read_rows,
+)
+from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import trajectory_seed
 from hone.rollout.build import build_rollout
-from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput
-from hone.tracking import atomic_write_text, progress
-from hone.tracking.console import Bar
+from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOutput
+from hone.tracking import progress
+from hone.tracking.console import Bar, screen
+from hone.trainer.generated import GenerationError, Output, Parts, files_of
 from hone.trainer.ranks import Ranks
-from hone.trainer.sft.run import build_tokenizer
 from hone.workers.device import pick_device, pick_dtype
-
-log = logging.getLogger(__name__)
-
-PARTS_SUFFIX = ".parts"
-JOB = "job.json"
-
-
-class GenerationError(ValueError):
-    """A generation run that cannot be done as asked."""
-
-
-class Parts:
-    """What is finished so far: a folder beside the output, one file of lines a rank."""
-
-    def __init__(self, output: Path, job: str, rank: int) -> None:
-        self.folder = output.with_name(output.name + PARTS_SUFFIX)
-        self._job = job
-        self._file = self.folder / f"rank_{rank}.jsonl"
-
-    def open(self) -> None:
-        """Keep what an interrupted run of the same job left; drop another job's."""
-        stamp = self.folder / JOB
-        if stamp.is_file() and stamp.read_text() == self._job:
-            return
-        if self.folder.exists():
-            log.warning(
-                "%s is of another run (other data, model or sampling); dropped", self.folder
-            )
-            shutil.rmtree(self.folder)
-        atomic_write_text(stamp, self._job)
-
-    def finished(self) -> dict[int, Row]:
-        """Row number to its new columns, from the files of all ranks."""
-        found: dict[int, Row] = {}
-        for file in sorted(self.folder.glob("rank_*.jsonl")):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:  # what a killed writer left of its last line
-                    continue
-                found[entry["row"]] = entry["columns"]
-        return found
-
-    def append(self, row: int, columns: Row) -> None:
-        line = json.dumps({"row": row, "columns": columns}) + "\n"
-        with self._file.open("a", encoding="utf-8") as stream:
-            if stream.tell() and not _ends_whole(self._file):
-                stream.write("\n")
-            stream.write(line)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder)
-
-
-def _ends_whole(file: Path) -> bool:
-    with file.open("rb") as stream:
-        stream.seek(-1, 2)
-        return stream.read(1) == b"\n"
 
 
 class Generation:
@@ -105,15 +54,40 @@ class Generation:
             raise GenerationError(
                 f"data.output_path={config.data.output_path} must end in .parquet or .jsonl"
             )
-        self.rows: RowStore = read_rows(config.data.path, BadRows("raise"))
+        bad = BadRows("raise", skip_key=None)
+        self.rows: RowStore = read_rows(config.data.path, bad, "data.path")
         self.count = len(self.rows)
         if config.data.max_samples > 0:
             self.count = min(self.count, config.data.max_samples)
+        if self.output.suffix == ".parquet":
+            self._check_columns()
         self.tokenizer = build_tokenizer(config.model)
-        self.parts = Parts(self.output, self._job(), ranks.rank)
+        job = self._job()
+        self.parts = Parts(self.output, job, ranks.rank)
+        self._file = Output(self.output, job)
+
+    def _check_columns(self) -> None:
+        """What could not be written at the end stops the run before it begins."""
+        new = self._columns([])
+        rows = [
+            {name: value for name, value in row.items() if name not in new}
+            for row in islice(self.rows.scan(), self.count)
+        ]
+        try:
+            as_table(rows)
+        except DataError as error:
+            other = self.output.with_suffix(".jsonl")
+            raise DataError(
+                f"{error}, or write them as they are: data.output_path={other}"
+            ) from error
 
     def run(self) -> Path:
         """Generate what is missing, then write the output in the order of the rows."""
+        if self._file.is_done(may_replace=self.config.data.overwrite):
+            self._say(f"{self.output} is done already; remove it to generate it again")
+            return self.output
+        if self.output.exists():
+            self._say(f"{self.output} is not from this job; it will be replaced (data.overwrite)")
         if self.ranks.is_first:
             self.parts.open()
         self.ranks.wait_for_all()
@@ -126,11 +100,16 @@ class Generation:
         self.ranks.wait_for_all()
         if self.ranks.is_first:
             self._write()
+        self._say(f"wrote {self.output}")
         return self.output
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_first:
+            screen().line(text)
 
     def _generate(self, rows: list[int]) -> None:
         prompts = self._prompts(rows)
-        engine = self._build_engine()
+        engine = self._build_engine(prompts)
         alone = self.ranks.world_size == 1
         with self._bar(self.count if alone else len(rows)) as bar:
             bar.update(self.count - len(rows) if alone else 0)
@@ -173,12 +152,33 @@ class Generation:
             found.append((number, ids))
         return found
 
-    def _build_engine(self) -> RolloutEngine:
+    def _check_positions(self, prompts: Sequence[tuple[int, list[int]]], lm: Any) -> None:
+        """The longest prompt and its response must fit the model, before anything is drawn."""
+        positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+        number, ids = max(prompts, key=lambda prompt: len(prompt[1]))
+        reach = len(ids) + next(self._samplings(number, len(ids))).max_tokens
+        if positions is None or reach <= positions:
+            return
+        where, room = self.rows.where(number), positions - len(ids)
+        if room <= 0:
+            raise GenerationError(
+                f"{where} has {len(ids)} prompt tokens, but the model has {positions} positions; "
+                "leave this row out, or take another model"
+            )
+        raise GenerationError(
+            f"{where} has {len(ids)} prompt tokens and may reach {reach} with "
+            f"rollout.response_length={self.config.rollout.response_length}, but the model has "
+            f"{positions} positions; set rollout.response_length={room}, or "
+            f"rollout.max_model_len={positions} to cut only the responses to long prompts"
+        )
+
+    def _build_engine(self, prompts: Sequence[tuple[int, list[int]]]) -> RolloutEngine:
         config, model = self.config, self.config.model
         fix_threads(thread_count(self.ranks.local_world_size))
         device = pick_device(config.trainer.device, self.ranks.local_rank)
         dtype = pick_dtype(config.rollout.dtype, device)
         lm: Any = load_causal_lm(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code)
+        self._check_positions(prompts, lm)
         policy = PolicyModel(lm.to(device).eval())
         ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)
         if model.lora_adapter_path:
@@ -203,13 +203,17 @@ class Generation:
         slots = asyncio.Semaphore(self.config.data.batch_size)
 
         async def one(number: int, ids: list[int]) -> None:
+            requests = enumerate(self._samplings(number, len(ids)))
             async with slots:
-                outputs = await asyncio.gather(
-                    *(
-                        engine.generate(ids, sampling, f"{number}/{i}")
-                        for i, sampling in enumerate(self._samplings(number, len(ids)))
+                try:
+                    outputs = await asyncio.gather(
+                        *(
+                            engine.generate(ids, sampling, f"{number}/{i}")
+                            for i, sampling in requests
+                        )
                     )
-                )
+                except RolloutError as error:
+                    raise RolloutError(f"{self.rows.where(number)}: {error}") from error
             self.parts.append(number, self._columns(outputs))
             meter.row(sum(len(output.token_ids) for output in outputs))
 
@@ -221,17 +225,21 @@ class Generation:
                 task.cancel()
             raise
 
+    @property
+    def _seed(self) -> int:
+        own = self.config.rollout.seed
+        return own if own is not None else self.config.trainer.seed
+
     def _samplings(self, number: int, prompt_tokens: int) -> Iterator[Sampling]:
         rollout = self.config.rollout
         name, row = self.rows.key(number)
         uid = row_uid(name, row, 0, 0)
-        seed = rollout.seed if rollout.seed is not None else self.config.trainer.seed
         longest = min(rollout.response_length, rollout.max_total_tokens - prompt_tokens)
         for index in range(self.config.data.n_samples):
             yield Sampling(
                 max_tokens=min(longest, rollout.max_tokens_per_turn or longest),
                 temperature=rollout.temperature if rollout.do_sample else 0.0,
-                seed=trajectory_seed(seed, uid, index),
+                seed=trajectory_seed(self._seed, uid, index),
                 top_k=rollout.top_k if rollout.top_k > 0 else -1,
                 top_p=rollout.top_p,
                 min_p=rollout.min_p,
@@ -255,42 +263,38 @@ class Generation:
 
     def _write(self) -> None:
         done = self.parts.finished()
-        rows = [{**self.rows[i], **done[i]} for i in range(self.count)]
-        if self.output.suffix == ".parquet":
-            write_parquet(rows, self.output)
-        else:
-            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-            atomic_write_text(self.output, "".join(lines))
+        self._file.write([{**self.rows[i], **done[i]} for i in range(self.count)])
         self.parts.remove()
 
     def _job(self) -> str:
         """What decides the responses: rows, model, sampling. Another of these is another job."""
-        config, rollout = self.config, asdict(self.config.rollout)
+        config, rollout, model = self.config, asdict(self.config.rollout), self.config.model
         names = [field.name for field in fields(SamplingConfig)] + _DECIDES
         data = asdict(config.data)
-        for name in ("path", "output_path", "batch_size", "max_samples"):  # the rows have a hash
+        for name in _DECIDES_NOTHING:
             del data[name]
+        models = [resolve_model_path(path) for path in (model.path, model.tokenizer_path) if path]
         facts = {
             "rows": [self.rows.fingerprint, self.count],
-            "model": {**asdict(config.model), "files": _files(config.model.path)},
-            "sampling": {name: rollout[name] for name in names},
+            "model": [
+                asdict(model),
+                [files_of(path) for path in (*models, model.lora_adapter_path)],
+            ],
+            "sampling": {name: rollout[name] for name in names if name != "seed"},
             "data": data,
-            "seed": config.trainer.seed,
+            "seed": self._seed,
         }
         text = json.dumps(facts, sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-_DECIDES = ["prompt_length", "response_length", "max_model_len", "dtype", "calculate_log_probs"]
+_DECIDES = [
+    *("name", "exact", "dtype", "calculate_log_probs"),
+    *("prompt_length", "response_length", "max_model_len"),
+]
 """Keys of the rollout block, beside the sampling's, on which the output depends."""
-
-
-def _files(path: str) -> list[tuple[str, int]]:
-    """Name and size of a model's files; empty for a hub name."""
-    folder = Path(resolve_model_path(path))
-    if not folder.is_dir():
-        return []
-    return sorted((file.name, file.stat().st_size) for file in folder.iterdir() if file.is_file())
+_DECIDES_NOTHING = ("path", "output_path", "overwrite", "batch_size", "max_samples")
+"""Keys of the data block on which it does not: the rows themselves are told by a hash."""
 
 
 class _Meter:

@@ -16,9 +16,13 @@ from hone.config import load_config
 from hone.config.errors import ConfigError
 from hone.config.evaluation import EvaluationConfig
 from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.given import require_given
 
 if TYPE_CHECKING:
-    from hone.trainer.evaluation import Evaluation
+    from hone.trainer.evaluation import Estimate, Evaluation
+
+UNKNOWN = "–"
+"""Stands for an interval that the rows cannot give."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_benchmarks(chosen, rest)
         return
     composed = composed_of(rest, tree="evaluation", program="hone eval")
+    require_given(composed, {"data.path": "the file of responses"})
     announce(composed)
     run(composed.config)
 
@@ -74,32 +79,36 @@ def run(config: EvaluationConfig, title: str = "scores") -> Evaluation:
 
 
 def run_benchmarks(chosen: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Evaluation]:
-    """Generate and score each benchmark; files go to `--out`."""
+    """Generate (over several processes where asked) and score each benchmark; files go to `--out`."""
     from hone.trainer.benchmarks import RAW, benchmark_file, split_overrides
-    from hone.trainer.main_generation import run as generate
+    from hone.trainer.main_generation import main as generate
+    from hone.trainer.ranks import Ranks
 
     for name in ("model", "bench", "data"):
         if not getattr(chosen, name):
             raise ConfigError(f"--{name} is missing: hone eval --model DIR --bench NAME --data DIR")
+    if Ranks.here().world_size > 1:
+        raise ConfigError(
+            "hone eval --bench is one process that starts the others itself: run it without torchrun, "
+            "with trainer.n_gpus_per_node=N"
+        )
     generating, scoring = split_overrides(overrides)
     out = Path(chosen.out).expanduser()
     results = {}
     for bench in chosen.bench:
         file = benchmark_file(bench, Path(chosen.data).expanduser(), out / "data")
         responses = out / f"{bench}.parquet"
-        usual = ["data.n_samples=1", "rollout.do_sample=false"]
+        usual = ["data.n_samples=1", "rollout.do_sample=false", "data.overwrite=true"]
         usual += ["data.prompt_format=raw"] if bench in RAW else []
-        config = load_config(
+        generate(
             [
                 *usual,
                 *generating,
                 f"data.path={file}",
                 f"model.path={chosen.model}",
                 f"data.output_path={responses}",
-            ],
-            config_name="generation",
+            ]
         )
-        generate(config)
         results[bench] = run(
             load_config(
                 [
@@ -127,11 +136,22 @@ def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
         for column in ("metric", "value", f"{config.metrics.confidence:.0%} interval"):
             table.add_column(column)
         for metric, estimate in source.metrics.items():
-            interval = f"{estimate.low:.4f} to {estimate.high:.4f}"
-            table.add_row(metric, f"{estimate.value:.4f}", interval)
+            table.add_row(metric, f"{estimate.value:.4f}", interval_in_words(estimate))
         screen().say(table)
+        if any(estimate.low is None for estimate in source.metrics.values()):
+            screen().line(
+                f"{UNKNOWN}: all rows have the same value, which says nothing of its spread"
+            )
         for reason, count in source.failures.items():
             screen().line(f"{name}: {count} responses could not be scored ({reason}); they count 0")
+    for reason, message in result.first_failures.items():
+        screen().line(f"first {reason}: {message}")
+
+
+def interval_in_words(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return UNKNOWN
+    return f"{estimate.low:.4f} to {estimate.high:.4f}"
 
 
 def draw(result: Evaluation, path: Path, title: str) -> Path:
@@ -146,8 +166,7 @@ def draw(result: Evaluation, path: Path, title: str) -> Path:
     panels = figure.subplots(len(result.sources), 1, squeeze=False)[:, 0]
     for panel, (name, source) in zip(panels, result.sources.items(), strict=True):
         values = [e.value for e in source.metrics.values()]
-        below = [max(e.value - e.low, 0.0) for e in source.metrics.values()]
-        above = [max(e.high - e.value, 0.0) for e in source.metrics.values()]
+        below, above = zip(*map(reaches, source.metrics.values()), strict=True)
         panel.bar(list(source.metrics), values, yerr=[below, above], capsize=4, width=0.6)
         panel.set_ylabel(name)
         panel.spines[["top", "right"]].set_visible(False)
@@ -155,6 +174,13 @@ def draw(result: Evaluation, path: Path, title: str) -> Path:
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return path
+
+
+def reaches(estimate: Estimate) -> tuple[float, float]:
+    """How far the interval goes below and above the value; none is drawn where it is not known."""
+    if estimate.low is None or estimate.high is None:
+        return 0.0, 0.0
+    return max(estimate.value - estimate.low, 0.0), max(estimate.high - estimate.value, 0.0)
 
 
 if __name__ == "__main__":

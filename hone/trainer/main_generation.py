@@ -9,14 +9,21 @@ from pathlib import Path
 from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.given import require_given
 from hone.trainer.ranks import Ranks, launch, must_launch
 
 _MODULE = "hone.trainer.main_generation"
+MUST_BE_GIVEN = {
+    "model.path": "the model's folder or hub name",
+    "data.path": "the file of prompts",
+    "data.output_path": "the file to write",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     composed = composed_of(given, tree="generation", program="hone generate")
+    require_given(composed, MUST_BE_GIVEN)
     config: GenerationConfig = composed.config
     if Ranks.here().is_first:
         announce(composed)
@@ -28,11 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
         launch(config.world_size, _MODULE, given)
         return
-    written = run(config)
-    if Ranks.here().is_first:
-        from hone.tracking.console import screen
-
-        screen().line(f"wrote {written}")
+    run(config)
 
 
 def run(config: GenerationConfig) -> Path:

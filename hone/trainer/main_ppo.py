@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from hone.config import PPOTrainerConfig, config_to_dict
+from hone.config import PPOTrainerConfig
 from hone.trainer.command_line import announce, composed_of, finish
 
 
@@ -18,9 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> None:
     """Train as configured, in this process or on Ray; `origins` say where values came from."""
+    from hone.models.external import import_external
     from hone.models.load import load_tokenizer
     from hone.trainer.ppo.trainer import PPOTrainer
-    from hone.workers.external import import_external
 
     model = config.actor_rollout_ref.model
     import_external(model.external_lib)
@@ -32,9 +32,7 @@ def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> N
     trainer = PPOTrainer(config, tokenizer)
     trainer.init_workers()
     try:
-        if origins is not None:
-            trainer.run.write_config(config_to_dict(trainer.config), origins)
-        trainer.fit()
+        trainer.fit(origins)
     finally:
         trainer.shutdown()
 

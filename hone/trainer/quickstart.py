@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ MISTAKE = 5
 SFT_STEPS, SFT_ROWS, SFT_LR = 380, 64, 2e-3
 WORDS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
+MARK = ".quickstart"
+"""Lies in every folder that this program made, and may therefore empty."""
+DATA = {"train": "train.jsonl", "test": "test.jsonl"}
+BASE, RUN, CURVE = "base", "run", "curve.png"
+NEXT = (
+    "hone quickstart algorithm.adv_estimator=rloo      # another estimator",
+    "hone quickstart algorithm.adv_estimator=gae       # PPO with a critic",
+    "hone quickstart --seed 2 trainer.total_training_steps=200",
+    "hone train data.train_files=YOURS.parquet data.val_files=null"
+    " actor_rollout_ref.model.path=YOUR_MODEL",
+)
+"""What the summary proposes."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +71,11 @@ def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
     return problems[HELD_OUT:], problems[:HELD_OUT]
 
 
-def write_data(folder: Path, seed: int) -> dict[str, Path]:
+def write_data(files: dict[str, Path], seed: int) -> None:
     """The RL rows, training and held out, as jsonl."""
-    train, held_out = split_problems(seed)
-    files = {}
-    for name, problems in (("train", train), ("test", held_out)):
+    for (name, file), problems in zip(files.items(), split_problems(seed), strict=True):
         lines = [json.dumps(p.row(i, name)) for i, p in enumerate(problems)]
-        files[name] = folder / f"{name}.jsonl"
-        atomic_write_text(files[name], "\n".join(lines) + "\n")
-    return files
+        atomic_write_text(file, "\n".join(lines) + "\n")
 
 
 class WarmUpRows:
@@ -180,21 +189,37 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
 
 
 def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
-    """Build, train, compare."""
+    """Build, train, compare. Nothing is touched before the whole configuration is known to be good."""
     from hone.trainer.main_ppo import run as train
+    from hone.trainer.ppo.plan import Plan
 
     folder = Path(out) / f"seed-{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    files, model = {name: folder / file for name, file in DATA.items()}, folder / BASE
+    config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
+    Plan.of(config)  # an estimator by a wrong name is told here too
+    make_room(folder)
     started = time.perf_counter()
-    files = write_data(folder, seed)
-    model = build_base_policy(folder / "base", seed)
+    write_data(files, seed)
+    build_base_policy(model, seed)
     warmed = time.perf_counter()
-    run = folder / "run"
-    config = load_config([*overrides(files, model, run, seed), *extra])
     train(config)
     finished = time.perf_counter()
+    run = Path(config.trainer.default_local_dir)
     summarise(folder, run, config, warm_up_s=warmed - started, train_s=finished - warmed)
+
+
+def make_room(folder: Path) -> None:
+    """An empty folder of ours; what someone else put in its place is kept under another name."""
+    ours = {MARK, *DATA.values(), BASE, RUN, CURVE}
+    if folder.is_dir() and (folder / MARK).is_file() and {p.name for p in folder.iterdir()} <= ours:
+        shutil.rmtree(folder)
+    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        names = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))
+        aside = next(name for name in names if not name.exists())
+        folder.rename(aside)
+        screen().line(f"{folder} holds what quickstart did not make; kept as {aside}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
 
 
 def summarise(folder: Path, run: Path, config: Any, *, warm_up_s: float, train_s: float) -> None:
@@ -217,7 +242,7 @@ def summarise(folder: Path, run: Path, config: Any, *, warm_up_s: float, train_s
     for question, first, last in sample_answers(run, before["step"], after["step"]):
         answers.add_row(question, first, last)
     curve = draw_curve(
-        run / "metrics.jsonl", [ACCURACY, "reward/mean"], folder / "curve.png", "quickstart"
+        run / "metrics.jsonl", [ACCURACY, "reward/mean"], folder / CURVE, "quickstart"
     )
     show = screen()
     show.say(table, answers)
@@ -225,10 +250,7 @@ def summarise(folder: Path, run: Path, config: Any, *, warm_up_s: float, train_s
         f"learning curve: {curve}",
         f"metrics:        {run / 'metrics.jsonl'}",
         "go on with:",
-        "  hone quickstart algorithm.adv_estimator=rloo      # another estimator",
-        "  hone quickstart algorithm.adv_estimator=gae       # PPO with a critic",
-        "  hone quickstart --seed 2 trainer.total_training_steps=200",
-        "  hone train data.train_files=YOURS.parquet actor_rollout_ref.model.path=YOUR_MODEL",
+        *(f"  {command}" for command in NEXT),
     ):
         show.line(line)
 

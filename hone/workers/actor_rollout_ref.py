@@ -17,6 +17,7 @@ from hone.controller import Dispatch, Worker, register
 from hone.engine.build import build_engine, export_hf
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
+from hone.models.external import import_external
 from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
@@ -24,7 +25,6 @@ from hone.ops.packing import shared_with_the_row_before
 from hone.protocol import DataProto
 from hone.rollout.build import build_rollout, refuse_inexact
 from hone.workers.device import pick_device, pick_dtype, prepare_process
-from hone.workers.external import import_external
 from hone.workers.objectives import PolicyObjective, update_in_minibatches
 from hone.workers.roofline import Roofline
 

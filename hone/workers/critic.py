@@ -11,12 +11,12 @@ from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
+from hone.models.external import import_external
 from hone.models.load import load_causal_lm
 from hone.models.lora import wrap_lora
 from hone.models.policy import ValueModel
 from hone.protocol import DataProto
 from hone.workers.device import pick_device, pick_dtype, prepare_process
-from hone.workers.external import import_external
 from hone.workers.objectives import ValueObjective, update_in_minibatches
 
 

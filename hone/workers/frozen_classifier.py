@@ -16,9 +16,9 @@ from hone.config import PPOTrainerConfig
 from hone.controller import Worker
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import HostRest
+from hone.models.external import import_external
 from hone.models.load import load_tokenizer, resolve_model_path
 from hone.workers.device import pick_device, pick_dtype, prepare_process
-from hone.workers.external import import_external
 
 
 class FrozenClassifier(Worker):

@@ -123,7 +123,8 @@ def test_files_for_supervised_training_are_asked_for_no_ground_truth(
 ) -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     for rows in (
-        [{"messages": talk}, {"messages": talk[:1]}],
+        [{"messages": talk}, {"messages": [*talk, *talk]}],
+        [{"question": "a", "answer": "b"}, {"question": "a", "answer": "c"}],
         [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}],
         [{"prompt": "a", "chosen": "b", "rejected": "c"}],
     ):
@@ -134,6 +135,45 @@ def test_files_for_supervised_training_are_asked_for_no_ground_truth(
     status, report = check_file(write_jsonl([{"messages": talk}, {"messages": []}]))
     assert status == 1
     assert "row 1: column 'messages'" in report
+
+
+def test_rows_that_supervised_training_refuses_are_errors(write_jsonl: Callable[..., str]) -> None:
+    ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+    talks = [{"messages": [ask, answer]}, {"messages": [ask]}]
+    status, report = check_file(write_jsonl(talks))
+    assert status == 1
+    assert "row 1: column 'messages' has no assistant turn" in report
+    for name, said in (
+        ({"question": "a"}, "row 1: column 'answer' is missing"),
+        ({"question": "a", "answer": 5}, "row 1: column 'answer' is text, got number"),
+        ({"answer": "b"}, "row 1: column 'question' (data.prompt_key) is missing"),
+    ):
+        status, report = check_file(write_jsonl([{"question": "x", "answer": "y"}, name]))
+        assert status == 1
+        assert said in report
+        assert report.endswith("1 error (1 bad row), 0 warnings")
+
+
+def test_a_question_is_no_prompt_where_a_scorer_is_named(write_jsonl: Callable[..., str]) -> None:
+    row = {"question": "a", "answer": "b", "data_source": "known"}
+    status, report = check_file(write_jsonl([row]), known_sources={"known"})
+    assert status == 1
+    assert "column 'prompt' (data.prompt_key) is missing" in report
+
+
+def test_the_count_is_of_findings_and_of_rows_not_of_lines(write_jsonl: Callable[..., str]) -> None:
+    good = {"prompt": "a", "reward_model": {"ground_truth": "1"}}
+    bad: list[Any] = [{"x": 1}, {"x": 2}, {**good, "prompt": 5}]
+    report = check_file(write_jsonl([good, *bad]))[1]
+    assert report.endswith("2 errors (3 bad rows), 0 warnings")
+    assert [line.startswith("  ") for line in report.splitlines()[-4:-1]] == [True] * 3
+
+
+def test_a_missing_file_is_told_without_a_word_about_a_runs_settings(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "no.parquet", "does not exist"), (tmp_path, "is a folder")):
+        status, report = check_file(path)
+        assert (status, f"error: {path} {said}" in report) == (1, True)
+        assert "data.train_files" not in report
 
 
 def test_an_answer_column_does_not_excuse_a_row_with_a_data_source(

@@ -95,6 +95,21 @@ def test_a_missing_file_stops_the_run_even_when_bad_rows_are_skipped(tmp_path: P
         read_rows(str(tmp_path / "no.parquet"), BadRows("skip"))
 
 
+def test_a_mistake_names_the_keys_that_the_program_has(tmp_path: Path) -> None:
+    missing = tmp_path / "no.parquet"
+    with pytest.raises(DataError, match=r"check data\.train_files and data\.val_files$"):
+        read_rows(missing, BadRows("raise"))
+    for files in (missing, tmp_path / "no*.parquet", []):
+        with pytest.raises(DataError, match=r"check data\.path$"):
+            read_rows(files, BadRows("raise"), "data.path")
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"data\.on_bad_row=skip"):
+        read_rows(tmp_path / "bad.jsonl", BadRows("raise"))
+    with pytest.raises(DataError) as caught:
+        read_rows(tmp_path / "bad.jsonl", BadRows("raise", skip_key=None))
+    assert "on_bad_row" not in str(caught.value)
+
+
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"\.parquet, \.jsonl"):
         read_rows(str(tmp_path / "x.csv"), BadRows("raise"))
@@ -113,11 +128,38 @@ def test_patterns_and_the_home_folder_are_expanded(
         expand_files([])
 
 
+def test_a_separator_inside_a_string_does_not_end_a_line(tmp_path: Path) -> None:
+    rows = [{"a": "x\u2028y\x85z"}, {"a": "z"}]
+    for name in ("x.json", "x.jsonl"):
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (tmp_path / name).write_text("\r\n".join(lines), encoding="utf-8", newline="")
+        assert list(read_rows(tmp_path / name, BadRows("raise")).scan()) == rows, name
+
+
+def test_structs_without_fields_are_written_as_null_wherever_they_stand(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"a": {}, "b": {"c": {}, "d": 1}, "e": [{}, {}], "f": {}},
+        {"a": None, "b": {"c": None, "d": 2}, "e": [], "f": {"g": 1}},
+    ]
+    write_parquet(rows, tmp_path / "x.parquet")
+    assert list(read_rows(tmp_path / "x.parquet", BadRows("raise")).scan()) == [
+        {"a": None, "b": {"c": None, "d": 1}, "e": [None, None], "f": {"g": None}},
+        {"a": None, "b": {"c": None, "d": 2}, "e": [], "f": {"g": 1}},
+    ]
+
+
+@pytest.mark.parametrize("values", [(1, "1"), (2**70, 1), ("\ud800", "x"), ([1], {"a": 1})])
+def test_a_column_that_has_no_one_type_is_named(tmp_path: Path, values: tuple[Any, Any]) -> None:
+    rows = [{"fine": 1, "truth": value} for value in values]
+    with pytest.raises(DataError, match="column 'truth' cannot be written to parquet"):
+        write_parquet(rows, tmp_path / "x.parquet")
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     write_parquet(ROWS, path)
     before = path.read_bytes()
-    with pytest.raises(Exception, match=r".*"):
+    with pytest.raises(DataError, match="column 'a'"):
         write_parquet([{"a": 1}, {"a": "text"}], path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["x.parquet"]

@@ -1,25 +1,20 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hone.config.data import CustomClassConfig
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.create import create_sft_dataset
 from hone.data.loader import PromptLoader
-from hone.data.prompts import PromptError, render_prompt
-from hone.data.rows import DataError
-from hone.data.sft import (
-    MultiTurnSFTDataset,
-    SFTDataset,
-    encode_conversation,
-    encode_single_turn,
-)
+from hone.data.prompts import render_prompt
+from hone.data.rows import DataError, write_parquet
+from hone.data.sft import MultiTurnSFTDataset, SFTDataset, encode_single_turn
 
 
 def settings_of(**changes: Any) -> SFTDataConfig:
@@ -43,51 +38,6 @@ def test_a_raw_prompt_is_continued_as_it_is(tokenizer: Any) -> None:
     ids, mask = encode_single_turn("1+1=", "2", tokenizer, "raw")
     assert tokenizer.decode(ids) == "1+1=2<|im_end|>"
     assert mask == [0, 0, 0, 0, 1, 1]
-
-
-text = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=6)
-
-
-@given(st.lists(st.tuples(text, text), min_size=1, max_size=4), st.none() | text)
-def test_every_assistant_turn_and_nothing_else_is_learnt(
-    tokenizer: Any, turns: list[tuple[str, str]], system: str | None
-) -> None:
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    for question, answer in turns:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-    ids, mask = encode_conversation(messages, tokenizer)
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert ids == whole
-    assert learnt(tokenizer, ids, mask) == "".join(f"{a}<|im_end|>" for _, a in turns)
-
-
-def test_a_tool_turn_is_not_learnt(tokenizer: Any) -> None:
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "call"},
-        {"role": "tool", "content": "result"},
-        {"role": "assistant", "content": "done"},
-    ]
-    assert learnt(tokenizer, *encode_conversation(messages, tokenizer)) == (
-        "call<|im_end|>done<|im_end|>"
-    )
-
-
-def test_a_template_that_drops_earlier_thinking_is_refused_or_learnt_as_written(
-    forgetful_tokenizer: Any,
-) -> None:
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "THINK b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "THINK d"},
-    ]
-    with pytest.raises(PromptError, match="ignore_input_ids_mismatch"):
-        encode_conversation(messages, forgetful_tokenizer)
-    ids, mask = encode_conversation(messages, forgetful_tokenizer, ignore_mismatch=True)
-    assert learnt(forgetful_tokenizer, ids, mask) == "THINK b<|im_end|>THINK d<|im_end|>"
-    assert forgetful_tokenizer.decode(ids).count("<|im_start|>user\nc<|im_end|>\n") == 1
 
 
 def test_rows_from_a_file_or_from_memory_give_the_same(
@@ -140,11 +90,48 @@ def test_conversations_come_with_tools_and_thinking_of_their_own(tool_tokenizer:
     tools = '[{"type": "function", "function": {"name": "add"}}]'
     rows: list[dict[str, Any]] = [
         {"messages": turns, "tools": tools, "enable_thinking": False},
-        {"messages": turns},
+        {"messages": turns, "enable_thinking": True},
+        {"messages": turns, "tools": "", "enable_thinking": None},
     ]
-    data = MultiTurnSFTDataset(None, tool_tokenizer, settings_of(), rows=rows)
-    assert tool_tokenizer.decode(data[0]["input_ids"]).startswith("add\n")
-    assert not tool_tokenizer.decode(data[1]["input_ids"]).startswith("add")
+    thinking = "{% if enable_thinking is defined %}{{ enable_thinking }}\n{% endif %}"
+    settings = settings_of(chat_template=thinking + tool_tokenizer.chat_template)
+    data = MultiTurnSFTDataset(None, tool_tokenizer, settings, rows=rows)
+    shown = [tool_tokenizer.decode(data[i]["input_ids"]) for i in range(3)]
+    assert shown[0].startswith("False\nadd\n<|im_start|>")
+    assert shown[1].startswith("True\n<|im_start|>")
+    assert shown[2].startswith("<|im_start|>")
+
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_tools_from_parquet_lose_the_nulls_it_fills_in(tokenizer: Any, tmp_path: Path) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        for name, properties in (("add", {"a": {"type": "int"}}), ("find", {"b": {"type": "s"}}))
+    ]
+    write_parquet([{"messages": TALK, "tools": [tool]} for tool in tools], tmp_path / "t.parquet")
+    settings = settings_of(chat_template="{{ tools | tojson }}\n" + tokenizer.chat_template)
+    data = MultiTurnSFTDataset(tmp_path / "t.parquet", tokenizer, settings)
+    for row, tool in enumerate(tools):
+        first_line = tokenizer.decode(data[row]["input_ids"]).split("\n")[0]
+        assert json.loads(first_line) == [tool]
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("[{bad", "row 1: column 'tools' is text that is not JSON"),
+        ('{"name": "add"}', "row 1: column 'tools' holds a list of tool schemas"),
+        (["add"], "row 1: column 'tools' holds a list of tool schemas"),
+    ],
+)
+def test_bad_tools_are_named_or_skipped(tokenizer: Any, tools: Any, message: str) -> None:
+    rows = [{"messages": TALK}, {"messages": TALK, "tools": tools}]
+    with pytest.raises(DataError, match=message):
+        MultiTurnSFTDataset(None, tokenizer, settings_of(), rows=rows)
+    data = MultiTurnSFTDataset(None, tokenizer, settings_of(on_bad_row="skip"), rows=rows)
+    assert (len(data), data.bad_rows.total) == (1, 1)
 
 
 def test_a_conversation_without_an_assistant_turn_is_a_bad_row(tokenizer: Any) -> None:
@@ -158,6 +145,75 @@ def test_a_row_whose_response_is_cut_away_is_named(tokenizer: Any) -> None:
     data = SFTDataset(None, tokenizer, settings, rows=[{"question": "123", "answer": "4"}])
     with pytest.raises(DataError, match="row 0: nothing to learn is left"):
         data[0]
+
+
+def test_the_first_token_alone_is_nothing_to_learn(tokenizer: Any) -> None:
+    settings = settings_of(prompt_format="raw", max_length=1, truncation="right")
+    data = SFTDataset(None, tokenizer, settings, rows=[{"question": "", "answer": "4"}])
+    with pytest.raises(DataError, match="row 0: nothing to learn is left"):
+        data[0]
+
+
+REFUSING = "{% if 'x' in messages[0].content %}{{ raise_exception('no x') }}{% endif %}u:"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_format": "raw"}, "row 1: the row has 13 tokens"),
+        ({"prompt_format": "raw", "truncation": "right"}, "row 1: nothing to learn is left"),
+        ({"chat_template": REFUSING}, "row 1: .*no x"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_from_are_found_before_their_turn(
+    tokenizer: Any, changes: dict[str, Any], message: str
+) -> None:
+    rows = [{"question": question, "answer": "1"} for question in ("a", "x" * 11, "b")]
+    with pytest.raises(DataError, match=message + ".*on_bad_row=skip"):
+        SFTDataset(None, tokenizer, settings_of(max_length=8, **changes), rows=rows).encode_all()
+    settings = settings_of(max_length=8, on_bad_row="skip", **changes)
+    data = SFTDataset(None, tokenizer, settings, rows=rows)
+    done: list[int] = []
+    data.encode_all(done.append)
+    assert (data.positions, data.bad_rows.total, sum(done)) == ([0, 2], 1, 3)
+    assert tokenizer.decode(data[1]["input_ids"]).endswith("1<|im_end|>")
+
+
+@pytest.mark.parametrize("prompt_format", ["chat", "raw"])
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_text_that_is_not_unicode_is_a_bad_row(
+    tokenizer: Any, column: str, prompt_format: str
+) -> None:
+    good = {"question": "1", "answer": "2"}
+    settings = settings_of(prompt_format=prompt_format, on_bad_row="skip")
+    data = SFTDataset(None, tokenizer, settings, rows=[{**good, column: "\ud800"}, good])
+    data.encode_all()
+    assert (data.positions, data.bad_rows.total) == ([1], 1)
+
+
+def test_no_row_that_can_be_learnt_from_is_an_error(tokenizer: Any) -> None:
+    settings = settings_of(max_length=3, on_bad_row="skip")
+    data = SFTDataset(None, tokenizer, settings, rows=[{"question": "a", "answer": "b"}])
+    with pytest.raises(DataError, match="no good row is left: row 0: the row has"):
+        data.encode_all()
+
+
+def test_rows_encoded_before_are_kept_as_far_as_memory_goes(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question": str(i), "answer": "12"} for i in range(5)]
+    settings = settings_of(prompt_format="raw")
+    fresh = SFTDataset(None, tokenizer, settings, rows=rows)
+    expected = [fresh[i] for i in range(5)]
+    monkeypatch.setattr("hone.data.sft.KEPT_TOKENS", 3 * len(expected[0]["input_ids"]))
+    monkeypatch.setattr("hone.data.sft.BLOCK_ROWS", 2)
+    data = SFTDataset(None, tokenizer, settings, rows=rows)
+    data.encode_all()
+    encoded: list[str] = []
+    encode = data.encode
+    monkeypatch.setattr(data, "encode", lambda row: encoded.append(row["question"]) or encode(row))
+    assert [data[i] for i in range(5)] == expected
+    assert encoded == ["3", "4"]
 
 
 def test_the_kind_of_data_set_follows_from_the_config_or_the_file(

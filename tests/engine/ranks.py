@@ -21,6 +21,7 @@ from hone.config.critic import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.controller.worker import free_port
 from hone.engine.build import export_hf
+from hone.engine.checkpoint import AnotherModel
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
@@ -214,6 +215,16 @@ def load_from_one(rank: int, world: int, folder: Path) -> Any:
     return found
 
 
+def load_another_model(rank: int, world: int, folder: Path) -> str:
+    """What each rank says of a file that belongs to another model."""
+    made = engine(policy(family="llama"), ADAM, rule=ONE, world_size=world)
+    try:
+        made.load(folder / "fp32-1")
+    except AnotherModel as error:
+        return str(error)
+    return "loaded"
+
+
 def export(rank: int, world: int, folder: Path) -> None:
     for name, make in (("plain", policy), ("lora", lora_policy)):
         model = make()
@@ -248,6 +259,7 @@ SCENARIOS: dict[str, Callable[[int, int, Path], Any]] = {
         not_finite,
         checkpoints,
         load_from_one,
+        load_another_model,
         export,
     )
 }

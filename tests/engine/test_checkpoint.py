@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from hone.config.critic import CriticConfig
 from hone.config.engine import OptimConfig
-from hone.engine.checkpoint import AnotherBase, CheckpointMissing
+from hone.engine.checkpoint import AnotherBase, AnotherModel, CheckpointMissing
 from hone.models.lora import wrap_lora
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from tests.engine import ranks
@@ -175,3 +175,55 @@ def test_a_critic_with_adapters_keeps_its_head(tmp_path):
     other = engine(lora_critic(), ADAM)
     other.load(tmp_path)
     assert torch.equal(made.infer(rows())["values"], other.infer(rows())["values"])
+
+
+OTHERS = {
+    "biases would be dropped": (policy, lambda: policy(family="llama"), r"has .*bias .* besides"),
+    "biases are missing": (
+        lambda: policy(family="llama"),
+        policy,
+        r"lacks .*k_proj\.bias \(and 5 more",
+    ),
+    "more heads": (policy, lambda: policy(kv_heads=4), r"shape \[16, 32\] there and \[32, 32\]"),
+    "fewer layers": (policy, lambda: policy(layers=1), r"has lm\.model\.layers\.1\."),
+    "tied": (lambda: policy(tie_embeddings=False), policy, r"has lm\.lm_head\.weight besides"),
+    "untied": (policy, lambda: policy(tie_embeddings=False), r"lacks lm\.lm_head\.weight"),
+    "rank": (ranks.lora_policy, lambda: ranks.lora_policy(rank=8), r"shape \[4, 32\] there"),
+    "targets": (
+        ranks.lora_policy,
+        lambda: ranks.lora_policy(target_modules=("q_proj",)),
+        "besides",
+    ),
+    "no adapters": (ranks.lora_policy, policy, "with LoRA adapters, this run without"),
+    "adapters": (policy, ranks.lora_policy, "without LoRA adapters, this run with"),
+    "a critic": (policy, critic, r"lacks value_head\..*has lm\.lm_head"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_is_refused_before_anything_is_read(name, tmp_path):
+    make, make_other, sentence = OTHERS[name]
+    made = engine(make(), ADAM)
+    train(made)
+    made.save(tmp_path, CONTENTS)
+    other = engine(make_other(), ADAM)
+    before = weights(other)
+    with pytest.raises(AnotherModel, match=sentence) as caught:
+        other.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "set model.path" in str(caught.value)
+    assert all(torch.equal(weights(other)[n], x) for n, x in before.items())
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(MOMENTUM, ADAM), (ADAM, SGD)], ids=["to-adam", "to-sgd"]
+)
+def test_another_optimizer_is_told_and_may_be_left_out(first, then, tmp_path):
+    made = engine(policy(), first)
+    train(made)
+    made.save(tmp_path, CONTENTS)
+    other = engine(policy(seed=9), then)
+    with pytest.raises(CheckpointMissing, match="saved with another optimizer than this run's"):
+        other.load(tmp_path)
+    other.load(tmp_path, ("model", "extra"))
+    assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())

@@ -145,6 +145,12 @@ def test_two_ranks_continue_what_one_saved(two):
         assert_update_equal(found["fp32"][1], expected, rel=1e-4)
 
 
+def test_every_rank_refuses_another_model_alike(two):
+    said = set(two["load_another_model"])
+    assert len(said) == 1
+    assert "bias (and 5 more) besides" in said.pop()
+
+
 def test_masters_move_between_numbers_of_ranks(two):
     """One rank reads what two wrote, and two what one wrote, in float32 and not rounded to bfloat16."""
     made = engine(policy(dtype=torch.bfloat16), ranks.BF16)

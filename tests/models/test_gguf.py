@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.models.fetch import FetchError, _hf_name, _weight, fetch_model
+from hone.models.fetch import _hf_name, _weight
 from hone.models.gguf import GGUF, NotGGUF
 
 
@@ -75,8 +75,3 @@ def test_rotation_pairs_are_put_back_as_halves(tmp_path: Path) -> None:
 def test_names_become_hugging_faces() -> None:
     assert _hf_name("blk.7.ffn_down.weight") == "model.layers.7.mlp.down_proj.weight"
     assert _hf_name("token_embd.weight") == "model.embed_tokens.weight"
-
-
-def test_an_unknown_model_is_refused_before_anything_is_downloaded(tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="known: smollm2-135m"):
-        fetch_model("gpt-9", tmp_path / "m")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import pickle
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hone.models import attention
 from hone.models.load import (
     ModelNotFound,
+    UnsupportedModel,
     eos_ids,
     load_causal_lm,
     load_tokenizer,
     resolve_model_path,
 )
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.tracking.manifest import MANIFEST, seal
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +47,90 @@ def test_a_folder_with_a_config_is_the_model_itself(tmp_path):
 def test_a_checkpoint_leads_to_its_export_and_a_run_to_the_newest(tmp_path):
     for step in (2, 10, 9):
         export_at(tmp_path / f"global_step_{step}" / "actor" / "huggingface")
+        seal(tmp_path / f"global_step_{step}")
     newest = str(tmp_path / "global_step_10" / "actor" / "huggingface")
     assert resolve_model_path(str(tmp_path)) == newest
     assert resolve_model_path(str(tmp_path / "global_step_10")) == newest
     assert resolve_model_path(str(tmp_path / "global_step_10" / "actor")) == newest
     (tmp_path / "global_step_11").mkdir()  # has no export: the one before it counts
     assert resolve_model_path(str(tmp_path)) == newest
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """Two sealed checkpoints, as SFT (1) and RL (2) write them."""
+    for export in ("global_step_1/huggingface", "global_step_2/actor/huggingface"):
+        shutil.copytree(folder, tmp_path / "run" / export)
+    (tmp_path / "run/global_step_2/optimizer.bin").write_bytes(b"moments")
+    for step in (1, 2):
+        seal(tmp_path / "run" / f"global_step_{step}")
+    return tmp_path / "run"
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("inside", ["", "actor", "actor/huggingface"])
+def test_a_damaged_checkpoint_that_was_named_is_refused(run, inside):
+    step = run / "global_step_2"
+    assert resolve_model_path(str(step / inside)) == str(step / "actor/huggingface")
+    truncate(step / "actor/huggingface/model.safetensors")
+    with pytest.raises(ModelNotFound, match=r"model\.safetensors is not what was written"):
+        resolve_model_path(str(step / inside))
+
+
+def test_a_changed_byte_is_damage_too(run):
+    file = run / "global_step_2/actor/huggingface/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ModelNotFound, match="not what was written"):
+        resolve_model_path(str(run / "global_step_2"))
+
+
+def test_what_else_a_checkpoint_lost_does_not_keep_its_model_from_use(run):
+    (run / "global_step_2/optimizer.bin").unlink()
+    assert resolve_model_path(str(run)) == str(run / "global_step_2/actor/huggingface")
+
+
+@pytest.mark.parametrize("how", ["truncated", "unsealed"])
+def test_in_a_run_the_checkpoint_before_a_damaged_one_is_taken_with_a_warning(run, caplog, how):
+    if how == "truncated":
+        truncate(run / "global_step_2/actor/huggingface/model.safetensors")
+    else:
+        (run / "global_step_2" / MANIFEST).unlink()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # tokenizer, weights: told once
+            assert resolve_model_path(str(run)) == str(run / "global_step_1/huggingface")
+    (told,) = caplog.messages
+    assert "global_step_2" in told
+    assert "not a sound checkpoint" in told
+
+
+def test_a_checkpoint_without_its_manifest_is_none_but_its_model_can_be_named(run):
+    (run / "global_step_2" / MANIFEST).unlink()
+    with pytest.raises(ModelNotFound, match=r"no manifest\.json.*name .*actor/huggingface"):
+        resolve_model_path(str(run / "global_step_2"))
+    model = str(run / "global_step_2/actor/huggingface")
+    assert resolve_model_path(model) == model
+
+
+def test_a_truncated_weight_file_of_a_plain_folder_is_named(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    truncate(tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"model\.safetensors is truncated or damaged"):
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["no_such_folder", "no/folder", "not a name"])
+def test_a_name_that_is_neither_folder_nor_on_the_hub_is_said_to_be_so(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for load in (load_tokenizer, lambda path: load_causal_lm(path, dtype=torch.float32)):
+        with pytest.raises(ModelNotFound, match=f"no model '{name}': it is neither a fold") as told:
+            load(name)
+        assert "\n" not in str(told.value)
+        assert pickle.loads(pickle.dumps(told.value)).path == name  # raised in a worker
 
 
 def test_a_hub_name_is_left_alone_and_a_wrong_path_is_not():
@@ -69,7 +153,7 @@ def test_the_model_comes_with_our_attention_and_the_dtype_asked_for(folder):
 def test_overrides_change_the_config_and_unknown_ones_are_refused(folder):
     lm = load_causal_lm(str(folder), dtype=torch.float32, override_config={"rms_norm_eps": 0.5})
     assert lm.model.norm.variance_epsilon == 0.5
-    with pytest.raises(ValueError, match="'rms_norm_epss'"):
+    with pytest.raises(UnsupportedModel, match="'rms_norm_epss'"):
         load_causal_lm(str(folder), dtype=torch.float32, override_config={"rms_norm_epss": 0.5})
 
 
@@ -93,12 +177,24 @@ def test_dropout_is_off_in_training_mode_too(tmp_path):
 
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention"])
 def test_layers_that_would_mix_packed_rows_are_refused(folder, kind):
-    with pytest.raises(ValueError, match=f"layers of kind {kind}"):
+    with pytest.raises(UnsupportedModel, match=f"layers of kind {kind}"):
         load_causal_lm(
             str(folder),
             dtype=torch.float32,
             override_config={"layer_types": ["full_attention", kind]},
         )
+
+
+@pytest.mark.parametrize("kind", ["no_such_kind", "vit"])
+def test_a_kind_of_model_that_transformers_does_not_open_is_refused_in_a_line(
+    folder, tmp_path, kind
+):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    with pytest.raises(UnsupportedModel, match="cannot be loaded") as refused:
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
+    assert "\n" not in str(refused.value)
 
 
 def test_the_tokenizer_can_always_pad(folder, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.models.lora import is_lora, merged_weights, wrap_lora
+from hone.models.lora import LoraError, is_lora, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
 from hone.workers.objectives import PolicyObjective
@@ -64,8 +64,25 @@ def test_adapters_keep_the_dtype_of_the_base():
 
 def test_an_adapter_on_the_head_is_refused():
     lm = tiny_lm(VOCABULARY, hidden=32, tie_embeddings=False)
-    with pytest.raises(ValueError, match="leave lm_head out of target_modules"):
+    with pytest.raises(LoraError, match="leave lm_head out of target_modules"):
         wrap_lora(lm, **(SETTINGS | {"target_modules": ("q_proj", "lm_head")}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"target_modules": ("no_such_module",)}, "no_such_module"),
+        ({"rank": 0}, "rank 0"),
+        ({"adapter_path": "."}, "adapter_config.json"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused_in_a_line(
+    changes, sentence, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoraError, match=sentence) as refused:
+        wrapped(**changes)
+    assert "\n" not in str(refused.value)
 
 
 def test_merged_names_are_those_of_the_base():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.models.load import load_tokenizer
-from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from transformers import AutoTokenizer
+
+from hone.models.load import UnsupportedModel, load_tokenizer
+from hone.models.tiny import TinyModelError, character_tokenizer, save_pretrained, tiny_lm
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -19,10 +21,12 @@ def test_text_survives_the_round_trip_one_token_a_character(tmp_path, family):
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
     save_pretrained(tiny_lm(len(tokenizer), hidden=32, family=family), tokenizer, tmp_path)
-    again = load_tokenizer(str(tmp_path))
-    assert again.encode(text) == ids
-    assert again.decode(ids) == text
-    assert (again.pad_token_id, again.bos_token_id, again.eos_token_id) == (0, 1, 2)
+    ours, plain = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    for again in (ours, plain):
+        assert again.encode(text) == ids
+        assert again.decode(ids, skip_special_tokens=True) == text
+        assert len(again) == len(tokenizer)
+        assert (again.pad_token_id, again.bos_token_id, again.eos_token_id) == (0, 1, 2)
 
 
 def test_words_are_single_tokens():
@@ -33,6 +37,21 @@ def test_words_are_single_tokens():
         "c",
         "a",
     ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_words_with_spaces_are_the_same_tokens_for_plain_transformers(tmp_path, family):
+    words = [", yes\n", " the", "the", "the moon"]
+    tokenizer = character_tokenizer(words=words)
+    text = "is the moon the sun, yes\n or,  yes"
+    expected = ["i", "s", " the", " ", "m", "o", "o", "n", " the", " ", "s", "u", "n", ", yes\n"]
+    expected += [" ", "o", "r", ",", " ", " ", "y", "e", "s"]  # the moon: its first word won
+    ids = tokenizer.encode(text)
+    assert tokenizer.convert_ids_to_tokens(ids) == expected
+    save_pretrained(tiny_lm(len(tokenizer), hidden=32, family=family), tokenizer, tmp_path)
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    assert plain.encode(text) == ids
+    assert plain.decode(ids) == text
 
 
 def test_the_template_writes_one_line_a_turn():
@@ -58,3 +77,28 @@ def test_the_seed_alone_decides_the_weights(family):
     other = tiny_lm(30, hidden=32, family=family, seed=2).state_dict()
     assert all(torch.equal(first[n], again[n]) for n in first)
     assert not all(torch.equal(first[n], other[n]) for n in first)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ({"family": "lama"}, "Did you mean 'llama'"),
+        ({"family": "nonsense"}, "no decoder family 'nonsense'"),
+        ({"hidden": 30, "heads": 4}, "use hidden=32"),
+        ({"hidden": 12, "heads": 4}, "into even parts"),
+        ({"layers": 0}, "at least 1"),
+        ({"hidden": 65}, "use hidden=72"),
+        ({"family": "bert"}, "bert reads a text as a whole"),
+        ({"family": "bart"}, "bart reads a text as a whole"),
+        ({"family": "mamba"}, "mamba has no attention"),
+        ({"hidden": 32, "heads": 4, "kv_heads": 3}, "kv_heads=3"),
+    ],
+)
+def test_a_shape_that_cannot_be_says_what_would_work(shape, sentence):
+    with pytest.raises(TinyModelError, match=sentence):
+        tiny_lm(30, **shape)
+
+
+def test_a_family_with_layers_that_packed_rows_would_mix_is_refused():
+    with pytest.raises(UnsupportedModel, match="linear_attention"):
+        tiny_lm(30, family="qwen3_5_text")

@@ -1,4 +1,4 @@
-"""Saving a model shows no bar but ours, and leaves the user's setting as it was."""
+"""A folder is whole or absent; saving shows no bar but ours, and leaves the user's setting as it was."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from transformers.utils import logging
 
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.models.writing import without_progress_bar
+from hone.models.writing import whole_folder, without_progress_bar
 
 
 def test_a_saved_model_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +27,25 @@ def test_the_setting_comes_back(shown: bool) -> None:
         assert logging.is_progress_bar_enabled() == shown
     finally:
         (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+
+
+def test_a_folder_is_there_when_all_is_written(tmp_path: Path) -> None:
+    (tmp_path / ".out.tmp").mkdir()
+    (tmp_path / ".out.tmp" / "left").write_text("by a kill")
+    (tmp_path / "out").mkdir()
+    with whole_folder(tmp_path / "out") as temporary:
+        (temporary / "file").write_text("x")
+        assert not list((tmp_path / "out").iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["file"]
+
+
+def test_an_error_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+    def killed() -> None:
+        with whole_folder(tmp_path / "out") as temporary:
+            (temporary / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        killed()
+    assert not list(tmp_path.iterdir())

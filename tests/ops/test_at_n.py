@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from statistics import mean
 
@@ -32,20 +33,52 @@ def test_best_of_all_is_the_largest_and_best_of_one_the_mean():
     assert best_at(values, 2) == pytest.approx(0.5)  # pass@2 of 1 in 4
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(answers=st.lists(st.sampled_from("abc"), min_size=1, max_size=6), data=st.data())
-def test_majority_is_the_mean_over_all_subsets(answers, data):
-    n = data.draw(st.integers(1, len(answers)))
-    worth = {"a": 1.0, "b": 0.25, "c": -2.0}
-    values = [worth[a] for a in answers]
+def vote(values, answers):
+    """The slow way: who has most votes, what each of them is worth, shared equally."""
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return mean(values)
+    most = max(counts.values())
+    winners = [answer for answer, count in counts.items() if count == most]
+    return mean(
+        mean(v for v, a in zip(values, answers, strict=True) if a == winner) for winner in winners
+    )
 
-    def winner(subset):
-        counts = Counter(subset)
-        most = max(counts.values())
-        return next(a for a in subset if counts[a] == most)
 
-    expected = mean(worth[winner(s)] for s in itertools.combinations(answers, n))
+def every_vote(values, answers, n):
+    pairs = list(zip(values, answers, strict=True))
+    return mean(vote(*zip(*subset, strict=True)) for subset in itertools.combinations(pairs, n))
+
+
+ATTEMPTS = st.lists(
+    st.tuples(st.sampled_from([1.0, 0.25, -2.0]), st.sampled_from(["a", "b", "c", None])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(attempts=ATTEMPTS, data=st.data())
+def test_majority_is_the_mean_over_all_subsets_in_any_order(attempts, data):
+    n = data.draw(st.integers(1, len(attempts)))
+    values, answers = zip(*attempts, strict=True)
+    expected = every_vote(values, answers, n)
     assert majority_at(values, answers, n) == pytest.approx(expected)
+    moved_values, moved = zip(*data.draw(st.permutations(attempts)), strict=True)
+    assert majority_at(moved_values, moved, n) == pytest.approx(expected)
+
+
+def test_a_vote_of_two_is_worth_the_mean():
+    """The right answer comes last: it won no tie when the first seen took them."""
+    values, answers = [0.0, 0.0, 0.0, 1.0], ["a", "b", "c", "right"]
+    assert majority_at(values, answers, 2) == pytest.approx(0.25)
+
+
+def test_who_has_no_answer_casts_no_vote_unless_nobody_has_one():
+    values, answers = [0.0, 0.0, 1.0], [None, None, "right"]
+    assert majority_at(values, answers, 3) == 1.0
+    assert majority_at(values, answers, 2) == pytest.approx(2 / 3)
+    assert majority_at([0.5, 0.0], [None, None], 2) == pytest.approx(0.25)
 
 
 def test_many_subsets_are_sampled_the_same_way_each_time():
@@ -54,6 +87,19 @@ def test_many_subsets_are_sampled_the_same_way_each_time():
     first = majority_at(values, answers, 9)
     assert first == majority_at(values, answers, 9)
     assert 0.25 < first < 0.6
+
+
+def test_a_sample_of_subsets_votes_as_each_of_them_would():
+    chooser = random.Random(5)
+    for _ in range(5):
+        answers = [chooser.choice(["a", "b", "c", None]) for _ in range(20)]
+        values = [chooser.random() for _ in range(20)]
+        drawn = random.Random(20 * 1009 + 6)
+        expected = []
+        for _ in range(1000):
+            subset = drawn.sample(range(20), 6)
+            expected.append(vote([values[i] for i in subset], [answers[i] for i in subset]))
+        assert majority_at(values, answers, 6) == pytest.approx(mean(expected), abs=1e-12)
 
 
 def test_reported_sizes_are_powers_of_two_and_the_whole():

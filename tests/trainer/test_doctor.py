@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hone import sandbox
+from hone.sandbox import Check, SandboxError
 from hone.trainer import doctor
 from hone.trainer.doctor import State, examine, report, training_step
 
@@ -47,5 +49,46 @@ def test_a_step_that_fails_is_reported_and_not_raised(monkeypatch: pytest.Monkey
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(doctor, "training_step", broken)
-    found = doctor._tried("self-test", "step", broken)
-    assert (found.state, found.detail) == (State.BROKEN, "RuntimeError: no kernel")
+    monkeypatch.setattr(sandbox, "self_test", list)
+    said: list[str] = []
+    assert report(said.append) == 1
+    assert "self-test:" in said
+    assert any(line.startswith("  !! ") and "RuntimeError: no kernel" in line for line in said)
+
+
+def test_a_step_that_works_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "training_step", lambda: "0.1 s: fine")
+    monkeypatch.setattr(sandbox, "self_test", list)
+    found = findings(self_test=True)["one GRPO step of a tiny model"]
+    assert (found.section, found.state, found.detail) == ("self-test", State.FINE, "0.1 s: fine")
+    assert "one GRPO step of a tiny model" not in findings(self_test=False)
+
+
+def test_attacks_that_got_through_are_named_and_fail_the_examination(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks = [
+        Check("read a file", True, "refused"),
+        Check("open a socket", False, "connected to 1.2.3.4"),
+    ]
+    monkeypatch.setattr(doctor, "training_step", lambda: "fine")
+    monkeypatch.setattr(sandbox, "self_test", lambda: checks)
+    said: list[str] = []
+    assert report(said.append) == 1
+    lines = [" ".join(line.split()) for line in said]
+    assert "!! open a socket connected to 1.2.3.4" in lines
+    assert "!! self-test 1 of 2 attacks contained" in lines
+    assert not any("read a file" in line for line in lines)
+
+
+def test_a_sandbox_that_cannot_run_is_missing_and_not_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent() -> list[Check]:
+        raise SandboxError("no bubblewrap")
+
+    monkeypatch.setattr(doctor, "training_step", lambda: "fine")
+    monkeypatch.setattr(sandbox, "self_test", absent)
+    found = findings(self_test=True)["self-test"]
+    assert found.state is State.MISSING
+    assert found.detail == "code rewards cannot run: no bubblewrap"

@@ -1,36 +1,36 @@
-"""`hone eval`: scores by source, unbiased pass@k, majorities, intervals, and benchmarks by name."""
+"""`hone eval`: scores by source, unbiased pass@k, majorities, intervals."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hone.config import load_config
+from hone.config import ConfigError, load_config
 from hone.config.evaluation import EvaluationMetricsConfig
-from hone.data.rows import DataError, write_parquet
-from hone.rewards.scores.table import UnknownSourceError, find
+from hone.data.rows import DataError
+from hone.rewards.failures import Scored
+from hone.rewards.scores.table import UnknownSourceError
+from hone.tracking.console import screen
 from hone.trainer import main_eval
-from hone.trainer.benchmarks import (
-    MATHS,
-    NAMES,
-    benchmark_file,
-    split_overrides,
-)
 from hone.trainer.evaluation import (
     Attempts,
+    Estimate,
+    Evaluation,
     EvaluationError,
     answer_of,
     evaluate,
     intervals,
     summarise,
+    votes,
 )
 
-from .around_fixtures import prompts, tiny_model, write_jsonl
+from .around_fixtures import prompts, write_jsonl
 
 METRICS = EvaluationMetricsConfig(bootstrap_samples=50)
 
@@ -91,18 +91,117 @@ def test_intervals_hold_the_mean_and_narrow_with_rows() -> None:
     values = np.random.default_rng(0).random(400).tolist()
     config = EvaluationMetricsConfig(bootstrap_samples=400)
     wide, narrow = (intervals({"m": values[:n]}, config)["m"] for n in (25, 400))
-    for estimate in (wide, narrow):
-        assert estimate.low < estimate.value < estimate.high
-    # About ±1.96 standard errors of a uniform variable.
-    assert narrow.high - narrow.low == pytest.approx(2 * 1.96 * 0.2887 / 20, rel=0.25)
-    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
+    (low, high), (nearer_low, nearer_high) = ends(wide), ends(narrow)
+    assert low < wide.value < high
+    assert nearer_low < narrow.value < nearer_high
+    assert high - low > 2 * (nearer_high - nearer_low)
     assert intervals({"m": values}, config) == intervals({"m": values}, config)
+
+
+@pytest.mark.parametrize(("confidence", "errors"), [(0.95, 1.960), (0.5, 0.6745)])
+def test_the_interval_is_as_wide_as_its_confidence_says(confidence: float, errors: float) -> None:
+    """The tails are cut on both sides: a 90 % interval, of 1.645 standard errors, is not taken for 95 %."""
+    values = np.random.default_rng(0).random(400)
+    config = EvaluationMetricsConfig(bootstrap_samples=3000, confidence=confidence)
+    estimate = intervals({"m": values.tolist()}, config)["m"]
+    (low, high), half = ends(estimate), errors * float(values.std()) / 20
+    assert high - estimate.value == pytest.approx(half, rel=0.06)
+    assert estimate.value - low == pytest.approx(half, rel=0.06)
+
+
+def ends(estimate: Estimate) -> tuple[float, float]:
+    assert estimate.low is not None
+    assert estimate.high is not None
+    return estimate.low, estimate.high
+
+
+@pytest.mark.parametrize(("rows", "confidence"), [(8, 0.95), (1, 0.95), (30, 0.5)])
+def test_rows_all_wrong_or_all_right_get_the_exact_binomial_bound(
+    rows: int, confidence: float
+) -> None:
+    """At the bound, so many rows alike have the probability of one tail."""
+    config = EvaluationMetricsConfig(bootstrap_samples=20, confidence=confidence)
+    found = intervals({"wrong": [0.0] * rows, "right": [1.0] * rows}, config)
+    (low, high), tail = ends(found["wrong"]), (1 - confidence) / 2
+    assert low == 0.0
+    assert (1 - high) ** rows == pytest.approx(tail)
+    assert ends(found["right"]) == pytest.approx((1 - high, 1.0))
+    assert (found["wrong"].value, found["right"].value) == (0.0, 1.0)
+
+
+def test_the_bound_of_eight_rows_is_the_tables() -> None:
+    """Clopper-Pearson, 95 %, 0 of 8: 0 to 0.3694."""
+    assert ends(intervals({"m": [0.0] * 8}, METRICS)["m"]) == pytest.approx((0, 0.3694), abs=5e-5)
+
+
+def test_rows_all_alike_between_have_no_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = [f"output.{kind}_path={tmp_path / kind}" for kind in ("json", "plot")]
+    screen.cache_clear()
+    main_eval.run(evaluation(tmp_path, responses(3, 1, 2), *outputs, "metrics.pass_at=[1]"))
+    screen.cache_clear()
+    written = json.loads((tmp_path / "json").read_text())
+    mean = written["sources"]["arithmetic"]["metrics"]["pass@1"]
+    assert mean == {"value": 0.5, "low": None, "high": None}
+    assert "–: all rows have the same value" in capsys.readouterr().out
+    assert (tmp_path / "plot").is_file()
+
+
+def test_a_source_called_all_keeps_its_line_beside_the_total(tmp_path: Path) -> None:
+    attempts = [Attempts("all", [1.0], ["x"]), Attempts("b", [0.0], ["x"])]
+    results = summarise(attempts, METRICS, {"all": {"timeout": 1}})
+    assert {name: result.metrics["mean"].value for name, result in results.items()} == {
+        "all": 1.0,
+        "b": 0.0,
+        "all 2 sources": 0.5,
+    }
+    plain = Evaluation(results, []).as_dict()
+    assert {name for name in plain if name != "sources"} == {"test_score/all", "test_score/b"}
+
+
+def test_the_total_is_no_test_score() -> None:
+    results = summarise([Attempts("a", [1.0], ["x"]), Attempts("b", [0.0], ["x"])], METRICS)
+    assert list(results) == ["a", "b", "all"]
+    assert "test_score/all" not in Evaluation(results, []).as_dict()
+
+
+def test_the_rows_are_grouped_in_one_pass_and_votes_drawn_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hone.ops import at_n
+
+    seen: list[str] = []
+
+    class Counted(Attempts):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "source":
+                seen.append(name)
+            return super().__getattribute__(name)
+
+    samples: list[int] = []
+
+    class Watched(random.Random):
+        def sample(self, *args: Any, **kwargs: Any) -> list[Any]:
+            samples.append(1)
+            return super().sample(*args, **kwargs)
+
+    monkeypatch.setattr("hone.ops.at_n.random.Random", Watched)
+    at_n._subsets.cache_clear()
+    rows = [
+        Counted("s", [float(i % 3 == 0) for i in range(32)], list(range(32))) for _ in range(30)
+    ]
+    result = summarise(rows, EvaluationMetricsConfig(bootstrap_samples=1))["s"]
+    at_n._subsets.cache_clear()
+    assert result.metrics["maj@32"].value == pytest.approx(11 / 32)  # 32 answers tie
+    assert len(seen) < 100  # 30 rows; one group a row would read it 900 times
+    assert len(samples) == 3 * 1000  # of 4, 8 and 16; 2 and 32 have fewer subsets: all are taken
 
 
 def test_responses_stay_together_when_rows_are_resampled() -> None:
     attempts = [Attempts("s", [float(i % 2)] * 8, list("aaaaaaaa")) for i in range(10)]
-    estimate = summarise(attempts, METRICS)["s"].metrics["mean"]
-    assert estimate.high - estimate.low > 0.3  # eighty independent responses would give 0.2
+    low, high = ends(summarise(attempts, METRICS)["s"].metrics["mean"])
+    assert high - low > 0.3  # eighty independent responses would give 0.2
 
 
 @pytest.mark.parametrize(
@@ -112,10 +211,11 @@ def test_responses_stay_together_when_rows_are_resampled() -> None:
         (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("12 apples\n#### 1,024", "1024"),
         ("it is 3, or -4.5", "-4.5"),
-        ("  none ", "none"),
+        ("  none ", None),
+        ("so <answer> </answer>", None),
     ],
 )
-def test_the_answer_of_a_response(text: str, answer: str) -> None:
+def test_the_answer_of_a_response(text: str, answer: str | None) -> None:
     assert answer_of(text) == answer
 
 
@@ -133,6 +233,101 @@ def test_a_users_function_scores_and_its_failures_are_counted(tmp_path: Path) ->
     assert result.failures == {"exception": 2}
 
 
+def test_a_missing_ground_truth_is_a_failure_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = responses(3, 2, 2)
+    rows[1]["reward_model"]["ground_truth"] = None
+    screen.cache_clear()
+    result = main_eval.run(evaluation(tmp_path, rows)).sources["arithmetic"]
+    screen.cache_clear()
+    said = " ".join(capsys.readouterr().out.split())
+    assert result.failures == {"no_ground_truth": 2}
+    assert result.metrics["mean"].value == pytest.approx(2 / 3)
+    assert "2 responses could not be scored (no_ground_truth); they count 0" in said
+    assert "responses.jsonl, row 1: reward_model.ground_truth is null" in said
+
+
+def test_a_users_function_may_do_without_a_ground_truth(tmp_path: Path) -> None:
+    rows = responses(1, 1, 1)
+    rows[0]["reward_model"]["ground_truth"] = None
+    file = write_scorer(tmp_path, "return 1.0")
+    result = evaluate(evaluation(tmp_path, rows, f"custom_reward_function.path={file}"))
+    assert result.sources["arithmetic"].metrics["mean"].value == 1.0
+    assert result.first_failures == {}
+
+
+def write_scorer(folder: Path, body: str) -> Path:
+    file = folder / "mine.py"
+    file.write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
+    )
+    return file
+
+
+def test_the_first_message_of_each_reason_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        "i = extra_info['index']; assert i != 1 and i != 2, f'row {i} is odd'; "
+        "return 'text' if i == 3 else 1.0"
+    )
+    file = write_scorer(tmp_path, body)
+    screen.cache_clear()
+    main_eval.run(evaluation(tmp_path, responses(4, 1, 1), f"custom_reward_function.path={file}"))
+    screen.cache_clear()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "first exception: " in said
+    assert "AssertionError: row 1 is odd" in said
+    assert "row 2 is odd" not in said
+    assert "row 3: text ('text'), not a number" in said
+
+
+def test_where_nothing_could_be_scored_there_is_no_result(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(a, b):\n    return 1\n")
+    config = evaluation(
+        tmp_path,
+        responses(2, 1, 2),
+        f"custom_reward_function.path={file}",
+        f"output.json_path={tmp_path / 'scores.json'}",
+    )
+    with pytest.raises(
+        EvaluationError, match=r"none of the 4 responses.*exception: .*compute_score"
+    ):
+        main_eval.run(config)
+    assert not (tmp_path / "scores.json").exists()
+
+
+def test_who_has_no_answer_does_not_vote_and_else_whole_texts_do(tmp_path: Path) -> None:
+    nothing = Scored(0.0)
+    assert votes([nothing] * 3, ["#### 2", "no idea", ""]) == ["2", None, None]
+    assert votes([nothing] * 3, ["yes", " yes ", ""]) == ["yes", "yes", None]
+    preds = [Scored(0.0, {"pred": said}) for said in ("[INVALID]", None, 7)]
+    assert votes(preds, ["#### 1", "#### 2", "#### 3"]) == [None, None, "7"]
+
+
+def test_a_majority_does_not_hang_on_the_order_of_the_responses(tmp_path: Path) -> None:
+    rows = responses(1, 1, 4)
+    forward = evaluate(evaluation(tmp_path, rows)).sources["arithmetic"].metrics
+    rows[0]["responses"].reverse()
+    backward = evaluate(evaluation(tmp_path, rows)).sources["arithmetic"].metrics
+    for metrics in (forward, backward):  # the right one last, it won no tie
+        assert metrics["maj@2"].value == pytest.approx(metrics["mean"].value)
+
+
+def test_a_missing_file_names_the_key_it_came_from(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"check data\.path$"):
+        evaluate(load_config([f"data.path={tmp_path}/no.parquet"], config_name="evaluation"))
+
+
+def test_the_file_of_responses_must_be_given() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.path was not given: set it to the file of responses"
+    ):
+        main_eval.main(["metrics.pass_at=[1]"])
+
+
 def test_the_results_are_written_as_asked(tmp_path: Path) -> None:
     outputs = {key: tmp_path / key for key in ("json_path", "plot_path", "scores_path")}
     overrides = [f"output.{key}={path}" for key, path in outputs.items()]
@@ -144,6 +339,20 @@ def test_the_results_are_written_as_asked(tmp_path: Path) -> None:
     }
     assert outputs["plot_path"].read_bytes()[:4] == b"\x89PNG"
     assert outputs["scores_path"].is_file()
+
+
+def test_scores_that_could_not_be_written_stop_before_scoring(tmp_path: Path) -> None:
+    rows = responses(2, 1, 2)
+    rows[1]["reward_model"]["ground_truth"] = "2"
+    never = tmp_path / "never.py"
+    config = evaluation(
+        tmp_path,
+        rows,
+        f"output.scores_path={tmp_path / 'scores.parquet'}",
+        f"custom_reward_function.path={never}",
+    )
+    with pytest.raises(DataError, match="column 'reward_model'"):
+        evaluate(config)
 
 
 def test_more_attempts_than_there_are_is_refused(tmp_path: Path) -> None:
@@ -159,47 +368,3 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 def test_an_unknown_source_is_refused_before_scoring(tmp_path: Path) -> None:
     with pytest.raises(UnknownSourceError, match="poetry"):
         evaluate(evaluation(tmp_path, responses(1, 1, 1, "poetry")))
-
-
-def test_a_model_is_evaluated_on_a_benchmark_by_name(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    write_parquet(prompts(4), tmp_path / "data" / "multiply" / "test.parquet")
-    main_eval.main(
-        [
-            *("--model", str(model), "--bench", "multiply", "--data", str(tmp_path / "data")),
-            *("--out", str(tmp_path / "out"), "rollout.response_length=4", "data.n_samples=2"),
-            *("rollout.do_sample=true", "metrics.bootstrap_samples=10", "num_processes=1"),
-        ]
-    )
-    written = json.loads((tmp_path / "out" / "multiply.json").read_text())
-    assert written["sources"]["arithmetic"]["responses"] == 8
-    assert (tmp_path / "out" / "multiply.png").is_file()
-
-
-def test_a_benchmark_is_built_from_upstreams_files(tmp_path: Path) -> None:
-    folder = tmp_path / "data" / "math_eval"
-    folder.mkdir(parents=True)
-    write_jsonl(folder / "amc23.jsonl", [{"problem": "1+1?", "answer": "2.0"}])
-    file = benchmark_file("amc23", tmp_path / "data", tmp_path / "work")
-    assert file == tmp_path / "work" / "amc23" / "test.parquet"
-    assert file.is_file()
-
-
-def test_an_unknown_benchmark_says_which_are_known(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Did you mean 'gsm8k'"):
-        benchmark_file("gsm8", tmp_path, tmp_path)
-
-
-def test_every_benchmark_can_be_built_and_the_maths_ones_scored() -> None:
-    from hone.data.prepare import RECIPES
-
-    assert set(NAMES) <= set(RECIPES)
-    assert all(find(name) is not None for name in (*MATHS, "gsm8k", "humaneval", "mbpp"))
-
-
-def test_overrides_go_to_the_half_they_belong_to() -> None:
-    given = ["rollout.top_k=-1", "metrics.pass_at=[1]", "+data.n_samples=4", "timeout_s=3"]
-    assert split_overrides(given) == (
-        ["rollout.top_k=-1", "+data.n_samples=4"],
-        ["metrics.pass_at=[1]", "timeout_s=3"],
-    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hone.config import load_config
 from hone.config.engine import FSDPConfig
@@ -15,6 +17,7 @@ from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import load_causal_lm
 from hone.models.policy import ValueModel
+from hone.tracking.manifest import MANIFEST, seal
 from hone.trainer import main_sft
 from hone.trainer.export import ExportError, export, find_model_folder
 
@@ -61,10 +64,11 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without(run: Path, target: Path, *parts: str) -> Path:
-    """A copy of the run whose checkpoint lacks some folders."""
+    """A copy of the run whose checkpoint was saved without some folders."""
     shutil.copytree(run, target)
     for part in parts:
         shutil.rmtree(target / "global_step_2" / part)
+    seal(target / "global_step_2")
     return target / "global_step_2"
 
 
@@ -84,8 +88,23 @@ def test_shards_alone_give_the_same_model(plain: Path, tmp_path: Path) -> None:
 
 def test_lora_shards_come_merged_or_as_the_adapter(lora: Path, tmp_path: Path) -> None:
     step = without(lora, tmp_path / "run", "huggingface", "lora_adapter")
-    assert same(export(step, tmp_path / "merged"), lora / "global_step_2" / "huggingface")
+    merged = export(step, tmp_path / "merged")
     adapter = export(step, tmp_path / "adapter", adapter_only=True)
+    base, found = weights(lora.parent / "model"), weights(merged)
+    parts = load_file(adapter / "adapter_model.safetensors")
+    scale = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"] / 2
+    changed = {
+        name.removeprefix("base_model.model.").replace("lora_A.", ""): (
+            parts[name.replace("lora_A", "lora_B")] @ parts[name]
+        )
+        for name in parts
+        if "lora_A" in name
+    }
+    assert changed.keys() < base.keys()
+    for name, weight in base.items():
+        wanted = weight + scale * changed[name] if name in changed else weight
+        torch.testing.assert_close(found[name], wanted)
+        assert torch.equal(found[name], weight) == (name not in changed), name
     assert sorted(p.name for p in adapter.iterdir() if p.suffix in (".json", ".safetensors")) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -120,9 +139,81 @@ def test_a_critic_is_refused_by_what_it_holds(tmp_path: Path) -> None:
 def test_the_actor_is_found_from_the_step_and_the_run(tmp_path: Path) -> None:
     actor = tmp_path / "run" / "global_step_3" / "actor"
     actor.mkdir(parents=True)
-    assert find_model_folder(actor.parent) == actor
     with pytest.raises(ExportError, match="damaged"):  # without a manifest it is no checkpoint
         find_model_folder(tmp_path / "run")
+    seal(actor.parent)
+    for named in (tmp_path / "run", actor.parent, actor):
+        assert find_model_folder(named) == actor
+
+
+@pytest.mark.parametrize("how", ["truncated", "unsealed"])
+def test_a_damaged_checkpoint_is_refused_however_it_is_named(
+    plain: Path, tmp_path: Path, how: str
+) -> None:
+    step = without(plain, tmp_path / "run")
+    if how == "unsealed":
+        (step / MANIFEST).unlink()
+    else:
+        weights_file = step / "huggingface" / "model.safetensors"
+        weights_file.write_bytes(weights_file.read_bytes()[:-100])
+    said = {"unsealed": r"no manifest\.json", "truncated": r"model\.safetensors is not what was"}
+    with pytest.raises(ExportError, match=said[how]):
+        export(step, tmp_path / "out")
+    with pytest.raises(ExportError, match="damaged"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (["train.parquet"], r"is not a checkpoint \(it holds train\.parquet\); name a run folder"),
+        ([], r"is not a checkpoint \(it holds nothing\)"),
+        (["config.json", "model.safetensors"], "is a model folder, not a checkpoint"),
+    ],
+)
+def test_a_folder_that_never_was_a_checkpoint_is_said_to_be_none(
+    tmp_path: Path, files: list[str], sentence: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in files:
+        (tmp_path / "folder" / name).write_text("{}")
+    with pytest.raises(ExportError, match=sentence):
+        export(tmp_path / "folder", tmp_path / "out")
+
+
+def test_a_checkpoint_saved_without_weights_says_so(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_1"
+    step.mkdir(parents=True)
+    seal(step)
+    with pytest.raises(ExportError, match=r"saved without them \(checkpoint\.save_contents\)"):
+        export(step, tmp_path / "out")
+
+
+def test_shards_keep_their_dtype_and_the_config_the_run_had(tmp_path: Path) -> None:
+    run = trained(tmp_path, "engine.dtype=bf16", "model.override_config.rms_norm_eps=0.25")
+    step = without(run, tmp_path / "copy", "huggingface")
+    out = export(step, tmp_path / "out")
+    assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    written = json.loads((out / "config.json").read_text())
+    assert (written["dtype"], written["rms_norm_eps"]) == ("bfloat16", 0.25)
+
+
+def test_a_checkpoint_is_exported_from_inside(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = without(plain, tmp_path / "run", "huggingface")
+    monkeypatch.chdir(step)
+    assert same(export(".", tmp_path / "out"), plain / "global_step_2" / "huggingface")
+
+
+def test_an_empty_folder_is_filled_from_inside(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    export(plain, ".")
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_a_full_folder_is_not_overwritten(plain: Path, tmp_path: Path) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from hone.config import load_config
+from hone.config import ConfigError, load_config
 from hone.data.rows import BadRows, DataError, read_rows
-from hone.trainer.generation import Generation, GenerationError, Parts
+from hone.rollout.contract import RolloutError
+from hone.tracking.console import screen
+from hone.tracking.manifest import seal
+from hone.trainer import main_generation
+from hone.trainer.generated import GenerationError, Parts
+from hone.trainer.generation import Generation
 from hone.trainer.ranks import Ranks
 
 from .around_fixtures import prompts, tiny_model, write_jsonl
@@ -44,6 +52,13 @@ def generation(settings: list[str], ranks: Ranks | None = None) -> Generation:
     return Generation(config, ranks or Ranks())
 
 
+def taken_away(output: Path) -> bytes:
+    """What a run wrote, out of the way of the next one."""
+    content = output.read_bytes()
+    output.unlink()
+    return content
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return list(read_rows(path, BadRows("raise")).scan())
 
@@ -63,7 +78,7 @@ def test_each_row_gets_its_samples_and_keeps_its_columns(settings: list[str]) ->
 
 
 def test_greedy_decoding_gives_the_reference_engines_text(settings: list[str]) -> None:
-    greedy = [*settings, "rollout.do_sample=false", "data.n_samples=1"]
+    greedy = [*settings, "rollout.do_sample=false", "data.n_samples=1", "data.overwrite=true"]
     ours = read(generation(greedy).run())
     slow = read(generation([*greedy, "rollout.name=hf"]).run())
     assert [row["responses"] for row in ours] == [row["responses"] for row in slow]
@@ -72,7 +87,7 @@ def test_greedy_decoding_gives_the_reference_engines_text(settings: list[str]) -
 def test_a_killed_run_resumes_at_the_row_and_writes_the_same_file(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = generation(settings).run().read_bytes()
+    whole = taken_away(generation(settings).run())
     append = Parts.append
     written: list[int] = []
 
@@ -100,17 +115,136 @@ def test_a_killed_run_resumes_at_the_row_and_writes_the_same_file(
     assert sorted(written + redone) == list(range(COUNT))
 
 
-def test_parts_of_another_job_are_dropped(settings: list[str]) -> None:
+def test_parts_of_another_job_are_left_alone_and_named(
+    settings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     first = generation(settings)
     first.parts.open()
     first.parts.append(0, {"responses": ["stale"]})
     other = generation([*settings, "rollout.temperature=0.5"])
     rows = read(other.run())
     assert rows[0]["responses"] != ["stale"]
+    assert str(first.parts.folder) in caplog.text
+    assert 0 in first.parts.finished()
+
+
+def test_another_kind_of_output_keeps_the_work(settings: list[str], tmp_path: Path) -> None:
+    first = generation(settings)
+    first.parts.open()
+    first.parts.append(0, {"responses": ["kept"]})
+    generation([*settings, f"data.output_path={tmp_path / 'out.jsonl'}"]).run()
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["responses"] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("trainer.seed=2", "rollout.seed=2", "data.max_samples=2", "data.n_samples=1"),
+        *("rollout.top_p=0.5", "rollout.response_length=5", "rollout.name=hf"),
+        *("model.custom_chat_template=x", "data.prompt_format=raw"),
+    ],
+)
+def test_what_decides_the_responses_makes_another_job(settings: list[str], change: str) -> None:
+    assert generation([*settings, change]).parts.folder != generation(settings).parts.folder
+
+
+def test_where_and_how_fast_does_not_make_another_job(settings: list[str], tmp_path: Path) -> None:
+    changes = ["data.batch_size=7", "trainer.n_gpus_per_node=2", f"data.path={tmp_path}/copy.jsonl"]
+    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    assert generation([*settings, *changes]).parts.folder == generation(settings).parts.folder
+
+
+def test_other_rows_make_another_job(settings: list[str], tmp_path: Path) -> None:
+    before = generation(settings).parts.folder
+    write_jsonl(tmp_path / "rows.jsonl", prompts(COUNT, "multiply/three"))
+    assert generation(settings).parts.folder != before
+
+
+def test_a_model_written_again_in_its_place_makes_another_job(
+    settings: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    own = [*settings, f"model.path={folder}"]
+    tiny_model(folder)
+    before = generation(own)
+    sizes = sorted((file.name, file.stat().st_size) for file in folder.iterdir())
+    tiny_model(folder, seed=7)
+    assert sorted((file.name, file.stat().st_size) for file in folder.iterdir()) == sizes
+    assert generation(own).parts.folder != before.parts.folder
+
+
+def test_a_newer_checkpoint_of_the_run_makes_another_job(
+    settings: list[str], model: Path, tmp_path: Path
+) -> None:
+    own = [*settings, f"model.path={tmp_path / 'run'}"]
+    folders = []
+    for step in (1, 2):
+        target = tmp_path / "run" / f"global_step_{step}" / "huggingface"
+        shutil.copytree(model, target)  # the same bytes and times: only the place is another
+        seal(target.parent)
+        folders.append(generation(own).parts.folder)
+    assert folders[0] != folders[1]
+
+
+@pytest.mark.parametrize("key", ["tokenizer_path", "lora_adapter_path"])
+def test_another_tokenizer_or_adapter_in_its_place_makes_another_job(
+    settings: list[str], model: Path, tmp_path: Path, key: str
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(model, folder)
+    own = [*settings, f"model.{key}={folder}"]
+    before = generation(own).parts.folder
+    assert before == generation(own).parts.folder
+    os.utime(folder / "tokenizer.json", ns=(1, 1))
+    assert generation(own).parts.folder != before
+
+
+def test_a_tiny_nucleus_is_greedy(settings: list[str]) -> None:
+    one = [*settings, "data.n_samples=1", "data.overwrite=true"]
+    greedy = read(generation([*one, "rollout.do_sample=false"]).run())
+    drawn = read(generation([*one, "rollout.top_p=1e-6", "rollout.top_k=-1"]).run())
+    free = read(generation([*one, "rollout.top_p=1.0", "rollout.top_k=-1"]).run())
+    assert [row["responses"] for row in drawn] == [row["responses"] for row in greedy]
+    assert [row["responses"] for row in free] != [row["responses"] for row in greedy]
+
+
+def test_prompt_and_response_together_stay_within_the_models_length(settings: list[str]) -> None:
+    made = generation([*settings, "rollout.ignore_eos=true", "data.max_samples=1"])
+    ((_, ids),) = made._prompts([0])
+    limit = f"rollout.max_model_len={len(ids) + 2}"
+    (row,) = read(
+        generation([*settings, "rollout.ignore_eos=true", "data.max_samples=1", limit]).run()
+    )
+    assert row["response_lengths"] == [2, 2, 2]
+
+
+def test_columns_that_parquet_cannot_hold_are_refused_before_anything_runs(
+    settings: list[str], tmp_path: Path
+) -> None:
+    rows = prompts(2)
+    rows[1]["reward_model"]["ground_truth"] = "2"
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=r"column 'reward_model'.*data.output_path=.*out\.jsonl"):
+        generation(settings)
+    generation([*settings, f"data.output_path={tmp_path / 'out.jsonl'}"])
+
+
+def test_an_empty_struct_is_written_as_null(settings: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {}} for row in prompts(2)])
+    assert [row["extra_info"] for row in read(generation(settings).run())] == [None, None]
+
+
+def test_an_old_column_of_responses_does_not_stand_in_the_way(
+    settings: list[str], tmp_path: Path
+) -> None:
+    rows = [row | {"responses": old} for row, old in zip(prompts(2), (1, "x"), strict=True)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert all(len(row["responses"]) == 3 for row in read(generation(settings).run()))
 
 
 def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]) -> None:
-    whole = generation(settings).run().read_bytes()
+    whole = taken_away(generation(settings).run())
 
     class Together(Ranks):
         def wait_for_all(self) -> None:
@@ -126,9 +260,9 @@ def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]
 
 @pytest.mark.slow
 def test_two_started_ranks_write_the_same_file(settings: list[str]) -> None:
-    whole = generation(settings).run().read_bytes()
+    whole = taken_away(generation(settings).run())
     command = [sys.executable, "-m", "hone.trainer.main_generation", *settings]
-    subprocess.run([*command, "trainer.n_gpus_per_node=2"], check=True, timeout=200)
+    subprocess.run([*command, "trainer.n_gpus_per_node=2"], check=True, timeout=1200)
     output = Path(settings[-1].partition("=")[2])
     assert output.read_bytes() == whole
 
@@ -150,6 +284,105 @@ def test_a_prompt_that_does_not_fit_is_named_before_anything_runs(settings: list
 def test_a_missing_prompt_column_is_named(settings: list[str]) -> None:
     with pytest.raises(DataError, match="no column 'question'"):
         generation([*settings, "data.prompt_key=question"]).run()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("change", ["data.n_samples=2", "rollout.temperature=0.5"])
+def test_a_file_of_another_job_is_not_replaced_unasked(
+    settings: list[str], tmp_path: Path, kind: str, change: str
+) -> None:
+    settings = [*settings, f"data.output_path={tmp_path / f'k3.{kind}'}", "data.max_samples=1"]
+    whole = generation(settings).run().read_bytes()
+    sentence = r"k3\.\w+ is there already, and not from this job.*another data\.output_path, remove"
+    with pytest.raises(GenerationError, match=sentence):
+        generation([*settings, change]).run()
+    assert (tmp_path / f"k3.{kind}").read_bytes() == whole
+    assert not list(tmp_path.glob("*.parts"))
+    generation([*settings, change, "data.overwrite=true"]).run()
+    assert (tmp_path / f"k3.{kind}").read_bytes() != whole
+
+
+def test_a_file_that_was_not_generated_is_not_replaced(settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out.parquet").write_bytes(b"mine")
+    with pytest.raises(GenerationError, match="not from this job"):
+        generation(settings).run()
+    assert (tmp_path / "out.parquet").read_bytes() == b"mine"
+
+
+def test_a_finished_job_says_so_and_draws_nothing_again(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = generation([*settings, "data.max_samples=1"])
+    whole = first.run().read_bytes()
+    again = generation([*settings, "data.max_samples=1", "data.batch_size=1"])
+    monkeypatch.setattr(again, "_generate", lambda rows: pytest.fail("it draws"))
+    screen.cache_clear()
+    assert again.run().read_bytes() == whole
+    screen.cache_clear()
+    assert "out.parquet is done already" in capsys.readouterr().out
+    changed = whole + b" "
+    first.output.write_bytes(changed)  # no longer what this job wrote
+    with pytest.raises(GenerationError, match="changed since"):
+        again.run()
+
+
+def test_a_prompt_too_long_for_the_model_names_the_row_and_the_keys(
+    settings: list[str], tmp_path: Path
+) -> None:
+    wide = [
+        *settings,
+        "data.prompt_format=raw",
+        "data.prompt_key=text",
+        "rollout.prompt_length=512",
+    ]
+    wide += ["rollout.response_length=100", "data.n_samples=1"]
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "1" * n} for n in (3, 200, 4)])
+    sentence = (
+        r"rows\.jsonl, row 1 has 200 prompt tokens and may reach 300 with rollout\.response_length=100"
+        r", but the model has 256 positions; set rollout\.response_length=56, or "
+        r"rollout\.max_model_len=256"
+    )
+    with pytest.raises(GenerationError, match=sentence):
+        generation(wide).run()
+    whole = read(generation([*wide, "rollout.max_model_len=256", "rollout.ignore_eos=true"]).run())
+    assert [row["response_lengths"] for row in whole] == [[100], [56], [100]]
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "1" * 256}])
+    with pytest.raises(GenerationError, match="row 0 has 256 prompt tokens, but the model has 256"):
+        generation([*wide, "data.overwrite=true"]).run()
+
+
+def test_what_an_engine_refuses_names_the_row(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise RolloutError("request 0/0 is refused")
+
+    class Refusing:
+        generate = staticmethod(refuse)
+
+    made = generation(settings)
+    meter: Any = None
+    with pytest.raises(RolloutError, match=r"rows\.jsonl, row 2: request 0/0 is refused"):
+        asyncio.run(made._generate_all(cast(Any, Refusing()), [(2, [1])], meter))
+
+
+def test_a_missing_file_names_the_key_it_came_from(settings: list[str], tmp_path: Path) -> None:
+    for wrong in ("no.parquet", "no*.jsonl"):
+        with pytest.raises(DataError, match=r"check data\.path$"):
+            generation([*settings, f"data.path={tmp_path / wrong}"])
+    (tmp_path / "rows.jsonl").write_text("{")
+    with pytest.raises(DataError, match="not JSON") as caught:
+        generation(settings)
+    assert "on_bad_row" not in str(caught.value)  # a key that this tree does not have
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.path", "data.output_path"])
+def test_a_key_without_a_sensible_default_must_be_given(settings: list[str], key: str) -> None:
+    others = [setting for setting in settings if not setting.startswith(f"{key}=")]
+    with pytest.raises(
+        ConfigError, match=f"^{key} was not given: set it to the .*family's default"
+    ):
+        main_generation.main(others)
 
 
 def test_an_output_of_an_unknown_kind_is_refused(settings: list[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hone.config import ConfigError, load_config
 from hone.data.rows import DataError
 from hone.models.load import load_causal_lm, load_tokenizer
 from hone.tracking import read_metrics
+from hone.tracking.console import Bar
 from hone.trainer import main_sft
 from hone.trainer.ppo.interrupt import Interrupted
 from hone.trainer.ranks import LaunchError, Ranks, must_launch
@@ -115,14 +118,7 @@ def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
 ) -> None:
     whole = train("whole", "trainer.save_freq=2")
     run = SFTRun(config_of(settings, tmp_path / "killed", "trainer.save_freq=2"), Ranks())
-    step = run.trainer.step
-
-    def dying() -> dict[str, float]:
-        if run.trainer.step_number == 5:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(run.trainer, "step", dying)
+    monkeypatch.setattr(run.trainer, "step", _dying_after(run, 5))
     with pytest.raises(KeyboardInterrupt):
         run.fit()
     assert [row["step"] for row in numbers(tmp_path / "killed")] == [1, 2, 3, 4, 5]
@@ -130,6 +126,118 @@ def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
     assert numbers(killed) == numbers(whole)
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(killed)[name]), name
+
+
+def test_a_run_that_starts_anew_is_resumed_from_its_own_checkpoints(
+    train: Run, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train("run", "trainer.save_freq=3")
+    half_written = folder / ".global_step_9.tmp"
+    half_written.mkdir()
+    often = ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "optim.lr=1e-3"]
+    anew = config_of(settings, folder, *often, "trainer.resume_mode=disable")
+    run = SFTRun(anew, Ranks())
+    monkeypatch.setattr(run.trainer, "step", _dying_after(run, 2))
+    with pytest.raises(KeyboardInterrupt):
+        run.fit()
+    assert not half_written.exists()
+    assert sorted(p.name for p in folder.glob("global_step_*")) == [
+        "global_step_1",
+        "global_step_2",
+        "global_step_3.earlier",
+        "global_step_6.earlier",
+    ]
+    train("run", *often, "trainer.total_training_steps=4")
+    rows = numbers(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["train/lr"] for row in rows) <= 1e-3
+
+
+def _dying_after(run: SFTRun, steps: int) -> Callable[[], dict[str, float]]:
+    step = run.trainer.step
+
+    def dying() -> dict[str, float]:
+        if run.trainer.step_number == steps:
+            raise KeyboardInterrupt
+        return step()
+
+    return dying
+
+
+def test_the_other_ranks_look_for_a_checkpoint_after_the_first_has_cleared_the_folder(
+    train: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train("run", "trainer.total_training_steps=1")
+    (folder / ".global_step_9.tmp").mkdir()
+    run = SFTRun(config_of(settings, folder), Ranks())
+    run.ranks = Ranks(rank=1, world_size=2)
+    waited: list[bool] = []
+    monkeypatch.setattr(Ranks, "wait_for_all", lambda self: waited.append(True))
+    run.resume()
+    assert waited == [True]
+    assert run.trainer.step_number == 1
+    assert (folder / ".global_step_9.tmp").is_dir()
+    assert numbers(folder)
+    with run._writing(5) as shared:
+        assert shared == folder / ".global_step_5.tmp"
+
+
+def test_the_epochs_set_the_number_of_steps_and_the_learning_rate_falls_over_all_of_them(
+    train: Run,
+) -> None:
+    epochs = ["trainer.total_training_steps=null", "trainer.total_epochs=2", "optim.lr=1e-3"]
+    rows = numbers(train("run", *epochs, "optim.lr_warmup_steps=2"))
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["train/epoch"] for row in rows] == [0.0] * 5 + [1.0] * 5
+    warm = [1 / 3, 2 / 3]
+    falling = [0.5 * (1 + math.cos(math.pi * update / 8)) for update in range(8)]
+    rates = [row["train/lr"] for row in rows]
+    assert rates == pytest.approx([1e-3 * factor for factor in warm + falling])
+    assert [row["step"] for row in rows if "val/loss" in row] == [10]
+
+
+@pytest.mark.parametrize("truncation", ["error", "right"])
+def test_a_row_that_is_too_long_is_known_before_the_first_step(
+    train: Run, tmp_path: Path, truncation: str
+) -> None:
+    long = {"question": "1" * 300, "answer": "2"}
+    file = write_jsonl(tmp_path / "long.jsonl", [*sums(8), long])
+    own = [f"data.train_files={file}", "data.max_length=64", f"data.truncation={truncation}"]
+    with pytest.raises(DataError, match=r"long\.jsonl, row 8: .*data\.max_length=64"):
+        train("refused", *own)
+    assert not (tmp_path / "refused" / "metrics.jsonl").exists()
+    skipping = [*own, "data.on_bad_row=skip", "trainer.total_training_steps=null"]
+    assert len(numbers(train("skipped", *skipping, "trainer.total_epochs=3"))) == 6
+
+
+def test_skipped_rows_are_told_and_only_the_first_rank_tells_or_shows_progress(
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shown: list[str] = []
+
+    @contextmanager
+    def progress(what: str, total: float) -> Iterator[Any]:
+        shown.append(what)
+        yield Bar(what, total, lambda bar: None)
+
+    monkeypatch.setattr("hone.trainer.sft.run.progress", progress)
+    file = write_jsonl(tmp_path / "bad.jsonl", [*sums(8), {"question": "1" * 300, "answer": "2"}])
+    own = [f"data.train_files={file}", "data.max_length=64", "data.on_bad_row=skip"]
+    run = SFTRun(config_of(settings, tmp_path / "run", *own), Ranks())
+    run.validate()
+    assert shown == ["encode train rows", "encode validation rows", "validate"]
+    assert "left out 1 bad train rows" in caplog.text
+    shown.clear()
+    caplog.clear()
+    run.ranks = Ranks(rank=1, world_size=2)
+    data = run.config.data
+    run._encoded("train rows", data, data.train_files, -1)
+    assert run.validate()["val/loss"] > 0
+    assert shown == []
+    assert caplog.text == ""
 
 
 def test_an_interrupt_saves_and_ends_with_its_code(
@@ -234,7 +342,7 @@ def test_two_ranks_give_the_numbers_of_one(train: Run, settings: list[str], tmp_
     two = tmp_path / "two"
     overrides = [*settings, "trainer.test_freq=3", f"trainer.default_local_dir={two}"]
     command = [sys.executable, "-m", "hone.trainer.main_sft", *overrides]
-    subprocess.run([*command, "trainer.n_gpus_per_node=2"], check=True, timeout=280)
+    subprocess.run([*command, "trainer.n_gpus_per_node=2"], check=True, timeout=1200)
     for a, b in zip(numbers(one), numbers(two), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
     for name, tensor in weights(one).items():

@@ -185,20 +185,6 @@ def rows_of_problems(
     ]
 
 
-def generate_countdown(
-    count: int,
-    *,
-    seed: int,
-    template: str = "base",
-    split: str = "train",
-    ranges: Ranges | None = None,
-    exclude: Collection[Key] = (),
-) -> list[Row]:
-    """Generated problems as rows."""
-    problems = generate_problems(count, seed=seed, ranges=ranges or Ranges(), exclude=exclude)
-    return rows_of_problems(problems, template=template, split=split)
-
-
 def rows_of_records(
     records: Iterable[Mapping[str, Any]], *, template: str, split: str
 ) -> list[Row]:

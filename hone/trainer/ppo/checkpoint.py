@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.tracking import RunFolder, atomic_write_text
+from hone.tracking.console import screen
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ class CheckpointError(RuntimeError):
 @contextmanager
 def writing(run: RunFolder, step: int) -> Iterator[Path]:
     """A folder to fill; on success it becomes `global_step_N` and the latest."""
-    final = run.checkpoint(step)
-    temporary = final.with_name(f".{final.name}{_UNFINISHED}")
+    final, temporary = run.checkpoint(step), unfinished(run, step)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -50,6 +50,50 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
             raise
         raise CheckpointError(_disk_full(run, step)) from error
     atomic_write_text(run.latest_file, str(step))
+
+
+def unfinished(run: RunFolder, step: int) -> Path:
+    """The folder that `writing` hands out, for ranks that help to fill it."""
+    final = run.checkpoint(step)
+    return final.with_name(f".{final.name}{_UNFINISHED}")
+
+
+def begin(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
+    """Where a run goes on (`chosen`); what its folder holds of another past is put out of its way.
+
+    What was logged after that step is forgotten: no step stands there twice.
+    """
+    remove_unfinished(run)
+    found = chosen(run, mode, path)
+    set_aside_after(run, 0 if found is None else found[0])
+    run.cut_back(-1 if found is None else found[0])
+    return found
+
+
+def chosen(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
+    """Step and folder that `trainer.resume_mode` and `resume_from_path` lead to; None starts anew."""
+    if mode == "disable":
+        return None
+    return newest_sound(run) if mode == "auto" else at_path(path)
+
+
+def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
+    """Say on the console where a run goes on, or that no step is left; None: it asks for no steps."""
+    if total_steps is not None and step >= total_steps:
+        screen().line(
+            f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
+            "trainer.total_training_steps (or total_epochs) goes on from there, "
+            "trainer.resume_mode=disable starts anew"
+        )
+    else:
+        screen().line(f"resumed from {folder}")
+
+
+def tell_result(run: RunFolder, step: int) -> None:
+    """The closing line of a run: where what it made lies."""
+    folder = run.checkpoint(step)
+    saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
+    screen().line(f"done at step {step}: {saved}; the run's metrics and config are in {run.path}")
 
 
 def remove_unfinished(run: RunFolder) -> None:

@@ -5,7 +5,6 @@ Leaves out: how rows are packed (engine), what a role computes (workers), the fo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,10 @@ import torch
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig, config_to_dict, replace
+from hone.config.data import DataConfig
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_rl_dataset, create_train_loader, create_val_loader
+from hone.data.rows import DataError
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
 from hone.tracking import RunFolder, Timers, Tracking, progress
@@ -35,8 +36,6 @@ from hone.trainer.ppo.scoring import check_sources, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource
 from hone.trainer.ppo.validation import Attempts
 from hone.trainer.ppo.widths import concat_padded
-
-log = logging.getLogger(__name__)
 
 
 class PPOTrainer:
@@ -66,9 +65,7 @@ class PPOTrainer:
         )
         self.val_loader = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = val_dataset or create_rl_dataset(
-                data.val_files, data, tokenizer, processor, False, data.val_max_samples
-            )
+            self.val_dataset = val_dataset or _validation_rows(data, tokenizer, processor)
             self.val_loader = create_val_loader(data, self.val_dataset, config.trainer.seed)
         self.total_steps = (
             config.trainer.total_training_steps
@@ -114,11 +111,19 @@ class PPOTrainer:
 
     # -- the loop -----------------------------------------------------------------------------
 
-    def fit(self) -> None:
-        """Train to the last step; resumes where an earlier process stopped."""
+    def fit(self, origins: Mapping[str, str] | None = None) -> None:
+        """Train to the last step; resumes where an earlier process stopped.
+
+        `origins` say where the values of the config came from; they are kept beside it.
+        """
         trainer = self.config.trainer
         self.resume()
-        self.run.write_config(config_to_dict(self.config))
+        takes_steps = self.global_step < self.total_steps and not trainer.val_only
+        if self.global_step > 0 and not (takes_steps or trainer.val_only):
+            return
+        # Without a step, what lies here stays the work of the config that lies beside it.
+        if takes_steps or not self.run.config_file.exists():
+            self.run.write_config(config_to_dict(self.config), origins)
         tracking = Tracking(
             trainer.logger,
             trainer.project_name,
@@ -146,6 +151,8 @@ class PPOTrainer:
                 tracking.log(measured, self.global_step)
                 self.save_if_due(stop.requested)
                 stop.raise_if_requested(self.global_step)
+        if "console" in trainer.logger:
+            checkpoint.tell_result(self.run, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """One pass of the loop."""
@@ -350,15 +357,11 @@ class PPOTrainer:
 
     def resume(self) -> None:
         """Load the newest sound checkpoint, and forget what was logged after it."""
-        checkpoint.remove_unfinished(self.run)
-        found = self._checkpoint_to_resume()
-        step = 0 if found is None else found[0]
-        checkpoint.set_aside_after(self.run, step)
-        # What an earlier run in this folder logged is forgotten too: no step stands there twice.
-        self.run.cut_back(step if found is not None else -1)
+        trainer = self.config.trainer
+        found = checkpoint.begin(self.run, trainer.resume_mode, trainer.resume_from_path)
         if found is None:
             return
-        folder = found[1]
+        step, folder = found
         self.actor.load_checkpoint(str(folder / "actor"))
         if self.critic is not None:
             self.critic.load_checkpoint(str(folder / "critic"))
@@ -366,15 +369,7 @@ class PPOTrainer:
         self.loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.global_step = step
-        log.info("resumed from %s", folder)
-
-    def _checkpoint_to_resume(self) -> tuple[int, Any] | None:
-        trainer = self.config.trainer
-        if trainer.resume_mode == "disable":
-            return None
-        if trainer.resume_mode == "auto":
-            return checkpoint.newest_sound(self.run)
-        return checkpoint.at_path(trainer.resume_from_path)
+        checkpoint.tell_resumed(folder, step, None if trainer.val_only else self.total_steps)
 
     def shutdown(self) -> None:
         """Stop the workers and the scoring processes."""
@@ -382,6 +377,15 @@ class PPOTrainer:
             if hasattr(manager, "close"):
                 manager.close()
         self._running.close()
+
+
+def _validation_rows(data: DataConfig, tokenizer: Any, processor: Any) -> Any:
+    try:
+        return create_rl_dataset(
+            data.val_files or (), data, tokenizer, processor, False, data.val_max_samples
+        )
+    except DataError as error:
+        raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 
 def _with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:

@@ -12,25 +12,27 @@ from typing import Any
 from hone.data.rows import DataError
 
 
+def batches_in(rows: int, batch_rows: int) -> int:
+    """Whole batches of an epoch; there must be one."""
+    if rows < batch_rows:
+        raise DataError(
+            f"there are {rows} rows to train on, fewer than one batch of {batch_rows}; use "
+            f"data.train_batch_size={rows} or less"
+        )
+    return rows // batch_rows
+
+
 class RowOrder:
     """Endless batches of row numbers."""
 
     def __init__(self, rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
-        if rows < batch_rows:
-            raise DataError(
-                f"there are {rows} rows, fewer than one batch of {batch_rows} "
-                f"(data.train_batch_size); use at most {rows}"
-            )
+        self.batches_per_epoch = batches_in(rows, batch_rows)
         self.rows, self.batch_rows = rows, batch_rows
         self._seed, self._shuffle = seed, shuffle
         self.epoch = 0
         self.batch = 0
         self._following: list[int] | None = None  # the next epoch's, once it was looked at
         self._start()
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return self.rows // self.batch_rows
 
     def next_batch(self) -> list[int]:
         numbers = self.peek()

@@ -7,29 +7,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from hone.config import config_to_dict, replace
-from hone.config.model import ModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.sft import SFTConfig, SFTDataConfig
 from hone.controller.threads import fix_threads, thread_count
 from hone.data.create import create_sft_dataset
-from hone.data.rows import DataError
+from hone.data.sft import SFTDataset
 from hone.engine.build import build_engine, export_hf
 from hone.engine.microbatch import MicroBatchRule
-from hone.models.load import load_causal_lm, load_tokenizer
-from hone.models.lora import wrap_lora
+from hone.models.from_config import build_lora, build_tokenizer
+from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.tracking import RunFolder, Tracking, progress
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
+from hone.trainer.sft.order import batches_in
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
-from hone.workers.external import import_external
 
 log = logging.getLogger(__name__)
 
@@ -48,26 +47,43 @@ class SFTRun:
         fix_threads(thread_count(ranks.local_world_size))
         self.tokenizer = build_tokenizer(config.model)
         data = config.data
-        self.rows = create_sft_dataset(
-            data.train_files, data, self.tokenizer, data.train_max_samples
-        )
+        self.rows = self._encoded("train rows", data, data.train_files, data.train_max_samples)
         self.val_rows = None
         if data.val_files:
-            self.val_rows = create_sft_dataset(
-                data.val_files, data, self.tokenizer, data.val_max_samples
+            self.val_rows = self._encoded(
+                "validation rows", data, data.val_files, data.val_max_samples
             )
-        if len(self.rows) < data.train_batch_size:
-            raise DataError(
-                f"data.train_files have {len(self.rows)} rows, fewer than one batch; use "
-                f"data.train_batch_size={len(self.rows)} or less"
-            )
-        epochs = len(self.rows) // data.train_batch_size * config.trainer.total_epochs
-        self.total_steps = config.trainer.total_training_steps or epochs
+        epoch_steps = batches_in(len(self.rows), data.train_batch_size)
+        all_epochs = epoch_steps * config.trainer.total_epochs
+        self.total_steps = config.trainer.total_training_steps or all_epochs
         if config.optim.total_training_steps <= 0:
             config = replace(config, "optim.total_training_steps", self.total_steps)
         self.config = config
         self.policy = self._load_policy()
         self.trainer = self._build_trainer()
+
+    def _encoded(
+        self, what: str, data: SFTDataConfig, files: tuple[str, ...], max_samples: int
+    ) -> Any:
+        """The rows of these files, all of them encoded: none is found bad in the middle of a run."""
+        rows = create_sft_dataset(files, data, self.tokenizer, max_samples)
+        if not isinstance(rows, SFTDataset):
+            return rows  # a user's own class may encode as it likes
+        with self._progress(f"encode {what}", len(rows)) as advance:
+            rows.encode_all(advance)
+        if self.ranks.is_first and rows.bad_rows.total:
+            example = rows.bad_rows.examples[0]
+            log.warning("left out %d bad %s, such as: %s", rows.bad_rows.total, what, example)
+        return rows
+
+    @contextmanager
+    def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
+        """How far a long wait has come, shown by the first rank alone."""
+        if not self.ranks.is_first:
+            yield None
+            return
+        with progress(what, total) as bar:
+            yield bar.advance
 
     def _load_policy(self) -> PolicyModel:
         model, trainer = self.config.model, self.config.trainer
@@ -147,8 +163,8 @@ class SFTRun:
         if self.val_rows is None:
             return {}
         count = self.config.data.train_batch_size
-        with progress("validate", len(self.val_rows)) as bar:
-            return {"val/loss": self.trainer.validation_loss(self.val_rows, count, bar.advance)}
+        with self._progress("validate", len(self.val_rows)) as advance:
+            return {"val/loss": self.trainer.validation_loss(self.val_rows, count, advance)}
 
     @contextmanager
     def _tracking(self) -> Iterator[Tracking | None]:
@@ -199,53 +215,22 @@ class SFTRun:
         first = self.ranks.is_first
         with checkpoint.writing(self.folder, step) if first else nullcontext() as folder:
             self.ranks.wait_for_all()
-            final = self.folder.checkpoint(step)
-            yield folder if folder is not None else final.with_name(f".{final.name}.tmp")
+            yield folder if folder is not None else checkpoint.unfinished(self.folder, step)
 
     def resume(self) -> None:
         """Load the newest sound checkpoint, and forget what was logged after it."""
-        found = self._checkpoint_to_resume()
+        found = self._begin()
         if found is not None:
             step, folder = found
             self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
             self.trainer.order.load_state_dict(checkpoint.read_state(folder)["order"])
             self.trainer.step_number = step
             log.info("resumed from %s", folder)
-        if self.ranks.is_first and self.folder.metrics_file.exists():
-            self.folder.cut_back(self.trainer.step_number if found else -1)
 
-    def _checkpoint_to_resume(self) -> tuple[int, Path] | None:
+    def _begin(self) -> tuple[int, Path] | None:
+        """Where to go on. The first rank clears the folder before the others look into it."""
         trainer = self.config.trainer
-        if trainer.resume_mode == "disable":
-            return None
-        if trainer.resume_mode == "auto":
-            return checkpoint.newest_sound(self.folder)
-        return checkpoint.at_path(trainer.resume_from_path)
-
-
-def build_tokenizer(model: Any) -> Any:
-    """The tokenizer of a model block, after the modules it wants imported first."""
-    import_external(model.external_lib)
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
-    )
-    if model.custom_chat_template:
-        tokenizer.chat_template = model.custom_chat_template
-    return tokenizer
-
-
-def build_lora(lm: Any, model: ModelConfig, seed: int) -> Any:
-    """Adapters over the frozen model, drawn from the run's seed so that ranks agree."""
-    import torch
-
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return wrap_lora(
-            lm,
-            rank=model.lora_rank,
-            alpha=model.lora_alpha,
-            dropout=model.lora_dropout,
-            target_modules=model.target_modules,
-            exclude_modules=model.exclude_modules,
-            adapter_path=model.lora_adapter_path,
-        )
+        how = (self.folder, trainer.resume_mode, trainer.resume_from_path)
+        found = checkpoint.begin(*how) if self.ranks.is_first else None
+        self.ranks.wait_for_all()
+        return found if self.ranks.is_first else checkpoint.chosen(*how)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hone.data.preprocess.countdown import (
     Ranges,
-    generate_countdown,
+    countdown_row,
     generate_problems,
     generated_splits,
     problem_key,
@@ -100,8 +100,9 @@ def test_the_worked_solution_uses_every_number_once_and_reaches_the_target() -> 
 
 
 def test_a_seed_fixes_the_problems_and_another_changes_them() -> None:
-    assert generate_countdown(20, seed=3) == generate_countdown(20, seed=3)
-    assert generate_countdown(20, seed=3) != generate_countdown(20, seed=4)
+    first, again, other = (generate_problems(20, seed=s, ranges=Ranges()) for s in (3, 3, 4))
+    assert first == again
+    assert first != other
 
 
 @given(st.integers(0, 1000))
@@ -119,7 +120,7 @@ def test_train_never_holds_a_test_problem(seed: int) -> None:
 
 
 def test_a_row_has_tinyzeros_schema() -> None:
-    row = generate_countdown(1, seed=0)[0]
+    row = generated_splits(train_size=1, test_size=1, seed=0)["train"][0]
     truth = row["reward_model"]["ground_truth"]
     assert row["data_source"] == "countdown"
     assert row["ability"] == "math"
@@ -133,12 +134,16 @@ def test_a_row_has_tinyzeros_schema() -> None:
 
 
 def test_templates_carry_their_markers() -> None:
-    chatml = generate_countdown(1, seed=0, template="qwen-instruct")[0]["prompt"][0]["content"]
+    def written(template: str) -> str:
+        row = countdown_row([1, 2, 3], 6, template=template, split="train", index=0)
+        content: str = row["prompt"][0]["content"]
+        return content
+
+    chatml = written("qwen-instruct")
     assert "<|im_start|>assistant\nLet me solve this step by step.\n<think>" in chatml
-    chat = generate_countdown(1, seed=0, template="chat")[0]["prompt"][0]["content"]
-    assert "Assistant:" not in chat
+    assert "Assistant:" not in written("chat")
     with pytest.raises(DataError, match="template 'llama'"):
-        generate_countdown(1, seed=0, template="llama")
+        written("llama")
 
 
 def test_a_range_that_holds_too_few_problems_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

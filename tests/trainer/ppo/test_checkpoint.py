@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,74 @@ def test_the_last_step_is_saved_whatever_the_frequency(train: Callable[..., Run]
         "global_step_3",
         "global_step_4",
     ]
+
+
+def test_a_finished_run_says_so_and_leaves_its_folder_alone(
+    train: Callable[..., Run], task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*TWO)
+    files = {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
+    copy = shutil.copytree(task.model, tmp_path / "copy")
+    capsys.readouterr()
+    train(*TWO, "actor_rollout_ref.rollout.n=3", f"actor_rollout_ref.model.path={copy}", origins={})
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"already at step 2 of 2: nothing to do ({run.checkpoint(2)})")
+    assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == files
+
+
+def test_validation_alone_keeps_the_config_of_the_weights(
+    train: Callable[..., Run], task: Task, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*TWO)
+    written = (run.folder / "config.yaml").read_text()
+    capsys.readouterr()
+    train(*TWO, task.validated(), "trainer.val_only=true", "actor_rollout_ref.rollout.n=3")
+    assert capsys.readouterr().out == f"resumed from {run.checkpoint(2)}\n"
+    assert any(name.startswith("val-core/") for name in run.metrics[-1])
+    assert (run.folder / "config.yaml").read_text() == written
+    fresh = train(task.validated(), "trainer.val_only=true", folder="fresh")
+    assert (fresh.folder / "config.yaml").is_file()
+
+
+def test_a_run_says_where_it_goes_on_and_where_its_result_lies(
+    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = "trainer.logger=[console,jsonl]"
+    run = train(*TWO, console)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"done at step 2: the model is in {run.checkpoint(2)};")
+    assert last.endswith(f"are in {run.folder}")
+    train(*FOUR, console)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"resumed from {run.checkpoint(2)}"
+    assert f"the model is in {run.checkpoint(4)}" in said[-1]
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    train(console, "trainer.total_training_steps=1", folder="unsaved")
+    assert "no checkpoint of it was saved" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_another_model_over_a_run_is_a_sentence_and_exit_code_2(
+    train: Callable[..., Run], task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hone import cli
+    from hone.models.load import load_tokenizer
+    from hone.models.tiny import save_pretrained, tiny_lm
+
+    run = train(*TWO)
+    written = (run.folder / "config.yaml").read_text()
+    tokenizer = load_tokenizer(task.model)
+    other = tiny_lm(
+        len(tokenizer), hidden=32, layers=2, mlp=48, tie_embeddings=False, family="llama"
+    )
+    save_pretrained(other, tokenizer, tmp_path / "llama")
+    for setting in (f"model.path={tmp_path / 'llama'}", "model.lora_rank=4"):
+        overrides = task.overrides(run.folder, *FOUR, f"actor_rollout_ref.{setting}")
+        capsys.readouterr()
+        assert cli.main(["train", *overrides]) == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said.startswith(f"AnotherModel: {run.checkpoint(2)}/actor holds another model")
+        assert (run.folder / "config.yaml").read_text() == written
 
 
 def truncate(file: Path) -> None:

@@ -44,6 +44,20 @@ def test_rows_that_batches_added_are_used_and_survive_a_restart(
     assert parts.rollouts(13) == whole.rollouts(13)
 
 
+def test_another_batch_size_goes_on_with_the_very_next_row(train: Callable[..., Run]) -> None:
+    def uids(run: Run, *steps: int) -> list[str]:
+        return sorted({row["uid"] for step in steps for row in run.rollouts(step)})
+
+    whole = train(*FOUR, folder="whole")
+    train(*TWO)
+    run = train(
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "trainer.total_training_steps=3",
+    )
+    assert uids(run, 3) == uids(whole, 3, 4)
+
+
 CURRICULUM = """
 class HardestFirst:
     '''Rows by how badly they went so far; ties in order.'''

@@ -1,0 +1,42 @@
+"""What a `model` block of the config asks for: its tokenizer, and its adapters.
+
+Leaves out the weights: which dtype and device they go to is the program's business (load.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hone.config.generation import GenerationModelConfig
+from hone.config.model import ModelConfig
+from hone.models.external import import_external
+from hone.models.load import load_tokenizer
+from hone.models.lora import wrap_lora
+
+
+def build_tokenizer(model: ModelConfig | GenerationModelConfig) -> Any:
+    """The tokenizer of a model block, after the modules it wants imported first."""
+    import_external(model.external_lib)
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+    )
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def build_lora(lm: Any, model: ModelConfig, seed: int) -> Any:
+    """Adapters over the frozen model, drawn from the run's seed so that ranks agree."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return wrap_lora(
+            lm,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            dropout=model.lora_dropout,
+            target_modules=model.target_modules,
+            exclude_modules=model.exclude_modules,
+            adapter_path=model.lora_adapter_path,
+        )
