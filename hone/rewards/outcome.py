@@ -87,3 +87,12 @@ def read_result(result: Any) -> Scored | Failed:
     if math.isinf(score):
         return Failed("inf", f"the score is {score}")
     return Scored(score, extras)
+
+
+INVALID = "[INVALID]"
+"""What a scorer's `pred` says where a response has no answer."""
+
+
+def vote_of(pred: Any) -> str | None:
+    """What a response votes for in maj@k, by its scorer's `pred`; None casts no vote."""
+    return None if pred is None or str(pred).strip() in ("", INVALID) else str(pred)

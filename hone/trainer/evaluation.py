@@ -20,11 +20,10 @@ from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.prime import usable_cores
-from hone.rewards.outcome import Row
+from hone.rewards.outcome import Row, vote_of
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores import table
 from hone.rewards.scores.latex import boxed_answer
-from hone.rewards.scores.math_dapo import INVALID
 from hone.rewards.transport import row_scorer_keywords
 from hone.tracking import progress
 
@@ -214,17 +213,12 @@ def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None
     None casts no vote. Where no response of the row has an answer, their whole texts vote.
     """
     answers = [
-        _prediction(outcome.extras["pred"]) if "pred" in outcome.extras else answer_of(text)
+        vote_of(outcome.extras["pred"]) if "pred" in outcome.extras else answer_of(text)
         for outcome, text in zip(scored, responses, strict=True)
     ]
     if any(answer is not None for answer in answers):
         return answers
     return [text.strip() or None for text in responses]
-
-
-def _prediction(said: Any) -> str | None:
-    """A scorer's `pred`; None where it says that there is no answer."""
-    return None if said is None or str(said).strip() in ("", INVALID) else str(said)
 
 
 def answer_of(response: str) -> str | None:

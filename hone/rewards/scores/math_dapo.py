@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from hone.rewards.outcome import INVALID
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
-INVALID = "[INVALID]"
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _UNIT_WORDS = re.compile(

@@ -11,6 +11,7 @@ import numpy as np
 
 from hone.ops.at_n import best_at, majority_at, sizes, worst_at
 from hone.protocol import DataProto
+from hone.rewards.outcome import vote_of
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Group:
 
     source: str
     variables: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    answers: list[Hashable] = field(default_factory=list)
+    answers: list[Hashable | None] = field(default_factory=list)
 
 
 def validation_metrics(
@@ -57,7 +58,7 @@ def validation_metrics(
             if (value := variables[name][row]) is not None:
                 group.variables[name].append(float(value))
         if predictions is not None:
-            group.answers.append(str(predictions[row]))
+            group.answers.append(vote_of(predictions[row]))
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
         of_source = [g for g in groups.values() if g.source == source]
@@ -74,7 +75,7 @@ def validation_metrics(
 
 
 def _statistics(
-    groups: Sequence[tuple[list[float], list[Hashable]]], attempts: int
+    groups: Sequence[tuple[list[float], list[Hashable | None]]], attempts: int
 ) -> dict[str, float]:
     """Mean over prompts of each statistic over a prompt's attempts.
 

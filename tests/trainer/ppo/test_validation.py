@@ -106,8 +106,8 @@ def test_n_attempts_are_reported_by_mean_best_worst_and_majority(
         expected_mean.append(sum(values) / 4)
         pairs = list(combinations(values, 2))
         expected_best2.append(sum(map(max, pairs)) / len(pairs))
-        votes = [pred for _, pred in attempts]
-        most = max(map(votes.count, votes))
+        votes = [pred for _, pred in attempts if pred.strip()]  # an empty answer casts none
+        most = max(map(votes.count, votes), default=0)
         wins = [acc for acc, pred in attempts if votes.count(pred) == most]  # ties are shared
         expected_majority.append(sum(wins) / len(wins))
     core = "val-core/lexical/acc"
@@ -119,6 +119,14 @@ def test_n_attempts_are_reported_by_mean_best_worst_and_majority(
     )
     assert "val-aux/lexical/format/mean@4" in line
     assert "val-aux/lexical/reward/mean@4" in line
+
+
+def test_a_response_without_an_answer_casts_no_vote() -> None:
+    metrics = validation_metrics(
+        ["s"] * 4, ["a"] * 4,
+        {"acc": [1.0, 0.0, 0.0, 0.0], "pred": ["7", "[INVALID]", None, ""], "reward": [0.0] * 4},
+    )  # fmt: skip
+    assert metrics["val-core/s/acc/maj@4/mean"] == 1.0
 
 
 def test_a_value_some_rows_lack_does_not_shift_the_others() -> None:
