@@ -158,7 +158,10 @@ class Engine:
             load_checkpoint(folder, self.module, self.optimizer, contents)
 
     def _prepared(self, batch: DataProto, objective: Objective) -> DataProto:
-        """The batch with the columns that need statistics of the mini-batch of all ranks."""
+        """The batch with the columns that need statistics of the mini-batch of all ranks.
+
+        The rows stand in the step's own order there, however many ranks share them.
+        """
         real = real_rows(batch)
         outputs = self.infer(batch, **objective.options)
         outputs = {name: values[real] for name, values in outputs.items()}
@@ -166,10 +169,14 @@ class Engine:
         rows = slice(0, len(whole))
         if self._shards is not None:
             whole, outputs, rows = self._shards.concat_rows(whole, outputs)
+        numbered = whole.has_column("step_row")
+        order = whole.batch["step_row"].argsort() if numbered else torch.arange(len(whole))
+        outputs = {name: values[order] for name, values in outputs.items()}
+        back = order.argsort()[rows]
         columns = {}
-        for name, values in objective.prepare(outputs, whole).items():
+        for name, values in objective.prepare(outputs, whole.select_idxs(order)).items():
             columns[name] = values.new_zeros(len(batch), *values.shape[1:])
-            columns[name][real] = values[rows]
+            columns[name][real] = values[back]
         return _with_columns(batch, columns)
 
     def _forward(self, micro: DataProto, options: Mapping[str, Any]) -> dict[str, Tensor]:

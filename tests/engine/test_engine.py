@@ -61,6 +61,15 @@ def test_every_policy_loss_keeps_the_law_under_every_aggregation(name, mode):
         assert_same(update(objective, **cut), expected)
 
 
+@pytest.mark.parametrize("name", TABLE.names())
+def test_the_order_in_which_ranks_hold_the_rows_changes_nothing(name):
+    objective = PolicyObjective(actor(name), temperature=0.8)
+    whole = rows()
+    whole.batch["step_row"] = torch.arange(len(whole))
+    moved = whole.select_idxs([3, 1, 5, 0, 6, 2, 4])
+    assert_same(update(objective, batch=moved), update(objective, batch=whole))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_value_loss_keeps_the_law(mode):
     objective = ValueObjective(

@@ -57,6 +57,14 @@ def test_metrics_carry_the_familys_names(model, batch):
     assert metrics["critic/lr"] == 1e-2
 
 
+def test_what_the_policys_loss_rejects_still_teaches_the_critic(model, batch):
+    expected = critic(model).update_critic(batch).meta_info["metrics"]
+    batch.batch["loss_mask"] = torch.zeros_like(batch.batch["response_mask"])
+    assert critic(model).update_critic(batch).meta_info["metrics"] == expected
+    assert expected["critic/vf_loss"] > 0
+    assert batch.has_column("loss_mask")
+
+
 @pytest.mark.parametrize(
     "cut",
     [
