@@ -130,6 +130,9 @@ def _add_config(verbs: Any) -> None:
     show.add_argument("--only-set", action="store_true", help="leave defaults out")
     explain = _verb(of_config, "explain", _config_explain, "what a key does, takes and defaults to")
     explain.add_argument("keys", nargs="+", metavar="KEY")
+    explain.add_argument(
+        "--tree", choices=TREES, help="in this tree alone; else in all that have it"
+    )
     check = _verb(of_config, "check", _config_check, "compose YAML files and report every problem")
     check.add_argument("files", nargs="+", metavar="FILE")
 
@@ -240,7 +243,7 @@ def _config_show(chosen: Any, rest: list[str]) -> None:
 def _config_explain(chosen: Any, rest: list[str]) -> None:
     from hone.config.commands import explain
 
-    _say("\n".join(explain(key) for key in chosen.keys))
+    _say("\n".join(explain(key, chosen.tree) for key in chosen.keys))
 
 
 def _config_check(chosen: Any, rest: list[str]) -> int:

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -114,16 +115,33 @@ def load_module(path: str) -> ModuleType:
     path = path.removeprefix("pkg://")
     file = Path(path.removeprefix("file://")).expanduser()
     if file.suffix != ".py" and not file.is_file():
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            raise PluginError(
-                f"{path!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
-                f"{error}. Give a path that ends in .py, or a module name."
-            ) from error
+        return _import(path)
     if not file.is_file():
         raise PluginError(f"no such file: {path!r} (looked in {Path.cwd()}); check the path")
     return _load_file(file.resolve())
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or f"{name}.".startswith(f"{error.name}."):
+            raise PluginError(
+                f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
+                f"{error}. Give a path that ends in .py, or a module name."
+            ) from error
+        raise PluginError(f"{name!r} cannot be imported: {error}; install that") from error
+    except (SyntaxError, ImportError) as error:
+        raise PluginError(f"{name!r} cannot be imported: {_place_and_reason(error)}") from error
+
+
+def _place_and_reason(error: SyntaxError | ImportError, file: Path | None = None) -> str:
+    """`file.py, line 3: ImportError: …`: the innermost line that ran in `file`, or at all."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if file is None or frame.filename == str(file)] or frames
+    return f"{inside[-1].filename}, line {inside[-1].lineno}: {type(error).__name__}: {error}"
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -138,7 +156,12 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
-        raise
+        if not isinstance(error, SyntaxError | ImportError):
+            raise
+        hint = "; install it" if isinstance(error, ModuleNotFoundError) else ""
+        raise PluginError(
+            f"your file cannot be loaded: {_place_and_reason(error, file)}{hint}"
+        ) from error
     return module

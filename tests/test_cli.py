@@ -64,7 +64,10 @@ NOWHERE = ["data.path=/nowhere.parquet"]
         (["eval", "--bench", "gsm8k"], "--model is missing"),
         (["export", "/nowhere", "out"], "no checkpoint folder"),
         (["sft", "model.path=no_such_folder", "data.train_files=r.jsonl"], "model.path=no_such_f"),
-        (["generate", "model.path=no/folder", "data.path=r.jsonl"], "model.path=no/folder: there"),
+        (
+            ["generate", "model.path=no/folder", "data.path=r.jsonl", "data.output_path=o.parquet"],
+            "model.path=no/folder: there is no model",
+        ),
         (["report", "/nowhere"], "/nowhere"),
         (["report", "/nowhere", "--out", "."], "--out . is a folder; name the file"),
         (["config", "explain", "algorithm.adv_estmator"], "Did you mean"),
@@ -197,6 +200,8 @@ def test_config_shows_explains_and_checks(said: Said, tmp_path: Path) -> None:
     assert (code, "n_samples: 3" in text) == (0, True)
     code, text = said("config", "explain", "data.train_batch_size")
     assert (code, "takes" in text) == (0, True)
+    code, text = said("config", "explain", "--tree", "sft_trainer", "data.prompt_key")
+    assert (code, "question" in text, "ppo_trainer" in text) == (0, True, False)
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("defaults: [sft_trainer, _self_]\ndata: {max_length: 64}\n")
     bad.write_text("data: {max_lenth: 64}\n")
@@ -218,7 +223,8 @@ def test_a_tiny_model_is_made_and_used_by_the_data_check(said: Said, tmp_path: P
     code, text = said("model", "tiny", str(tmp_path / "usual"))
     assert (code, "88,960 parameters" in text) == (0, True)
     before = (model / "model.safetensors").read_bytes()
-    assert cli.main(["model", "tiny", str(model), "--seed", "3"]) == 2  # it is no other's to replace
+    # What is there is not replaced.
+    assert cli.main(["model", "tiny", str(model), "--seed", "3"]) == 2
     assert (model / "model.safetensors").read_bytes() == before
     rows = tmp_path / "rows.jsonl"
     row = {

@@ -43,10 +43,35 @@ def test_a_file_is_loaded_once_and_two_of_one_name_do_not_clash(file, tmp_path):
 def test_a_file_that_fails_is_not_kept_half_loaded(file):
     file.write_text("import nothing_of_that_name\n")
     for _ in range(2):
-        with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
+        with pytest.raises(PluginError, match=r"mine\.py, line 1: .*'nothing_of_that_name'; inst"):
             load_module(str(file))
     file.write_text("VALUE = 5\n")
     assert load_module(str(file)).VALUE == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef score(:\n    pass\n", "line 2: SyntaxError: invalid syntax"),
+        ("x = 1\n  y = 2\n", "line 2: IndentationError: unexpected indent"),
+        ("import json\n\nfrom json import nothing\n", "line 3: ImportError: cannot import name"),
+    ],
+)
+def test_a_users_file_that_cannot_run_is_told_with_file_and_line(file, text, message, monkeypatch):
+    file.write_text(text)
+    with pytest.raises(PluginError, match=rf"{file.name}, {message}"):
+        load_object(f"{file}:score")
+    monkeypatch.syspath_prepend(file.parent)
+    file.rename(file.with_name("a_users_module.py"))
+    with pytest.raises(PluginError, match=r"'a_users_module' cannot be imported: .*line \d"):
+        load_object("a_users_module:score")
+
+
+def test_what_a_users_module_lacks_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "another_users_module.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(PluginError, match="cannot be imported: No module named 'nothing_of_that_n"):
+        load_object("another_users_module:score")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hone.config.describe import (
     KeyInfo,
     default_in_words,
     describe_keys,
-    find_block,
-    find_key,
+    find_blocks,
+    find_keys,
     follows_key,
     old_names,
 )
@@ -26,6 +26,9 @@ from hone.config.keys import walk_fields
 from hone.config.sources import Setting, read_config
 from hone.config.states import Accepts, Rule
 from hone.config.trees import TREES, Tree
+
+_TREE_NAMES = "\0"
+"""Where a text names the trees it is true of."""
 
 
 def show(
@@ -93,33 +96,48 @@ def _yaml_value(value: Any) -> str:
     return show_value(value)
 
 
-def explain(key: str) -> str:
-    """What a key does, takes and defaults to; old names, blocks and near misses too."""
-    found = find_key(key)
-    if found:
-        return _explain_leaf(*found)
-    block = find_block(key)
-    if block:
-        return _explain_block(key, *block)
-    for name in TREES:
+def explain(key: str, tree: str | None = None) -> str:
+    """What a key does, takes and defaults to in every tree that has it, or in the one named; old
+    names, blocks and near misses too."""
+    trees = list(TREES.values()) if tree is None else [TREES[tree]]
+    if leaves := find_keys(key, trees):
+        return _joined([(t, _explain_leaf(info)) for t, info in leaves])
+    if blocks := find_blocks(key, trees):
+        return _joined([(t, _explain_block(key, t, doc)) for t, _, doc in blocks])
+    for name in (t.name for t in trees):
         names = old_names(name)
         new = names.get(key) or _renamed_block(key, names)
         if new:
-            return f"{key} is another name: {new}\n" + (
-                f"\n{explain(new)}" if find_key(new) else ""
-            )
+            text = explain(new, tree) if find_keys(new, trees) else ""
+            return f"{key} is another name: {new}\n" + (f"\n{text}" if text else "")
     rule = absent_rule(key)
     if rule:
         return f"{key}: {rule.state}\n  {rule.why}\n"
-    every = [info.key for tree in TREES.values() for info in describe_keys(tree)]
-    same_leaf = [k for k in every if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    if same_leaf and "." not in key:
+    return _near(key, trees, f" in {tree}" if tree else "")
+
+
+def _near(key: str, trees: Sequence[Tree], where: str) -> str:
+    """The keys that a bare last word may mean; for any other key that does not exist, an error."""
+    every = list(dict.fromkeys(info.key for tree in trees for info in describe_keys(tree)))
+    if "." not in key and (same := [k for k in every if k.rsplit(".", 1)[-1] == key]):
         return (
-            "\n".join([f"{len(same_leaf)} keys end in '{key}':", *(f"  {k}" for k in same_leaf)])
+            "\n".join([f"{len(same)} keys end in '{key}'{where}:", *(f"  {k}" for k in same)])
             + "\n"
         )
-    suggestion = nearest(key, [*every, *same_leaf]) or (same_leaf[0] if same_leaf else None)
-    raise ConfigError(f"there is no key '{key}'.{did_you_mean(suggestion)}")
+    fitting = [k for k in every if _abbreviates(key, k)]
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"there is no key '{key}'{where}. Did you mean one of {', '.join(fitting)}?"
+        )
+    suggestion = fitting[0] if fitting else nearest(key, every)
+    raise ConfigError(f"there is no key '{key}'{where}.{did_you_mean(suggestion)}")
+
+
+def _abbreviates(short: str, key: str) -> bool:
+    """`actor.lr` for `actor_rollout_ref.actor.optim.lr`: the same last word, the others on the way."""
+    *wanted, last = short.split(".")
+    *way, end = key.split(".")
+    return last == end and set(wanted) <= set(way)
 
 
 def _renamed_block(key: str, names: Mapping[str, str]) -> str | None:
@@ -129,21 +147,29 @@ def _renamed_block(key: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
-def _explain_leaf(tree: Tree, info: KeyInfo) -> str:
+def _joined(texts: Sequence[tuple[Tree, str]]) -> str:
+    """One text for all trees that say the same."""
+    by_text: dict[str, list[str]] = {}
+    for tree, text in texts:
+        by_text.setdefault(text, []).append(tree.name)
+    return "\n".join(t.replace(_TREE_NAMES, ", ".join(names)) for t, names in by_text.items())
+
+
+def _explain_leaf(info: KeyInfo) -> str:
     lines = [info.key, f"  {info.doc}", ""]
     lines.append(f"  takes    {info.takes}" + (f" ({info.bounds})" if info.bounds else ""))
     lines.append(f"  default  {default_in_words(info.default)}")
     lines.append(f"  state    {state_in_words(info.rule)}")
     if info.old_names:
         lines.append(f"  also     {', '.join(info.old_names)}")
-    lines.append(f"  tree     {tree.name}")
+    lines.append(f"  tree     {_TREE_NAMES}")
     return "\n".join(lines) + "\n"
 
 
-def _explain_block(key: str, tree: Tree, cls: type, doc: str) -> str:
-    lines = [f"{key}: a block of {tree.name}", f"  {doc}", ""]
+def _explain_block(key: str, tree: Tree, doc: str) -> str:
     inside = [info for info in describe_keys(tree) if info.key.startswith(key + ".")]
     width = max(len(info.key) for info in inside) - len(key) - 1
+    lines = [f"{key}: a block of {_TREE_NAMES}", f"  {doc}", ""]
     lines += [f"  {i.key[len(key) + 1 :]:<{width}}  {default_in_words(i.default)}" for i in inside]
     return "\n".join(lines) + "\n"
 

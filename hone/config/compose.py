@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -19,10 +19,10 @@ from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
 from hone.config.keys import block_type, hints, walk_fields
-from hone.config.references import resolve
+from hone.config.references import resolve, value_in
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
-from hone.config.sources import Setting, parse_overrides, read_config
+from hone.config.sources import COMMAND_LINE, Setting, parse_overrides, read_config
 from hone.config.states import Rule, rule_of
 from hone.config.trees import OTHER_NAMES, TREES, Tree
 
@@ -93,11 +93,12 @@ def compose_settings(schema: Tree, settings: Sequence[Setting]) -> Composed:
     if problems:
         raise ConfigError(problems)
     config: Any = build(root, resolve(tree), origins)
-    _answer_states(config, schema, origins, problems, notes)
+    asked = {key: origins[key] for key in _asked_for(config, origins)}
+    _answer_states(config, schema, asked, problems, notes)
     problems.extend(schema.find_problems(config, origins))
     if problems:
         raise ConfigError(problems)
-    notes.extend(schema.find_idle(config, origins))
+    notes.extend(schema.find_idle(config, asked))
     return Composed(config, origins, tuple(dict.fromkeys(notes)))
 
 
@@ -106,6 +107,22 @@ def default_values(root: type) -> dict[str, Any]:
     """The value of every leaf where nothing is set, references followed."""
     config: Any = build(root, resolve(to_plain(root())), {})
     return {key: get(config, key) for key, *_ in walk_fields(root)}
+
+
+def _asked_for(config: Any, origins: dict[str, str]) -> Iterator[str]:
+    """The keys that someone set, in a file only where that changes something: a run's saved config
+    writes every default out."""
+    values = config_to_dict(config)
+    defaults = {key: to_plain(default) for key, _, _, default in walk_fields(type(config))}
+    for key, origin in origins.items():
+        leaf = _owner(type(config), key)
+        usual = value_in(defaults[leaf], values) if leaf in defaults else None
+        if (
+            origin.startswith(COMMAND_LINE)
+            or leaf not in defaults
+            or to_plain(get(config, leaf)) != usual
+        ):
+            yield key
 
 
 def _owner(root: type, key: str) -> str | None:

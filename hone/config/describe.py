@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from hone.config.trees import (
     RAY_RENAMED_BLOCKS,
     SFT_RENAMED,
     SFT_RENAMED_BLOCKS,
-    TREES,
     Tree,
 )
 
@@ -109,18 +108,15 @@ def describe_keys(tree: Tree) -> list[KeyInfo]:
     return infos
 
 
-def find_key(key: str) -> tuple[Tree, KeyInfo] | None:
-    """The first tree that has the leaf, `ppo_trainer` before the others."""
-    for tree in TREES.values():
-        for info in describe_keys(tree):
-            if info.key == key:
-                return tree, info
-    return None
+def find_keys(key: str, trees: Iterable[Tree]) -> list[tuple[Tree, KeyInfo]]:
+    """Every tree that has the leaf, with what is known about it there."""
+    return [(tree, info) for tree in trees for info in describe_keys(tree) if info.key == key]
 
 
-def find_block(key: str) -> tuple[Tree, type, str] | None:
-    """The first tree that has a block of this name: tree, class, docstring."""
-    for tree in TREES.values():
+def find_blocks(key: str, trees: Iterable[Tree]) -> list[tuple[Tree, type, str]]:
+    """Every tree that has a block of this name: tree, class, docstring."""
+    found = []
+    for tree in trees:
         cls, doc = tree.root, ""
         for name in key.split("."):
             inner = block_type(hints(cls).get(name))
@@ -128,8 +124,8 @@ def find_block(key: str) -> tuple[Tree, type, str] | None:
                 break
             cls, doc = inner, field_docs(cls).get(name, "")
         else:
-            return tree, cls, doc
-    return None
+            found.append((tree, cls, doc))
+    return found
 
 
 def follows_key(default: Any) -> str | None:

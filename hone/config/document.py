@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from hone.config.absent import ABSENT_RULES
 from hone.config.commands import state_in_words
-from hone.config.describe import KeyInfo, default_in_words, describe_keys, find_block, old_names
+from hone.config.describe import KeyInfo, default_in_words, describe_keys, find_blocks, old_names
 from hone.config.states import State
 from hone.config.trees import TREES, Tree
 
@@ -36,8 +36,10 @@ def _page() -> Iterator[str]:
     yield "Generated from `hone/config` by `python -m hone.config.document`; do not edit."
     yield ""
     yield "A key **works**, is **neutral** (its value asks for nothing that differs here; a run lists the"
-    yield "neutral keys that were set once at start), or is **refused** with the sentence in its row."
-    yield "`hone config explain KEY` prints one row, `hone config show` a resolved tree with origins,"
+    yield "neutral keys that were set once at start, of a file's only those that differ from the default),"
+    yield "or is **refused** with the sentence in its row."
+    yield "`hone config explain KEY` prints a key's rows (`--tree NAME` those of one tree),"
+    yield "`hone config show` a resolved tree with origins,"
     yield "`hone config check FILE` every problem of a YAML file."
     yield ""
     yield "| tree | works | neutral | refused | all |"
@@ -60,11 +62,11 @@ def _tree(tree: Tree) -> Iterator[str]:
     for info in describe_keys(tree):
         blocks.setdefault(info.key.rpartition(".")[0], []).append(info)
     for block, infos in blocks.items():
-        found = find_block(block) if block else None
+        found = find_blocks(block, [tree]) if block else []
         yield f"### {tree.name}: {block or 'root'}"
         yield ""
-        if found and found[0] is tree:
-            yield found[2]
+        if found and found[0][2]:
+            yield found[0][2]
             yield ""
         yield "| key | takes | default | state | what it does |"
         yield "|---|---|---|---|---|"

@@ -29,6 +29,14 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
         return _by_omegaconf(tree)
 
 
+def value_in(default: Any, tree: dict[str, Any]) -> Any:
+    """What a default comes to beside the values of a resolved tree."""
+    try:
+        return _walk(default, tree)
+    except _NotPlain:
+        return default
+
+
 def _walk(node: Any, tree: dict[str, Any]) -> Any:
     if isinstance(node, dict):
         return {name: _walk(value, tree) for name, value in node.items()}

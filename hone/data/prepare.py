@@ -227,9 +227,7 @@ def own_options(recipe: Recipe, builder: Callable[..., Any]) -> dict[str, inspec
 def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentParser:
     """The options of `hone data prepare NAME` and of examples/data_preprocess/NAME.py."""
     recipe = find_recipe(name)
-    parser = argparse.ArgumentParser(
-        prog=program, description=f"Prepare {name}: {recipe.summary}."
-    )
+    parser = argparse.ArgumentParser(prog=program, description=f"Prepare {name}: {recipe.summary}.")
     parser.add_argument(
         "--local_dir",
         "--local_save_dir",

@@ -98,7 +98,7 @@ def resolve_model_path(path: str) -> str:
         if sealed and (problem := _damage_around(folder)) is not None:
             raise ModelNotFound(f"{folder} lies in a damaged checkpoint: {problem}", str(path))
         return str(folder)
-    problems = []
+    problems: list[str] = []
     for candidate in _exports(folder):
         problem = _damage_around(candidate)
         if problem is None:

@@ -37,9 +37,8 @@ class Parts:
         self._others = f"{glob.escape(output.stem)}.*{PARTS_SUFFIX}"
         self._file = self.folder / f"rank_{rank}.jsonl"
 
-    def open(self) -> None:
-        """Make the folder, or keep what an interrupted run of the same job left in it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def name_others(self) -> None:
+        """Say what unfinished runs of other jobs left beside the output."""
         for other in sorted(self.folder.parent.glob(self._others)):
             if other != self.folder:
                 log.warning(
@@ -62,6 +61,7 @@ class Parts:
 
     def append(self, row: int, columns: Row) -> None:
         line = json.dumps({"row": row, "columns": columns}) + "\n"
+        self.folder.mkdir(parents=True, exist_ok=True)  # not before there is something to keep
         with self._file.open("a", encoding="utf-8") as stream:
             if stream.tell() and not _ends_whole(self._file):
                 stream.write("\n")

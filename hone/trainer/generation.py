@@ -89,7 +89,7 @@ class Generation:
         if self.output.exists():
             self._say(f"{self.output} is not from this job; it will be replaced (data.overwrite)")
         if self.ranks.is_first:
-            self.parts.open()
+            self.parts.name_others()
         self.ranks.wait_for_all()
         done = self.parts.finished()
         self.ranks.wait_for_all()  # all have read before anyone writes: they share out one list

@@ -39,8 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from hone.trainer.benchmarks import NAMES
+
     parser = argparse.ArgumentParser(
         prog="hone eval",
+        usage="hone eval key=value … | hone eval --model DIR --bench NAME --data DIR [--out DIR] "
+        "[key=value …]",
         allow_abbrev=False,
         description="Score a file of responses (key=value overrides of the evaluation tree), or "
         "generate and score a benchmark. With --bench, overrides of trainer, data, model and "
@@ -49,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="model folder or training checkpoint")
     parser.add_argument(
-        "--bench", action="append", default=[], metavar="NAME", help="benchmark; may be repeated"
+        "--bench",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"benchmark, may be repeated: {', '.join(NAMES)}",
     )
     parser.add_argument("--data", metavar="DIR", help="folder with the benchmarks' files")
     parser.add_argument("--out", metavar="DIR", default="eval", help="folder to write to")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hone.config import PPOTrainerConfig
 from hone.trainer.command_line import announce, composed_of, finish
@@ -18,17 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> None:
     """Train as configured, in this process or on Ray; `origins` say where values came from."""
-    from hone.models.external import import_external
-    from hone.models.load import load_tokenizer
+    from hone.models.from_config import build_tokenizer
     from hone.trainer.ppo.trainer import PPOTrainer
 
     model = config.actor_rollout_ref.model
-    import_external(model.external_lib)
-    tokenizer = load_tokenizer(
-        model.tokenizer_path or model.path, trust_remote_code=config.data.trust_remote_code
-    )
-    if model.custom_chat_template:
-        tokenizer.chat_template = model.custom_chat_template
+    tokenizer = build_tokenizer(replace(model, trust_remote_code=config.data.trust_remote_code))
     trainer = PPOTrainer(config, tokenizer)
     trainer.init_workers()
     try:

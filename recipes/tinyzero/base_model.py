@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import string
 import sys
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from hone.data.preprocess.countdown import TEMPLATES
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.models.writing import whole_folder
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SIGNS = (" + ", " - ", " * ", " / ", " = ", ", yes\n", ", no\n")
@@ -66,9 +66,8 @@ def main() -> None:
         seed=chosen.seed,
     )
     # `reproduce.sh` takes a folder that is there for whole, so it appears when it is.
-    temporary = chosen.out.with_name(f".{chosen.out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    save_pretrained(lm, tokenizer, temporary).rename(chosen.out)
+    with whole_folder(chosen.out) as temporary:
+        save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())
     sys.stdout.write(f"{chosen.out}: {count:,} parameters, {len(tokenizer)} tokens\n")
 

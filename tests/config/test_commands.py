@@ -88,6 +88,42 @@ def test_explain_knows_blocks_old_names_and_absent_keys(key: str, piece: str) ->
     assert piece in explain(key)
 
 
+def test_explain_tells_every_tree_that_has_the_key_with_its_default_there() -> None:
+    text = explain("data.prompt_key")
+    assert lines_with(text, "default") == [
+        *("default  prompt", "default  question", "default  prompt"),
+    ]
+    trees = ("ppo_trainer, generation", "sft_trainer", "evaluation")  # without effect in the last
+    assert lines_with(text, "tree") == [f"tree     {names}" for names in trees]
+    (only,) = lines_with(explain("data.prompt_key", "sft_trainer"), "default")
+    assert only == "default  question"
+
+
+def test_a_block_is_explained_in_each_tree_too() -> None:
+    text = explain("checkpoint") + explain("data")
+    for tree in ("ppo_trainer", "sft_trainer", "generation", "evaluation"):
+        assert f"data: a block of {tree}" in text
+    assert explain("data", "evaluation").startswith("data: a block of evaluation\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "tree", "sentence"),
+    [
+        ("actor.lr", None, r"Did you mean 'actor_rollout_ref\.actor\.optim\.lr'\?"),
+        ("optim.lr_warmup", None, "Did you mean"),
+        ("critic.lr", None, r"Did you mean 'critic\.optim\.lr'\?"),
+        ("actor.fsdp_config.lr", None, r"no key 'actor\.fsdp_config\.lr'\."),
+        ("actor_rollout_ref.path", None, r"one of actor_rollout_ref\.model\.path, "),
+        ("algorithm.gamma", "sft_trainer", r"no key 'algorithm\.gamma' in sft_trainer"),
+    ],
+)
+def test_a_partial_key_proposes_the_keys_that_hold_its_parts(
+    key: str, tree: str | None, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        explain(key, tree)
+
+
 def test_explain_offers_the_nearest_key() -> None:
     with pytest.raises(
         ConfigError, match=r"no key 'algorithm\.adv_estmator'\. Did you mean 'algorithm.adv_est"
@@ -103,10 +139,36 @@ def test_every_key_can_be_explained() -> None:
 
 def test_check_accepts_a_good_file_and_lists_its_notes(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("trainer: {seed: 2}\nactor_rollout_ref: {rollout: {mode: async}}\n")
+    file.write_text("trainer: {seed: 2}\nactor_rollout_ref: {rollout: {load_format: dummy}}\n")
     code, text = check(file)
     assert code == 0
     assert text.startswith(f"{file}: fine, a ppo_trainer config that sets 2 keys\n- ")
+
+
+@pytest.mark.parametrize(
+    ("tree", "changed", "notes"),
+    [
+        ("ppo_trainer", ["data.max_prompt_length=77", "data.train_batch_size=8"], 0),
+        ("ppo_trainer", ["critic.optim.lr=2e-6", "algorithm.adv_estimator=grpo"], 1),
+        ("sft_trainer", ["data.pad_mode=right", "data.max_length=12"], 1),
+        ("generation", ["data.n_samples=3"], 0),
+    ],
+)
+def test_check_says_nothing_of_the_defaults_that_a_saved_config_writes_out(
+    tmp_path: Path, tree: str, changed: list[str], notes: int
+) -> None:
+    file = tmp_path / "config.yaml"
+    config = config_to_dict(load_config(changed, config_name=tree))
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    code, text = check(file)
+    assert code == 0
+    assert f"fine, a {tree} config" in text
+    assert len(text.splitlines()) == 1 + notes
+
+
+def test_a_neutral_default_is_still_answered_where_the_command_line_names_it() -> None:
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    assert f"#   {key}=1: " in show([f"{key}=1"])
 
 
 def test_check_reports_every_problem(tmp_path: Path) -> None:

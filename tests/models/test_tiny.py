@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from transformers import AutoTokenizer
 
 from hone.models.load import UnsupportedModel, load_tokenizer

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from hone.config import load_config
 from hone.config.engine import FSDPConfig
@@ -17,6 +18,7 @@ from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import load_causal_lm
 from hone.models.policy import ValueModel
+from hone.models.tiny import character_tokenizer
 from hone.tracking.manifest import MANIFEST, seal
 from hone.trainer import main_sft
 from hone.trainer.export import ExportError, export, find_model_folder
@@ -75,7 +77,9 @@ def without(run: Path, target: Path, *parts: str) -> Path:
 def test_an_export_in_the_checkpoint_is_copied(plain: Path, tmp_path: Path) -> None:
     out = export(plain, tmp_path / "out")
     assert same(out, plain / "global_step_2" / "huggingface")
-    assert (out / "tokenizer.json").is_file()
+    plain_transformers = AutoTokenizer.from_pretrained(out)
+    text = "1+1=\n\n 2"
+    assert plain_transformers.encode(text) == character_tokenizer().encode(text)
 
 
 def test_shards_alone_give_the_same_model(plain: Path, tmp_path: Path) -> None:

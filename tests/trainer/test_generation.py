@@ -119,7 +119,6 @@ def test_parts_of_another_job_are_left_alone_and_named(
     settings: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = generation(settings)
-    first.parts.open()
     first.parts.append(0, {"responses": ["stale"]})
     other = generation([*settings, "rollout.temperature=0.5"])
     rows = read(other.run())
@@ -130,7 +129,6 @@ def test_parts_of_another_job_are_left_alone_and_named(
 
 def test_another_kind_of_output_keeps_the_work(settings: list[str], tmp_path: Path) -> None:
     first = generation(settings)
-    first.parts.open()
     first.parts.append(0, {"responses": ["kept"]})
     generation([*settings, f"data.output_path={tmp_path / 'out.jsonl'}"]).run()
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
@@ -251,7 +249,6 @@ def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]
             """The ranks of this test take turns."""
 
     second = generation(settings, Together(rank=1, world_size=2))
-    generation(settings).parts.open()
     second.run()
     assert sorted(second.parts.finished()) == [1, 3, 5]
     # With rank 1's rows done, rank 0 of another size finishes the rest.
@@ -344,6 +341,7 @@ def test_a_prompt_too_long_for_the_model_names_the_row_and_the_keys(
     )
     with pytest.raises(GenerationError, match=sentence):
         generation(wide).run()
+    assert not list(tmp_path.glob("*.parts"))
     whole = read(generation([*wide, "rollout.max_model_len=256", "rollout.ignore_eos=true"]).run())
     assert [row["response_lengths"] for row in whole] == [[100], [56], [100]]
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "1" * 256}])

@@ -229,7 +229,7 @@ def test_skipped_rows_are_told_and_only_the_first_rank_tells_or_shows_progress(
     run = SFTRun(config_of(settings, tmp_path / "run", *own), Ranks())
     run.validate()
     assert shown == ["encode train rows", "encode validation rows", "validate"]
-    assert "left out 1 bad train rows" in caplog.text
+    assert "left out 1 bad train rows (too long: 1), such as:" in caplog.text
     shown.clear()
     caplog.clear()
     run.ranks = Ranks(rank=1, world_size=2)

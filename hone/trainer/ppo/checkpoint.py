@@ -10,7 +10,6 @@ import errno
 import json
 import logging
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +17,12 @@ from typing import Any
 
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.console import screen
+from hone.tracking.manifest import MANIFEST, damage, seal
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 _UNFINISHED = ".tmp"
-_BLOCK = 1 << 20
 
 
 class CheckpointError(RuntimeError):
@@ -39,8 +37,7 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
-        atomic_write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        seal(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
@@ -137,21 +134,6 @@ def at_path(path: str | None) -> tuple[int, Path]:
     return int(folder.name.removeprefix("global_step_")), folder
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return f"its manifest cannot be read: {error}"
-    for name, expected in manifest.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if _fingerprint(file) != expected:
-            return f"{name} is not what was written"
-    return None
-
-
 def prune(run: RunFolder, keep: int | None) -> None:
     """Delete the oldest checkpoints beyond `keep`, also those of earlier processes."""
     if keep is None or keep < 1:
@@ -202,16 +184,3 @@ def _disk_full(run: RunFolder, step: int) -> str:
         "trainer.max_actor_ckpt_to_keep (or leave hf_model out of "
         "actor_rollout_ref.actor.checkpoint.save_contents), and start the same command again: it resumes"
     )
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-
-
-def _fingerprint(file: Path) -> list[int]:
-    """Size and checksum: enough against truncation and bit rot, cheap to make."""
-    checksum = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
-    return [file.stat().st_size, checksum]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hone.tracking.manifest import damage
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.checkpoint import CheckpointError
 
@@ -192,7 +193,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         run = train(*FOUR)
     assert any("global_step_2 is damaged" in r.getMessage() for r in caplog.records)
     assert run.numbers == whole.numbers
-    assert checkpoint.damage(run.checkpoint(2)) is None  # written again
+    assert damage(run.checkpoint(2)) is None  # written again
 
 
 def test_without_any_sound_checkpoint_the_run_starts_again(train: Callable[..., Run]) -> None:
@@ -220,7 +221,7 @@ def test_a_damaged_checkpoint_takes_no_place_among_the_kept(train: Callable[...,
         "trainer.save_freq=-1", "trainer.total_training_steps=3", "trainer.max_actor_ckpt_to_keep=1"
     )
     assert [n for n in run.checkpoints() if not n.endswith(".earlier")] == ["global_step_3"]
-    assert checkpoint.damage(run.checkpoint(3)) is None
+    assert damage(run.checkpoint(3)) is None
 
 
 def test_disable_starts_anew_and_forgets_the_run_before(

@@ -1,0 +1,71 @@
+"""The seal of a checkpoint folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone.tracking.manifest import MANIFEST, checkpoint_of, damage, seal
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    folder = tmp_path / "global_step_3"
+    (folder / "actor" / "huggingface").mkdir(parents=True)
+    (folder / "actor" / "huggingface" / "weights").write_bytes(b"weights")
+    (folder / "actor" / "shard").write_bytes(b"shard")
+    seal(folder)
+    return folder
+
+
+def test_a_sealed_folder_is_sound_and_can_be_sealed_again(step: Path) -> None:
+    assert damage(step) is None
+    seal(step)
+    assert damage(step) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"weight", "actor/huggingface/weights is not what was written"),
+        (b"weighty", "actor/huggingface/weights is not what was written"),
+        (None, "actor/huggingface/weights is missing"),
+    ],
+)
+def test_a_file_that_is_not_the_one_written_is_named(
+    step: Path, content: bytes | None, problem: str
+) -> None:
+    file = step / "actor" / "huggingface" / "weights"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    assert damage(step) == problem
+    assert damage(step, step / "actor" / "huggingface") == problem
+
+
+def test_only_the_part_asked_for_is_looked_at(step: Path) -> None:
+    (step / "actor" / "shard").unlink()
+    assert damage(step, step / "actor" / "huggingface") is None
+    assert damage(step, step / "actor") == "actor/shard is missing"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", None])
+def test_without_a_readable_manifest_nothing_is_sound(step: Path, text: str | None) -> None:
+    if text is None:
+        (step / MANIFEST).unlink()
+    else:
+        (step / MANIFEST).write_text(text)
+    assert "manifest" in str(damage(step))
+
+
+def test_the_checkpoint_is_found_from_what_lies_in_it(
+    step: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for inside in ("", "actor", "actor/huggingface"):
+        assert checkpoint_of(step / inside) == step
+    monkeypatch.chdir(step / "actor")
+    assert checkpoint_of(Path()) == step
+    assert checkpoint_of(step.parent) is None
+    assert checkpoint_of(step.parent / "global_step_3.earlier") is None

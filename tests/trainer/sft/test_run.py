@@ -1,0 +1,143 @@
+"""What `hone sft` says and refuses when it is started again, and what its models learn to end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.config import load_config
+from hone.data.rows import DataError
+from hone.models.load import load_causal_lm
+from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.tracking import read_metrics
+from hone.trainer import main_sft
+from hone.trainer.command_line import finish
+from hone.trainer.ranks import Ranks
+from hone.trainer.sft.run import SFTRun
+
+from ..around_fixtures import sums, tiny_model, write_jsonl
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model: Path) -> list[str]:
+    return [
+        f"data.train_files={write_jsonl(tmp_path / 'train.jsonl', sums(20))}",
+        f"model.path={model}",
+        "data.train_batch_size=4",
+        "optim.lr=1e-2",
+        "trainer.total_training_steps=1",
+        "trainer.logger=[jsonl]",
+    ]
+
+
+@pytest.fixture
+def train(settings: list[str], tmp_path: Path) -> Run:
+    def go(name: str, *overrides: str) -> Path:
+        main_sft.run(config_of(settings, tmp_path / name, *overrides))
+        return tmp_path / name
+
+    return go
+
+
+def config_of(settings: list[str], folder: Path, *overrides: str) -> Any:
+    own = f"trainer.default_local_dir={folder}"
+    return load_config([*settings, own, *overrides], config_name="sft_trainer")
+
+
+def test_other_data_cannot_resume_and_the_folder_to_change_is_named(
+    train: Run, tmp_path: Path
+) -> None:
+    train("run")
+    write_jsonl(tmp_path / "train.jsonl", [*sums(19), {"question": "8+8=", "answer": "17"}])
+    with pytest.raises(DataError, match=r"the data differ.*global_step_1.*default_local_dir"):
+        train("run", "trainer.total_training_steps=2")
+    write_jsonl(tmp_path / "train.jsonl", sums(19))
+    with pytest.raises(DataError, match=r"number of rows 20, .* 19; .*default_local_dir"):
+        train("run")
+
+
+def test_data_that_give_no_fingerprint_are_not_compared(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.data.sft.SFTDataset.fingerprint", None)
+    train("run")
+    write_jsonl(tmp_path / "train.jsonl", [*sums(19), {"question": "8+8=", "answer": "17"}])
+    monkeypatch.undo()
+    assert len(read_metrics(train("run", "trainer.total_training_steps=2"))) == 2
+
+
+def test_a_run_says_where_its_model_lies_and_a_finished_one_that_nothing_is_left(
+    train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = "trainer.logger=[console,jsonl]"
+    folder = train("run", console)
+    assert f"done at step 1: the model is in {folder / 'global_step_1'}" in capsys.readouterr().out
+    files = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    train("run", console, "optim.lr=1e-3")
+    told = capsys.readouterr().out
+    assert "already at step 1 of 1: nothing to do" in told
+    assert "needs another trainer.default_local_dir" in told
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == files
+    train("run", "trainer.total_training_steps=2")
+    told = capsys.readouterr().out
+    assert told == f"resumed from {folder / 'global_step_1'}\n"
+
+
+def test_a_run_that_names_another_model_than_it_began_with_is_told(
+    train: Run, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("run")
+    other = tiny_model(tmp_path / "other", seed=1)
+    train("run", f"model.path={other}")
+    told = capsys.readouterr().out
+    assert f"go back to model.path={model}, not to {other}" in told
+    assert "set another trainer.default_local_dir" in told
+
+
+def test_only_the_first_rank_tells_of_a_resume(
+    train: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = train("run")
+    run = SFTRun(config_of(settings, folder), Ranks())
+    run.ranks = Ranks(rank=1, world_size=2)
+    monkeypatch.setattr(Ranks, "wait_for_all", lambda self: None)
+    run.fit()
+    assert run.trainer.step_number == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_that_was_not_named_is_asked_for_by_its_key(
+    settings: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/nowhere")
+    unnamed = [setting for setting in settings if not setting.startswith("model.path=")]
+    assert finish(lambda: main_sft.main(unnamed)) == 2
+    assert "model.path=~/models/deepseek-llm-7b-chat: " in capsys.readouterr().err
+
+
+def test_conversations_under_a_template_without_an_end_token_teach_the_model_to_stop(
+    train: Run, tmp_path: Path
+) -> None:
+    tokenizer = character_tokenizer()
+    assert tokenizer.eos_token not in str(tokenizer.chat_template)
+    fresh = tiny_lm(len(tokenizer), hidden=16, layers=1, heads=2, kv_heads=1, mlp=32)
+    save_pretrained(fresh, tokenizer, tmp_path / "fresh")
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "1"}] * 2
+    file = write_jsonl(tmp_path / "turns.jsonl", [{"messages": talk}] * 4)
+    data = [f"data.train_files={file}", f"model.path={tmp_path / 'fresh'}"]
+    folder = train("run", *data, "trainer.total_training_steps=40")
+    lm: Any = load_causal_lm(str(folder), dtype=torch.float32)
+    prompt = torch.tensor([tokenizer.encode("u:?\na:", add_special_tokens=False)])
+    written = lm.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(written) == "1</s>"
