@@ -26,16 +26,18 @@ def encode_conversation(
 ) -> Encoded:
     """What the assistant wrote, with the token that ends its turn, is learnt; all else is shown.
 
+    An end token that the template lacks is put where it belongs (`_Template.missing_end`).
     A template that rewrites earlier turns (drops their thinking, say) makes the turns differ from
     the whole; that is an error unless `ignore_mismatch`, which then joins the turns as written.
     """
     template = _Template(messages, tokenizer, tools, template_kwargs)
+    rendered: list[int] = []
     ids: list[int] = []
     mask: list[int] = []
     between: list[int] = []
     for start, stop in _stretches(messages):
         context, turns = list(messages[:start]), list(messages[start:stop])
-        stretch = template.continued(ids, context, turns)
+        stretch = template.continued(rendered, context, turns)
         if stretch is None:
             if not ignore_mismatch:
                 raise PromptError(
@@ -45,8 +47,14 @@ def encode_conversation(
                     " written"
                 )
             stretch = template.by_itself(context, turns)
-        ids += stretch.ids
-        mask += [0] * (len(stretch.ids) - stretch.learnt) + [1] * stretch.learnt
+        rendered += stretch.ids
+        end: list[int] = []
+        if turns[-1]["role"] == "assistant":
+            end = template.missing_end(
+                is_last=all(m["role"] != "assistant" for m in messages[stop:])
+            )
+        ids += stretch.ids + end
+        mask += [0] * (len(stretch.ids) - stretch.learnt) + [1] * (stretch.learnt + len(end))
         between = stretch.between
     return ids + between, mask + [0] * len(between)
 
@@ -91,6 +99,19 @@ class _Template:
         if "assistant" in roles:
             before_first = messages[: roles.index("assistant")]
             self._ending, self._between = self._closing(before_first)
+
+    def missing_end(self, *, is_last: bool) -> list[int]:
+        """The tokenizer's end token, where the template ends the assistant's turn without it.
+
+        A turn that the template closes with nothing gets it each time: asked for any turn, the
+        model must stop. One that closes with words, or a token that is not the end, gets it after
+        the last alone, so that earlier turns stay as generation will show them: as nothing else is
+        ever learnt to follow that closing, the end follows it everywhere.
+        """
+        eos = self._tokenizer.eos_token_id
+        if eos is None or eos in self._ending:
+            return []
+        return [int(eos)] if is_last or not self._ending else []
 
     def continued(
         self, before: list[int], context: list[Message], turns: list[Message]
@@ -159,10 +180,12 @@ class _Template:
                 " (data.chat_template)"
             )
         closing = one[len(one) - _shared_end(one, other) :]
-        ends = [at + 1 for at, token in enumerate(closing) if token == self._tokenizer.eos_token_id]
-        if not ends:  # another token or plain words; white space only where there is nothing else
+        eos = self._tokenizer.eos_token_id
+        ends = [at + 1 for at, token in enumerate(closing) if token == eos]
+        if not ends:  # another token or plain words
             ends = [at + 1 for at, token in enumerate(closing) if self._is_word(token)]
-        end = ends[-1] if ends else len(closing)
+        # White space ends a turn only where nothing else can.
+        end = ends[-1] if ends else len(closing) if eos is None else 0
         return closing[:end], closing[end:]
 
     def _is_word(self, token: int) -> bool:

@@ -6,6 +6,7 @@ Leaves out conversations (conversation.py), and padding: rows are lists, the eng
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -16,7 +17,14 @@ from typing import Any, NamedTuple
 
 from hone.config.sft import SFTDataConfig
 from hone.data.conversation import Encoded, encode_conversation
-from hone.data.prompts import PromptError, as_messages, render_prompt, truncate, without_nulls
+from hone.data.prompts import (
+    Message,
+    PromptError,
+    as_messages,
+    render_prompt,
+    truncate,
+    without_nulls,
+)
 from hone.data.rows import BadRows, DataError, Row, read_rows
 
 THREADS = 4
@@ -24,6 +32,16 @@ THREADS = 4
 BLOCK_ROWS = 256
 KEPT_TOKENS = 100_000_000
 """Encoded rows kept in memory, at 5 bytes a token; those beyond are encoded again at their turn."""
+ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
+"""Who may speak: what chat templates know. Any other is a misspelling whose turn nobody would learn."""
+
+
+class Unlearnable(PromptError):
+    """A row that can be rendered, but not be trained on; `reason` is what it is counted under."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def encode_single_turn(
@@ -108,8 +126,8 @@ class SFTDataset:
                 block = self.positions[start : start + BLOCK_ROWS]
                 for position, outcome in zip(block, threads.map(self._tried, block), strict=True):
                     if isinstance(outcome, PromptError):
-                        where = self.where(position)
-                        self.bad_rows.report("cannot be learnt from", f"{where}: {outcome}")
+                        reason = getattr(outcome, "reason", "cannot be rendered")
+                        self.bad_rows.report(reason, f"{self.where(position)}: {outcome}")
                         continue
                     good.append(position)
                     self._keep(position, outcome)
@@ -121,6 +139,14 @@ class SFTDataset:
         """(data set name, row number), for the loader's uid."""
         position = self.positions[index]
         return self._rows.key(position) if hasattr(self._rows, "key") else ("rows", position)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Names the files' content and which of their rows are used; None for rows in memory."""
+        if not hasattr(self._rows, "fingerprint"):
+            return None
+        used = array("q", self.positions).tobytes()
+        return hashlib.blake2b(self._rows.fingerprint.encode() + used, digest_size=16).hexdigest()
 
     def where(self, position: int) -> str:
         return self._rows.where(position) if hasattr(self._rows, "where") else f"row {position}"
@@ -140,7 +166,7 @@ class SFTDataset:
         try:
             prompt = looked_up(row, self.config.prompt_key, self.config.prompt_dict_keys)
             response = looked_up(row, self.config.response_key, self.config.response_dict_keys)
-            as_messages(prompt)
+            refuse_unknown_roles(as_messages(prompt))
         except PromptError as error:
             return str(error)
         if not isinstance(response, str):
@@ -155,7 +181,7 @@ class SFTDataset:
             if problem is None:
                 usable.append(position)
             else:
-                self.bad_rows.report("bad row", f"{self.where(position)}: {problem}")
+                self.bad_rows.report("not in the schema", f"{self.where(position)}: {problem}")
         return self._some(usable)
 
     def _some(self, positions: list[int]) -> list[int]:
@@ -187,14 +213,18 @@ class SFTDataset:
 
     def _cut(self, ids: list[int], mask: list[int]) -> dict[str, list[int]]:
         if len(ids) > self.config.max_length and self.config.truncation == "error":
-            raise PromptError(
+            raise Unlearnable(
+                "too long",
                 f"the row has {len(ids)} tokens, data.max_length={self.config.max_length}; raise"
-                " it, or set data.truncation=left|right"
+                " it, or set data.truncation=left|right",
             )
         length, how = self.config.max_length, self.config.truncation
         ids, mask = truncate(ids, length, how), truncate(mask, length, how)
         if 1 not in mask[1:]:  # the first token has nothing before it to be predicted from
-            raise PromptError(f"nothing to learn is left within data.max_length={length} tokens")
+            raise Unlearnable(
+                "nothing to learn",
+                f"nothing to learn is left within data.max_length={length} tokens",
+            )
         return {"input_ids": ids, "loss_mask": mask}
 
 
@@ -218,6 +248,7 @@ class MultiTurnSFTDataset(SFTDataset):
         key = self.config.multiturn.messages_key
         try:
             messages = as_messages(row.get(key))
+            refuse_unknown_roles(messages)
         except PromptError as error:
             return f"column {key!r}: {error}"
         if not any(message["role"] == "assistant" for message in messages):
@@ -244,6 +275,16 @@ class MultiTurnSFTDataset(SFTDataset):
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise PromptError(f"column {key!r} holds a list of tool schemas, got {tools!r:.100}")
         return tools
+
+
+def refuse_unknown_roles(messages: Sequence[Message]) -> None:
+    """A role that no template knows is a bad row."""
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise PromptError(
+                f"message {number} has role {message['role']!r}, which no chat template knows; use"
+                f" one of {', '.join(ROLES)} (what the assistant says is learnt)"
+            )
 
 
 def looked_up(row: Row, key: str, dict_keys: Sequence[str] | None) -> Any:

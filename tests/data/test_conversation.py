@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from hone.data.conversation import encode_conversation
 from hone.data.prompts import PromptError
+from hone.data.sft import encode_single_turn
 
 LOOP = "{% for m in messages %}"
 OPEN = "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
@@ -155,18 +157,18 @@ def test_a_system_prompt_alone_need_not_be_renderable(tokenizer: Any) -> None:
 def test_an_end_token_inside_the_text_does_not_end_the_turn(tokenizer: Any) -> None:
     messages = said("u:q", "a:x<|im_end|>y")
     assert learnt(tokenizer, messages) == "x<|im_end|>y<|im_end|>"
-    assert (
-        marked(tokenizer, messages, OTHER_END) == "[user]q<pad>\n[assistant]«x<|im_end|>y<pad>»\n"
+    assert marked(tokenizer, messages, OTHER_END) == (
+        "[user]q<pad>\n[assistant]«x<|im_end|>y<pad><|im_end|>»\n"
     )
 
 
 def test_what_follows_the_end_of_a_turn_is_not_learnt(tokenizer: Any) -> None:
     turns = said("u:q", "a:x", "u:r", "a:y\n")
     assert marked(tokenizer, turns, WORD_END) == (
-        "[user]q END\n[assistant]«x END»\n[user]r END\n[assistant]«y\n END»\n"
+        "[user]q END\n[assistant]«x END»\n[user]r END\n[assistant]«y\n END<|im_end|>»\n"
     )
     assert marked(tokenizer, turns, OTHER_END) == (
-        "[user]q<pad>\n[assistant]«x<pad>»\n[user]r<pad>\n[assistant]«y\n<pad>»\n"
+        "[user]q<pad>\n[assistant]«x<pad>»\n[user]r<pad>\n[assistant]«y\n<pad><|im_end|>»\n"
     )
 
 
@@ -177,8 +179,41 @@ def test_words_that_follow_the_end_token_are_not_learnt(tokenizer: Any) -> None:
     )
 
 
-def test_white_space_is_learnt_where_nothing_else_ends_the_turn(tokenizer: Any) -> None:
-    assert marked(tokenizer, said("u:q", "a:x"), NEWLINE_END) == "[user]q\n[assistant]«x\n»"
+def test_a_template_that_closes_turns_with_nothing_gets_the_end_token_at_each(
+    tokenizer: Any,
+) -> None:
+    messages = said("u:q", "a:x", "t:1", "a:", "u:bye")
+    assert marked(tokenizer, messages, NEWLINE_END) == (
+        "[user]q\n[assistant]«x<|im_end|>»\n[tool]1\n[assistant]«<|im_end|>»\n[user]bye\n"
+    )
+    run_on = NEWLINE_END.replace("\n", "")
+    assert marked(tokenizer, messages, run_on) == (
+        "[user]q[assistant]«x<|im_end|>»[tool]1[assistant]«<|im_end|>»[user]bye"
+    )
+
+
+def test_one_question_and_answer_as_messages_are_learnt_as_in_two_columns(tokenizer: Any) -> None:
+    kwargs = {"chat_template": NEWLINE_END}
+    ids, mask = encode_conversation(said("u:q", "a:x"), tokenizer, template_kwargs=kwargs)
+    alike, alike_mask = encode_single_turn("q", "x", tokenizer, "chat", kwargs)
+    assert (ids[:-1], mask[:-1]) == (alike, alike_mask)
+    assert (tokenizer.decode(ids[-1:]), mask[-1]) == ("\n", 0)
+
+
+def test_an_end_token_the_template_lacks_is_put_in_also_where_turns_are_joined_as_written(
+    tokenizer: Any,
+) -> None:
+    endless = THINKING.replace("<|im_end|>", "")
+    messages = said("u:q", "a:x", "u:r", "a:y")
+    assert marked(tokenizer, messages, endless, ignore_mismatch=True) == (
+        "[user]q\n[assistant]«{think}x<|im_end|>»\n[user]r\n[assistant]«{think}y<|im_end|>»\n"
+    )
+
+
+def test_white_space_is_learnt_where_nothing_else_can_end_the_turn(tokenizer: Any) -> None:
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    assert marked(endless, said("u:q", "a:x"), NEWLINE_END) == "[user]q\n[assistant]«x\n»"
 
 
 def test_an_end_token_at_the_very_end_is_learnt_with_what_leads_to_it(tokenizer: Any) -> None:

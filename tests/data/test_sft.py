@@ -140,6 +140,45 @@ def test_a_conversation_without_an_assistant_turn_is_a_bad_row(tokenizer: Any) -
         MultiTurnSFTDataset(None, tokenizer, settings_of(), rows=rows)
 
 
+@pytest.mark.parametrize("column", ["messages", "question"])
+def test_a_role_that_no_template_knows_is_a_bad_row(tokenizer: Any, column: str) -> None:
+    kind = MultiTurnSFTDataset if column == "messages" else SFTDataset
+    good = {column: TALK, "answer": "b"}
+    bad = {column: [*TALK, {"role": "bot", "content": "c"}, TALK[1]], "answer": "b"}
+    with pytest.raises(DataError, match=r"row 1: .*message 2 has role 'bot'.*system, user, assist"):
+        kind(None, tokenizer, settings_of(), rows=[good, bad])
+    data = kind(None, tokenizer, settings_of(on_bad_row="skip"), rows=[bad, good])
+    assert (data.positions, data.bad_rows.counts) == ([1], {"not in the schema": 1})
+
+
+def test_bad_rows_are_counted_by_reason(tokenizer: Any) -> None:
+    good = {"question": "a", "answer": "b"}
+    rows = [good, {"question": "a"}, {**good, "answer": "b" * 9}, {**good, "question": "\ud800"}]
+    settings = settings_of(prompt_format="raw", max_length=8, on_bad_row="skip")
+    data = SFTDataset(None, tokenizer, settings, rows=rows)
+    data.encode_all()
+    assert data.bad_rows.counts == {
+        "not in the schema": 1,
+        "too long": 1,
+        "cannot be rendered": 1,
+    }
+
+
+def test_the_fingerprint_names_the_content_and_the_rows_that_are_used(
+    tokenizer: Any, write_jsonl: Callable[..., str]
+) -> None:
+    rows = [{"question": str(i), "answer": "a"} for i in range(4)]
+
+    def name(rows: list[dict[str, Any]], file: str, max_samples: int = -1) -> str | None:
+        settings = settings_of(shuffle=False)
+        return SFTDataset(write_jsonl(rows, file), tokenizer, settings, max_samples).fingerprint
+
+    whole = name(rows, "one.jsonl")
+    assert whole == name(rows, "copy.jsonl")
+    assert len({whole, name([*rows[:3], rows[0]], "b.jsonl"), name(rows, "one.jsonl", 3)}) == 3
+    assert SFTDataset(None, tokenizer, settings_of(), rows=rows).fingerprint is None
+
+
 def test_a_row_whose_response_is_cut_away_is_named(tokenizer: Any) -> None:
     settings = settings_of(prompt_format="raw", max_length=3, truncation="right")
     data = SFTDataset(None, tokenizer, settings, rows=[{"question": "123", "answer": "4"}])

@@ -72,7 +72,8 @@ class RowOrder:
             if state[name] != now[name]:
                 raise DataError(
                     f"the checkpoint was made with {meaning} {state[name]}, this run has "
-                    f"{now[name]}; restore it, or start anew with trainer.resume_mode=disable"
+                    f"{now[name]}; restore it, or set another trainer.default_local_dir for a run of "
+                    "its own (trainer.resume_mode=disable starts anew in this one)"
                 )
         self._start()
         for _ in range(state["epoch"]):  # permutations follow each other: draw them again

@@ -16,6 +16,7 @@ from hone.config import config_to_dict, replace
 from hone.config.sft import SFTConfig, SFTDataConfig
 from hone.controller.threads import fix_threads, thread_count
 from hone.data.create import create_sft_dataset
+from hone.data.rows import DataError
 from hone.data.sft import SFTDataset
 from hone.engine.build import build_engine, export_hf
 from hone.engine.microbatch import MicroBatchRule
@@ -23,6 +24,7 @@ from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.tracking import RunFolder, Tracking, progress
+from hone.tracking.console import screen
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
@@ -72,8 +74,10 @@ class SFTRun:
         with self._progress(f"encode {what}", len(rows)) as advance:
             rows.encode_all(advance)
         if self.ranks.is_first and rows.bad_rows.total:
-            example = rows.bad_rows.examples[0]
-            log.warning("left out %d bad %s, such as: %s", rows.bad_rows.total, what, example)
+            bad = rows.bad_rows
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad.counts.items()))
+            example = bad.examples[0]
+            log.warning("left out %d bad %s (%s), such as: %s", bad.total, what, reasons, example)
         return rows
 
     @contextmanager
@@ -131,6 +135,8 @@ class SFTRun:
     def fit(self) -> None:
         """Train to the last step; resumes where an earlier process stopped."""
         self.resume()
+        if self.trainer.step_number >= self.total_steps:
+            return
         with GracefulStop() as stop, self._tracking() as tracking:
             while self.trainer.step_number < self.total_steps:
                 measured = self._timed_step() | self.validate_if_due()
@@ -142,6 +148,8 @@ class SFTRun:
                 if stopping:
                     stop.requested = True
                     stop.raise_if_requested(step)
+        if self.ranks.is_first and "console" in self.config.trainer.logger:
+            checkpoint.tell_result(self.folder, self.trainer.step_number)
 
     def _timed_step(self) -> Numbers:
         started = time.perf_counter()
@@ -202,7 +210,12 @@ class SFTRun:
                     self.trainer.engine, self.policy.lm, self.tokenizer, folder, self.ranks.rank
                 )
             if self.ranks.is_first:
-                state = {"step": step, "order": self.trainer.order.state_dict()}
+                state = {
+                    "step": step,
+                    "order": self.trainer.order.state_dict(),
+                    "data": self._data_fingerprint(),
+                    "model": self.config.model.path,
+                }
                 checkpoint.write_state(folder, state)
             self.ranks.wait_for_all()
         if self.ranks.is_first:
@@ -220,12 +233,41 @@ class SFTRun:
     def resume(self) -> None:
         """Load the newest sound checkpoint, and forget what was logged after it."""
         found = self._begin()
-        if found is not None:
-            step, folder = found
-            self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
-            self.trainer.order.load_state_dict(checkpoint.read_state(folder)["order"])
-            self.trainer.step_number = step
-            log.info("resumed from %s", folder)
+        if found is None:
+            return
+        step, folder = found
+        state = checkpoint.read_state(folder)
+        self.trainer.order.load_state_dict(state["order"])
+        self._refuse_other_data(state, folder)
+        self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
+        self.trainer.step_number = step
+        if self.ranks.is_first:
+            self._tell_resumed(folder, began_with=state.get("model", self.config.model.path))
+
+    def _data_fingerprint(self) -> str | None:
+        """None for a user's own class that names none: such data are not compared."""
+        return getattr(self.rows, "fingerprint", None)
+
+    def _refuse_other_data(self, state: Mapping[str, Any], folder: Path) -> None:
+        was, now = state.get("data"), self._data_fingerprint()
+        if was is not None and now is not None and was != now:
+            raise DataError(
+                f"the data differ from those that {folder} was trained on ({was[:8]} then, "
+                f"{now[:8]} now); restore data.train_files and the data.* settings, or set another "
+                "trainer.default_local_dir for a run of its own (trainer.resume_mode=disable starts "
+                "anew in this one)"
+            )
+
+    def _tell_resumed(self, folder: Path, began_with: str) -> None:
+        checkpoint.tell_resumed(folder, self.trainer.step_number, self.total_steps)
+        path = self.config.model.path
+        if path != began_with:
+            screen().line(
+                f"its weights go back to model.path={began_with}, not to {path}: to train that one, "
+                "set another trainer.default_local_dir"
+            )
+        elif self.trainer.step_number >= self.total_steps:
+            screen().line("a run with other settings needs another trainer.default_local_dir")
 
     def _begin(self) -> tuple[int, Path] | None:
         """Where to go on. The first rank clears the folder before the others look into it."""

@@ -11,7 +11,6 @@ import torch
 
 from hone.config import load_config
 from hone.data.rows import DataError
-from hone.models.load import load_causal_lm
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking import read_metrics
 from hone.trainer import main_sft
@@ -129,6 +128,8 @@ def test_a_model_that_was_not_named_is_asked_for_by_its_key(
 def test_conversations_under_a_template_without_an_end_token_teach_the_model_to_stop(
     train: Run, tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     tokenizer = character_tokenizer()
     assert tokenizer.eos_token not in str(tokenizer.chat_template)
     fresh = tiny_lm(len(tokenizer), hidden=16, layers=1, heads=2, kv_heads=1, mlp=32)
@@ -137,7 +138,8 @@ def test_conversations_under_a_template_without_an_end_token_teach_the_model_to_
     file = write_jsonl(tmp_path / "turns.jsonl", [{"messages": talk}] * 4)
     data = [f"data.train_files={file}", f"model.path={tmp_path / 'fresh'}"]
     folder = train("run", *data, "trainer.total_training_steps=40")
-    lm: Any = load_causal_lm(str(folder), dtype=torch.float32)
+    export = folder / "global_step_40" / "huggingface"
+    lm = AutoModelForCausalLM.from_pretrained(export, attn_implementation="eager")
     prompt = torch.tensor([tokenizer.encode("u:?\na:", add_special_tokens=False)])
     written = lm.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
     assert tokenizer.decode(written) == "1</s>"
