@@ -1,4 +1,7 @@
-"""Finished trajectories to one padded batch: prompts left, responses right, as wide as the longest."""
+"""Finished trajectories to one padded batch: prompts left, responses right, as wide as the longest.
+
+Ranks each collate their own; `join_ranks` makes of them what one rank would have made of all.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,9 @@ import torch
 from torch import Tensor
 
 from hone.agents.contract import AgentLoopOutput
+from hone.agents.output_check import BadTrajectory
 from hone.protocol import DataProto
-
-
-class BadTrajectory(ValueError):
-    """A loop returned something no batch can hold."""
-
-
-def check_output(output: AgentLoopOutput, name: str) -> None:
-    """Say which loop returned what; a wrong mask would train on the wrong tokens."""
-    tokens = len(output.response_ids)
-    for field, value in (
-        ("response_mask", output.response_mask),
-        ("response_logprobs", output.response_logprobs),
-        ("versions", output.versions),
-    ):
-        if value is not None and len(value) != tokens:
-            raise BadTrajectory(
-                f"agent loop {name!r} returned {tokens} response_ids but {len(value)} {field}; "
-                "they must have one entry a token"
-            )
-    if len(output.prompt_ids) == 0 or tokens == 0:
-        raise BadTrajectory(f"agent loop {name!r} returned an empty prompt or response")
-    if not all(m in (0, 1) for m in output.response_mask):
-        raise BadTrajectory(
-            f"agent loop {name!r} returned a response_mask with values other than 0, 1"
-        )
+from hone.protocol.rows import fill_object_columns, object_array
 
 
 def collate_outputs(
@@ -61,18 +41,37 @@ def collate_outputs(
         "input_ids": torch.cat([prompts, responses], 1),
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
     }
-    if all(o.response_logprobs is not None for o in outputs):
-        log_probs = _right([o.response_logprobs or [] for o in outputs], length, 0.0, torch.float32)
-        tensors["rollout_log_probs"] = log_probs * response_mask
+    log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
+    if len(log_probs) == len(outputs):
+        written = _right(log_probs, length, 0.0, torch.float32)
+        tensors["rollout_log_probs"] = written * response_mask
     scored = sum(o.reward_score is not None for o in outputs)
-    if 0 < scored < len(outputs):
-        raise BadTrajectory(
-            f"{scored} of {len(outputs)} trajectories have a reward_score; the others would count as 0: "
-            "either every agent loop of a batch scores its trajectories, or none does"
-        )
+    _all_or_none_scored(scored, len(outputs))
     if scored:
         tensors["rm_scores"] = _scores_on_last_policy_token(outputs, response_mask)
     return DataProto.from_dict(tensors=tensors, non_tensors=_facts(outputs))
+
+
+def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
+    """What the ranks of a worker group collated, one below the other.
+
+    Which columns there are must not depend on which rows a rank got: its rows alone decided.
+    """
+    batches = fill_object_columns(results)
+    _all_or_none_scored(sum(b.has_column("rm_scores") for b in batches), len(batches))
+    if not all(b.has_column("rollout_log_probs") for b in batches):
+        for batch in batches:
+            batch.batch.pop("rollout_log_probs", None)
+    return DataProto.concat(batches)
+
+
+def _all_or_none_scored(scored: int, of: int) -> None:
+    # No numbers in the sentence: a rank knows only its own, and one rank must say what two say.
+    if 0 < scored < of:
+        raise BadTrajectory(
+            "only some trajectories have a reward_score; the others would count as 0: "
+            "either every agent loop of a batch scores its trajectories, or none does"
+        )
 
 
 def _scores_on_last_policy_token(outputs: Sequence[AgentLoopOutput], mask: Tensor) -> Tensor:
@@ -94,14 +93,6 @@ def _facts(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
     for name in sorted({key for o in outputs for key in o.extra_fields}):
         facts[name] = [o.extra_fields.get(name) for o in outputs]
     return {name: object_array(values) for name, values in facts.items()}
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """One object a row, whatever the objects are (numpy would unpack lists)."""
-    out = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):
-        out[i] = value
-    return out
 
 
 def _left(rows: Sequence[Sequence[int]], width: int, pad: int) -> tuple[Tensor, Tensor]:

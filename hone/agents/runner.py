@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hone.agents.collate import check_output, collate_outputs
-from hone.agents.contract import (
-    LOOPS,
-    AgentLoopBase,
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    ServerManager,
-)
+from hone.agents.bounded import bounded
+from hone.agents.collate import collate_outputs
+from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput, ServerManager
+from hone.agents.output_check import MEASURED, check_output, measured
 from hone.config import PPOTrainerConfig
 from hone.ops.counter_rng import trajectory_seed
 from hone.plugins import load_object
@@ -45,12 +40,20 @@ class LoopRunner:
     """Runs agent loops beside one rollout engine."""
 
     def __init__(
-        self, config: PPOTrainerConfig, engine: RolloutEngine, tokenizer: Any, *, run_seed: int
+        self,
+        config: PPOTrainerConfig,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        *,
+        run_seed: int,
+        vocabulary: int | None = None,
     ) -> None:
+        """`vocabulary`: how many token ids the model knows; without it only their sign is checked."""
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
         self._run_seed = run_seed
+        self._vocabulary = vocabulary
         self._own = _listed_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
 
     def run(self, rows: DataProto, *, widths: Widths | None = None) -> DataProto:
@@ -106,13 +109,17 @@ class LoopRunner:
         )
         try:
             loop = factory(self._config, manager, self._tokenizer, None)
-            output = await loop.run(sampling, **row)
-            check_output(output, name)
+            # A cancelled loop has the time of a call to release its tools.
+            grace_s = rollout.multi_turn.tool_timeout_s
+            output = await bounded(loop.run(sampling, **row), None, grace_s=grace_s)
+            check_output(output, name, row=row, vocabulary=self._vocabulary)
         except Exception as error:
             raise AgentLoopFailed(
                 f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        # Columns of the row that the loop handed through are in the batch already.
+        output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
         return _cut(output, rollout.response_length)
 
 
@@ -131,13 +138,10 @@ def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:
 
 def _summary(outputs: list[AgentLoopOutput]) -> dict[str, float]:
     """min, max and mean of what loops measured, by the family's metric names."""
-    measured = [
-        asdict(o.metrics) if isinstance(o.metrics, AgentLoopMetrics) else dict(o.metrics)
-        for o in outputs
-    ]
+    found = [measured(o) for o in outputs]
     summary: dict[str, float] = {}
-    for name in ("generate_sequences", "tool_calls", "num_preempted"):
-        values = np.array([float(m.get(name, 0.0)) for m in measured])
+    for name in MEASURED:
+        values = np.array([float(m[name]) for m in found])
         for statistic in ("min", "max", "mean"):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
     return summary

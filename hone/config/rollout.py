@@ -52,7 +52,8 @@ class MultiTurnConfig:
     max_tool_calls: int | None = None
     """Tool calls a trajectory; null is no limit. Beyond it the model is told to answer."""
     tool_timeout_s: float = 60.0
-    """Seconds one tool call may take; then the model sees a time-out message."""
+    """Seconds one tool call may take (then the model sees a time-out message), and each other wait for a
+    tool or an interaction."""
     trajectory_timeout_s: float | None = None
     """Seconds after which a trajectory ends with its current turn; null is no limit."""
     max_tool_response_length: int = 256

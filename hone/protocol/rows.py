@@ -6,7 +6,7 @@ are: that is hone.columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,6 +125,19 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
     tensors = cat_columns([dict(batch.items()) for batch in batches], "tensor columns")
     size = (sum(len(piece) for piece in data), *batches[0].batch_size[1:])
     return kind(TensorDict(tensors, batch_size=size), arrays, info)
+
+
+def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) -> list[DataProto]:
+    """The batches with the object columns of all of them, None where one had none; not those of `leave`."""
+    names = dict.fromkeys(name for piece in data for name in piece.non_tensor_batch)
+    filled = []
+    for piece in data:
+        absent = [n for n in names if n not in piece.non_tensor_batch and n not in leave]
+        arrays = piece.non_tensor_batch | {
+            name: np.full(len(piece), None, dtype=object) for name in absent
+        }
+        filled.append(type(piece)(piece.batch, arrays, piece.meta_info))
+    return filled
 
 
 def mini_batches(

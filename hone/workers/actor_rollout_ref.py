@@ -6,20 +6,21 @@ The native engine decodes with the training module itself, so publishing new wei
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hone.agents.collate import join_ranks
 from hone.agents.runner import LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.build import build_engine, export_hf
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
-from hone.models.external import import_external
-from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
-from hone.models.lora import wrap_lora
+from hone.models.from_config import build_lora, build_tokenizer
+from hone.models.load import eos_ids, load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.ops.packing import shared_with_the_row_before
 from hone.protocol import DataProto
@@ -44,13 +45,7 @@ class ActorRolloutRefWorker(Worker):
         self.device = pick_device(whole.trainer.device, self.local_rank)
         sharding = [config.actor.fsdp_config, config.ref.fsdp_config]
         prepare_process(self.device, self.world_size, config.nccl_timeout, sharding)
-        import_external(config.model.external_lib)
-        self.tokenizer = load_tokenizer(
-            config.model.tokenizer_path or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        if config.model.custom_chat_template:
-            self.tokenizer.chat_template = config.model.custom_chat_template
+        self.tokenizer = build_tokenizer(config.model)
         if "actor" in self.roles:
             self._build_actor()
         if "ref" in self.roles:
@@ -74,7 +69,7 @@ class ActorRolloutRefWorker(Worker):
         refuse_inexact(rollout, config.model.path, config.model.trust_remote_code)
         policy = self._load_policy(pick_dtype(actor.fsdp_config.dtype, self.device))
         if config.model.uses_lora:
-            policy.lm = self._with_adapters(policy.lm)
+            policy.lm = build_lora(policy.lm, config.model, self.config.trainer.seed)
         self.policy = policy
         self.engine: Engine = build_engine(
             policy,
@@ -96,21 +91,13 @@ class ActorRolloutRefWorker(Worker):
         with self.engine.present():
             self.rollout = build_rollout(rollout, policy, self.tokenizer, ends, self.device)
         run_seed = self.config.sampling_seed
-        self.runner = LoopRunner(self.config, self.rollout, self.tokenizer, run_seed=run_seed)
-
-    def _with_adapters(self, lm: Any) -> Any:
-        model = self.config.actor_rollout_ref.model
-        with torch.random.fork_rng():  # new weights follow from the run's seed, on every rank alike
-            torch.manual_seed(self.config.trainer.seed)
-            return wrap_lora(
-                lm,
-                rank=model.lora_rank,
-                alpha=model.lora_alpha,
-                dropout=model.lora_dropout,
-                target_modules=model.target_modules,
-                exclude_modules=model.exclude_modules,
-                adapter_path=model.lora_adapter_path,
-            )
+        self.runner = LoopRunner(
+            self.config,
+            self.rollout,
+            self.tokenizer,
+            run_seed=run_seed,
+            vocabulary=policy.lm.get_input_embeddings().weight.shape[0],
+        )
 
     def _build_reference(self) -> Engine | None:
         """The policy as it was loaded, or the actor with its adapters off."""
@@ -134,7 +121,7 @@ class ActorRolloutRefWorker(Worker):
             compile_blocks=ref.use_torch_compile,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=replace(Dispatch.DP_COMPUTE_PROTO, collect_fn=join_ranks))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory a row, through the row's agent loop."""
         self.policy.eval()

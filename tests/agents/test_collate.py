@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 
-from hone.agents.collate import BadTrajectory, collate_outputs
+from hone.agents.collate import BadTrajectory, collate_outputs, join_ranks
 from hone.agents.contract import AgentLoopOutput
+from hone.protocol import DataProto
+from hone.protocol.union import same
 
 PAD = 99
 
@@ -60,7 +65,7 @@ def test_a_loops_own_score_stands_on_the_last_policy_token() -> None:
 
 def test_scores_for_some_trajectories_only_are_refused() -> None:
     pair = [trajectory(1, [1], reward_score=1.0), trajectory(1, [1])]
-    with pytest.raises(BadTrajectory, match="1 of 2 trajectories have a reward_score"):
+    with pytest.raises(BadTrajectory, match="only some trajectories have a reward_score"):
         collate_outputs(pair, pad_token_id=PAD)
 
 
@@ -80,3 +85,51 @@ def test_widths_can_be_given() -> None:
     ).batch
     assert columns["prompts"].tolist() == [[PAD, PAD, 10, 11]]
     assert columns["responses"].tolist() == [[20, PAD, PAD]]
+
+
+def test_log_probs_may_be_tensors_or_arrays() -> None:
+    pair = [
+        trajectory(1, [1, 1], response_logprobs=torch.tensor([-1.0, -2.0])),
+        trajectory(1, [1], response_logprobs=np.array([-3.0])),
+    ]
+    columns = collate_outputs(pair, pad_token_id=PAD).batch
+    assert columns["rollout_log_probs"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+
+
+def on_two_ranks(rows: Sequence[AgentLoopOutput], cut: int) -> DataProto:
+    ranks = [collate_outputs(part, pad_token_id=PAD) for part in (rows[:cut], rows[cut:])]
+    return join_ranks(None, ranks)
+
+
+MIXED = [
+    trajectory(1, [1], response_logprobs=[-1.0], extra_fields={"tool_outputs": []}),
+    trajectory(1, [1], extra_fields={"found": [1, 2]}),
+    trajectory(1, [1], response_logprobs=[-1.0]),
+]
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_two_ranks_make_the_columns_that_one_makes(cut: int) -> None:
+    """Loops that say different things, on whichever rank their rows are."""
+    one, two = collate_outputs(MIXED, pad_token_id=PAD), on_two_ranks(MIXED, cut)
+    assert set(two.column_names()) == set(one.column_names())
+    for name in one.column_names():
+        assert same(two.column(name), one.column(name)), name
+    assert not two.has_column("rollout_log_probs")
+
+
+def test_two_ranks_keep_log_probs_and_scores_that_all_have() -> None:
+    rows = [trajectory(1, [1], response_logprobs=[-1.0], reward_score=s) for s in (0.5, 2.0)]
+    joined = on_two_ranks(rows, 1).batch
+    assert joined["rollout_log_probs"].tolist() == [[-1.0], [-1.0]]
+    assert joined["rm_scores"].tolist() == [[0.5], [2.0]]
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_mixed_scores_are_refused_in_the_same_words_on_one_rank_and_on_two(cut: int) -> None:
+    rows = [trajectory(1, [1], reward_score=s) for s in (1.0, None, None)]
+    with pytest.raises(BadTrajectory) as one:
+        collate_outputs(rows, pad_token_id=PAD)
+    with pytest.raises(BadTrajectory) as two:
+        on_two_ranks(rows, cut)
+    assert str(two.value) == str(one.value)

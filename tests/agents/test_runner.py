@@ -191,6 +191,19 @@ def test_a_registered_loop_is_found_by_its_name(
         ({"response_ids": [], "response_mask": []}, "empty prompt or response"),
         ({"prompt_ids": [], "response_ids": [1], "response_mask": [1]}, "empty prompt or response"),
         ({"response_ids": [1], "response_mask": [2]}, "values other than 0, 1"),
+        ({"response_ids": [-4], "response_mask": [1]}, "response_ids from -4 to -4"),
+        (
+            {"response_ids": [1], "response_mask": [1], "reward_score": float("nan")},
+            "reward_score=nan",
+        ),
+        (
+            {"response_ids": [1], "response_mask": [1], "extra_fields": {"uid": "x"}},
+            "column 'uid' is a column of the data row",
+        ),
+        (
+            {"response_ids": [1], "response_mask": [1], "metrics": {"tool_calls": None}},
+            r"metrics\['tool_calls'\]=None",
+        ),
     ],
 )
 def test_a_bad_output_is_refused_with_a_sentence(
@@ -257,3 +270,35 @@ def test_ranks_may_agree_on_wider_padding(
     batch = runner(echo).run(rows(["ab"]), widths=lambda p, r: (p + 3, r + 4))
     assert batch.batch["prompts"].shape == (1, 5)
     assert batch.batch["responses"].shape == (1, 7)
+
+
+class CancelsItself(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise asyncio.CancelledError
+
+
+def test_a_loop_that_cancels_itself_is_named(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    data = rows(["a", "b"], agent_name=[None, here("CancelsItself")])
+    with pytest.raises(AgentLoopFailed, match=r"CancelsItself' failed on row uid=u1 .*cancelled"):
+        runner(echo).run(data)
+
+
+def test_token_ids_beyond_the_models_vocabulary_name_the_loop(
+    config: Callable[..., Any], rows: Rows, echo: ScriptedRollout, tokenizer: Any
+) -> None:
+    output = {"response_ids": [5, 11], "response_mask": [1, 1]}
+    data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
+    knowing = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
+    with pytest.raises(AgentLoopFailed, match=r"BadLoop.* from 5 to 11; the model knows 0 to 10"):
+        knowing.run(data)
+
+
+def test_a_column_of_the_row_that_a_loop_hands_through_is_not_written_again(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    output = {"response_ids": [7], "response_mask": [1], "extra_fields": {"uid": "u0", "n": 3}}
+    batch = runner(echo).run(rows(["a"], agent_name=[here("BadLoop")], output=[output]))
+    assert batch.non_tensor_batch["n"].tolist() == [3]
+    assert "uid" not in batch.non_tensor_batch

@@ -7,6 +7,10 @@ import torch
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
+from hone.agents.collate import join_ranks
+from hone.agents.contract import AgentLoopBase, AgentLoopOutput
+from hone.agents.runner import AgentLoopFailed
+from hone.controller.decorator import method_spec
 from hone.controller.worker import Placement, free_port
 from hone.engine import offload
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -50,6 +54,25 @@ def test_rollout_log_probs_are_the_trainers(worker):
     squares.meta_info["with_sum_pi_squared"] = True
     found = one.compute_log_prob(squares).batch["sum_pi_squared"][mask]
     assert ((found > 0) & (found <= 1)).all()
+
+
+class ForeignIds(AgentLoopBase):
+    """Answers with an id that no model knows."""
+
+    async def run(self, sampling_params, **row):
+        return AgentLoopOutput([0], [10**9], [1])
+
+
+def test_ids_the_model_does_not_know_name_the_loop(worker):
+    one = worker(f"actor_rollout_ref.rollout.agent.default_agent_loop='{__file__}:ForeignIds'")
+    last = one.policy.lm.config.vocab_size - 1
+    with pytest.raises(AgentLoopFailed, match=f"ForeignIds.* the model knows 0 to {last}$"):
+        one.generate_sequences(prompts())
+
+
+def test_what_ranks_generate_is_joined_as_one_would_have_made_it():
+    spec = method_spec(ActorRolloutRefWorker.generate_sequences)
+    assert spec.dispatch_mode.collect_fn is join_ranks
 
 
 def test_the_reference_is_the_policy_as_loaded_and_stays(worker):

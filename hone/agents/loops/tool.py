@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.listing import load_interactions
+from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids
 from hone.agents.parsers.contract import PARSERS, ToolParser
 from hone.agents.tools.contract import BaseTool
@@ -39,8 +39,6 @@ class Talk:
     versions: list[int] = field(default_factory=list)
     model_turns: int = 0
     other_turns: int = 0
-    scores: list[float] = field(default_factory=list)
-    """What an interaction gave each turn."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
 
@@ -79,30 +77,29 @@ class ToolAgentLoop(AgentLoopBase):
         talk = Talk(prompt, _as_talk(row["raw_prompt"]))
         session = ToolSession(self.tools, row.get("tools_kwargs") or {}, self._call_limits())
         user = self._user_of(row)
-        talk_id = None
-        if user is not None:
-            talk_id = await user.start_interaction(uuid4().hex, **_words(row))
+        deadline = _deadline(self.limits.trajectory_timeout_s)
         try:
-            await self._converse(talk, session, user, talk_id, sampling_params, row)
+            if user is not None:
+                await user.start(deadline - time.monotonic())
+            await self._converse(talk, session, user, deadline, sampling_params, row)
             scores = await session.scores()
-            if user is not None and talk_id is not None:
-                scores[user.name] = float(await user.calculate_score(talk_id))
+            if user is not None and (score := await user.score()) is not None:
+                scores[user.name] = score
         finally:
             await session.release()
-            if user is not None and talk_id is not None:
-                await user.finalize_interaction(talk_id)
-        return self._output(talk, session, scores)
+            if user is not None:
+                await user.finish()
+        return self._output(talk, session, user, scores)
 
     async def _converse(
         self,
         talk: Talk,
         session: ToolSession,
-        user: BaseInteraction | None,
-        talk_id: str | None,
+        user: InteractionSession | None,
+        deadline: float,
         sampling_params: Mapping[str, Any],
         row: Mapping[str, Any],
     ) -> None:
-        deadline = _deadline(self.limits.trajectory_timeout_s)
         while True:
             text = await self._model_turn(talk, sampling_params, row["trajectory_id"])
             if self._at_a_limit(talk):
@@ -116,12 +113,9 @@ class ToolAgentLoop(AgentLoopBase):
                 answers = await session.answer(calls)
                 talk.seconds["tools"] += time.perf_counter() - started
                 new = [{"role": "tool", "content": answer} for answer in answers]
-            elif user is not None and talk_id is not None:
-                done, said, score, _ = await user.generate_response(
-                    talk_id, talk.messages, **_words(row)
-                )
-                talk.scores.append(float(score))
-                if done:
+            elif user is not None:
+                said = await user.reply(talk.messages, deadline - time.monotonic())
+                if said is None:
                     return
                 new = [{"role": "user", "content": said}]
             else:
@@ -180,7 +174,7 @@ class ToolAgentLoop(AgentLoopBase):
             limits.max_parallel_calls, limits.max_tool_calls, limits.tool_timeout_s, cut
         )
 
-    def _user_of(self, row: Mapping[str, Any]) -> BaseInteraction | None:
+    def _user_of(self, row: Mapping[str, Any]) -> InteractionSession | None:
         """The interaction the row names; the only one where it names none."""
         wanted = row.get("interaction_kwargs") or {}
         if not self.interactions or not wanted:
@@ -191,10 +185,14 @@ class ToolAgentLoop(AgentLoopBase):
                 f"the row's interaction_kwargs.name={name!r} is not in "
                 f"{self.limits.interaction_config_path}; it has {', '.join(self.interactions)}"
             )
-        return self.interactions[name]
+        return InteractionSession(self.interactions[name], wanted, self.limits.tool_timeout_s)
 
     def _output(
-        self, talk: Talk, session: ToolSession, scores: Mapping[str, float]
+        self,
+        talk: Talk,
+        session: ToolSession,
+        user: InteractionSession | None,
+        scores: Mapping[str, float],
     ) -> AgentLoopOutput:
         facts = session.facts
         return AgentLoopOutput(
@@ -209,10 +207,10 @@ class ToolAgentLoop(AgentLoopBase):
             extra_fields={
                 "tool_outputs": facts.outputs,
                 "tool_rewards": facts.rewards,
-                "turn_scores": talk.scores,
-                "timeouts": facts.timeouts,
+                "turn_scores": user.turn_scores if user else [],
+                "timeouts": [*facts.timeouts, *(user.timeouts if user else [])],
                 "tool_call_counts": len(facts.outputs),
-                "tool_failures": facts.failures,
+                "tool_failures": facts.failures + (user.failures if user else 0),
                 "reward_scores": dict(scores),
             },
         )
@@ -222,10 +220,6 @@ def _as_talk(raw_prompt: Any) -> list[dict[str, Any]]:
     if isinstance(raw_prompt, str):
         return [{"role": "user", "content": raw_prompt}]
     return [dict(message) for message in raw_prompt]
-
-
-def _words(row: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(row.get("interaction_kwargs") or {})
 
 
 def _deadline(seconds: float | None) -> float:

@@ -10,12 +10,12 @@ Leaves out state and rewards: a tool that needs them is a `BaseTool`.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from hone.agents.bounded import in_thread
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError, ToolResponse
 
 _JSON_TYPES = {
@@ -81,5 +81,5 @@ class FunctionTool(BaseTool):
         if inspect.iscoroutinefunction(self.function):
             result = await self.function(**parameters)
         else:
-            result = await asyncio.to_thread(self.function, **parameters)
+            result = await in_thread(self.function, **parameters)
         return ToolResponse(text=str(result)), 0.0, {}

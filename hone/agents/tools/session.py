@@ -1,7 +1,7 @@
 """One trajectory's dealings with its tools: every call gets an answer, within the limits.
 
 A tool that raises, hangs or does not exist never stops a run: the model reads a sentence about it, and
-the failure is counted.
+the failure is counted. Leaves out a tool that blocks the event loop: tools wait with `await`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
+from hone.agents.bounded import Overdue, bounded
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import BaseTool, ToolResponse
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +53,14 @@ class _Answer:
     timed_out: bool = False
 
 
+class _ToolFailed(Exception):
+    """A verb of a tool raised or was late; the message is what the model reads."""
+
+    def __init__(self, sentence: str, late: bool = False) -> None:
+        super().__init__(sentence)
+        self.late = late
+
+
 class ToolSession:
     """Makes calls for one trajectory; state is created at a tool's first call."""
 
@@ -69,11 +80,12 @@ class ToolSession:
     async def answer(self, calls: Sequence[ToolCall]) -> list[str]:
         """One text a call, in order; calls of one turn run at the same time."""
         refusals = [self._allowed(place, call) for place, call in enumerate(calls)]
+        refused = [self._error(text) if text is not None else None for text in refusals]
         for place, call in enumerate(calls):
-            if refusals[place] is None:
-                refusals[place] = await self._create(call.name)
+            if refused[place] is None:
+                refused[place] = await self._create(call.name)
         answers = await asyncio.gather(
-            *(self._one(call, refusal) for call, refusal in zip(calls, refusals, strict=True))
+            *(self._one(call, error) for call, error in zip(calls, refused, strict=True))
         )
         # Kept in the order of the calls, not of their ends: a replay must read the same.
         for call, answer in zip(calls, answers, strict=True):
@@ -112,60 +124,93 @@ class ToolSession:
         missing = [name for name in required if name not in call.arguments]
         return f"{call.name} needs {', '.join(missing)}" if missing else None
 
-    async def _create(self, name: str) -> str | None:
-        """Begin a tool's state; why it cannot be, or None."""
+    async def _create(self, name: str) -> _Answer | None:
+        """Begin a tool's state; what the model reads where it cannot be, or None."""
         if name in self._instances:
             return None
         tool, given = self._tools[name], dict(self._kwargs_of(name, "create_kwargs"))
         # The family hands these over both spread out and as one argument.
         if _takes_anything(tool.create):
             given["create_kwargs"] = dict(given)
-        try:
+
+        async def work() -> str:
             created = await tool.create(uuid4().hex, **given)
-        except Exception as error:  # a tool is the user's code: whatever it raises is an answer
-            return _failed(name, error)
-        self._instances[name] = created[0] if isinstance(created, tuple) else created
+            return created[0] if isinstance(created, tuple) else created
+
+        try:
+            self._instances[name] = await self._bounded(name, work())
+        except _ToolFailed as failure:
+            return self._error(str(failure), failure.late)
         return None
 
-    async def _one(self, call: ToolCall, refusal: str | None) -> _Answer:
-        if refusal is not None:
-            return _Answer(self._limits.cut(f"Error: {refusal}"), failed=True)
-        work = self._tools[call.name].execute(
-            self._instances[call.name],
-            dict(call.arguments),
-            **self._kwargs_of(call.name, "execute_kwargs"),
-        )
+    async def _one(self, call: ToolCall, refused: _Answer | None) -> _Answer:
+        if refused is not None:
+            return refused
+        tool, instance = self._tools[call.name], self._instances[call.name]
+        given = self._kwargs_of(call.name, "execute_kwargs")
+
+        async def work() -> tuple[str, float, dict[str, Any]]:
+            return _three(await tool.execute(instance, dict(call.arguments), **given))
+
         try:
-            text, reward, more = _three(await asyncio.wait_for(work, self._limits.timeout_s))
-        except asyncio.TimeoutError:
-            late = f"{call.name} took longer than {self._limits.timeout_s:g} s"
-            return _Answer(self._limits.cut(f"Error: {late}"), failed=True, timed_out=True)
-        except Exception as error:  # as above
-            text = f"Error: {_failed(call.name, error)}"
-            return _Answer(self._limits.cut(text), failed=True)
+            text, reward, more = await self._bounded(call.name, work())
+        except _ToolFailed as failure:
+            return self._error(str(failure), failure.late)
         return _Answer(self._limits.cut(text), reward, more)
+
+    async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """What a verb of a tool gives, within the time of a call."""
+        try:
+            return await bounded(work, self._limits.timeout_s)
+        except Overdue:
+            late = f"{name} took longer than {self._limits.timeout_s:g} s"
+            logger.warning("tool %s", late)
+            raise _ToolFailed(late, late=True) from None
+        except Exception as error:  # a tool is the user's code: whatever it raises is an answer
+            logger.warning("tool %s failed: %s: %s", name, type(error).__name__, error)
+            raise _ToolFailed(f"{name} failed: {type(error).__name__}: {error}") from error
+
+    def _error(self, text: str, late: bool = False) -> _Answer:
+        return _Answer(self._limits.cut(f"Error: {text}"), failed=True, timed_out=late)
 
     def _kwargs_of(self, name: str, kind: str) -> Mapping[str, Any]:
         return (self._kwargs.get(name) or {}).get(kind) or {}
 
     async def scores(self) -> dict[str, float]:
-        """Each tool's score of the trajectory."""
+        """Each tool's score of the trajectory; 0, and a failure, where it gives no finite number."""
         scores: dict[str, float] = {}
         for name, instance in self._instances.items():
-            given = self._kwargs_of(name, "calc_reward_kwargs")
-            scores[name] = float(await self._tools[name].calc_reward(instance, **given))
+            try:
+                scores[name] = await self._bounded(name, self._score(name, instance))
+            except _ToolFailed as failure:
+                scores[name] = 0.0
+                self._count(name, failure)
         return scores
+
+    async def _score(self, name: str, instance: str) -> float:
+        given = self._kwargs_of(name, "calc_reward_kwargs")
+        score = float(await self._tools[name].calc_reward(instance, **given))
+        if not math.isfinite(score):
+            raise ValueError(f"calc_reward gave {score}")
+        return score
 
     async def release(self) -> None:
         """Forget the state of every tool; whatever happened before."""
         while self._instances:
             name, instance = self._instances.popitem()
-            await self._tools[name].release(instance, **self._kwargs_of(name, "release_kwargs"))
+            try:
+                await self._bounded(name, self._release(name, instance))
+            except _ToolFailed as failure:
+                self._count(name, failure)
 
+    async def _release(self, name: str, instance: str) -> None:
+        given = self._kwargs_of(name, "release_kwargs")
+        await self._tools[name].release(instance, **given)
 
-def _failed(name: str, error: Exception) -> str:
-    logger.warning("tool %s failed: %s: %s", name, type(error).__name__, error)
-    return f"{name} failed: {type(error).__name__}: {error}"
+    def _count(self, name: str, failure: _ToolFailed) -> None:
+        self.facts.failures += 1
+        if failure.late:
+            self.facts.timeouts.append(name)
 
 
 def _takes_anything(function: Callable[..., Any]) -> bool:

@@ -27,8 +27,8 @@ from hone.rollout.weights import load_weights
 
 log = logging.getLogger(__name__)
 
-_SETTLE_HOPS = 6
-"""Turns of the event loop given to agent loops to ask again after answers arrive."""
+_SETTLE_HOPS = 16
+"""Turns of the event loop (a few µs each) for agent loops to ask again: a tool call takes nine."""
 _SETTLE_TIMEOUT_S = 5.0
 """If an agent loop blocks the event loop longer than this, decoding goes on without it."""
 _CLOSE_TIMEOUT_S = 30.0

@@ -8,15 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.protocol import DataProto
+from hone.protocol.rows import fill_object_columns
 
 _WHOLE_ROW = ("attention_mask", "input_ids", "position_ids")
 
 
 def concat_padded(batches: Sequence[DataProto]) -> DataProto:
-    """One batch as wide as the widest; padding carries attention 0 and mask 0."""
+    """One batch as wide as the widest; padding carries attention 0 and mask 0.
+
+    What a loop says of some rows only is None for the others; what a score function says is then left out.
+    """
     width = max(b.batch["prompts"].shape[1] for b in batches)
     length = max(b.batch["responses"].shape[1] for b in batches)
-    widened = [_widen(b, width, length) for b in batches]
+    extras = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
+    widened = fill_object_columns([_widen(b, width, length) for b in batches], leave=extras)
     shared = set.intersection(*(set(b.column_names()) for b in widened))
     pieces = [
         b.select(
@@ -28,8 +33,8 @@ def concat_padded(batches: Sequence[DataProto]) -> DataProto:
     ]
     joined = DataProto.concat(pieces)
     joined.meta_info = dict(batches[-1].meta_info)
-    extras = joined.meta_info.get("reward_extra_names", [])
-    joined.meta_info["reward_extra_names"] = [name for name in extras if name in shared]
+    named = joined.meta_info.get("reward_extra_names", [])
+    joined.meta_info["reward_extra_names"] = [name for name in named if name in shared]
     return joined
 
 

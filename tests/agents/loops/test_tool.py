@@ -243,6 +243,34 @@ def test_a_simulated_user_answers_until_the_answer_is_right(
     assert batch.non_tensor_batch["reward_scores"][0] == {"gsm8k": 1.0}
 
 
+HANGS = """
+import asyncio
+from hone.agents.interactions.contract import BaseInteraction
+
+
+class Hang(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        await asyncio.Event().wait()
+"""
+
+
+def test_a_simulated_user_that_hangs_ends_the_talk_when_the_trajectory_ends(
+    play: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "user.py").write_text(HANGS)
+    listed = f"interaction:\n  - name: u\n    class_name: {tmp_path / 'user.py'}:Hang\n"
+    (tmp_path / "hang.yaml").write_text(listed)
+    own = (
+        f"{MULTI}.interaction_config_path={tmp_path / 'hang.yaml'}",
+        f"{MULTI}.trajectory_timeout_s=0.5",
+    )
+    engine, batch = play(["first", "never"], *own, interaction_kwargs=[{"name": "u"}])
+    assert len(engine.requests) == 1
+    facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
+    assert (facts["timeouts"], facts["tool_failures"]) == (["u"], 1)
+    assert (facts["turn_scores"], facts["reward_scores"]) == ([], {})
+
+
 def test_an_unknown_interaction_is_said(play: Callable[..., Any], files: dict[str, str]) -> None:
     talks = f"{MULTI}.interaction_config_path={files['talks']}"
     with pytest.raises(AgentLoopFailed, match=r"name='other' is not in .*it has gsm8k"):

@@ -149,3 +149,96 @@ def test_scores_are_asked_once_and_state_is_forgotten() -> None:
     scores, tool = asyncio.run(whole())
     assert scores == {"echo": 0.75}
     assert tool.alive == {}
+
+
+class Faulty(Echo):
+    """Fails in the one verb it is told to, in the way it is told to."""
+
+    def __init__(self, verb: str, how: str) -> None:
+        super().__init__()
+        self.verb, self.how = verb, how
+
+    async def _maybe_fail(self, verb: str) -> None:
+        if verb == self.verb:
+            if self.how == "hangs":
+                await asyncio.Event().wait()
+            raise asyncio.CancelledError if self.how == "cancels" else RuntimeError("boom")
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        await self._maybe_fail("create")
+        return await super().create(instance_id, **kwargs)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        await self._maybe_fail("execute")
+        return await super().execute(instance_id, parameters, **kwargs)
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        await self._maybe_fail("calc_reward")
+        return await super().calc_reward(instance_id)
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await self._maybe_fail("release")
+        await super().release(instance_id)
+
+
+async def play_out(talk: ToolSession) -> tuple[list[str], dict[str, float]]:
+    said, scores = await talk.answer([echo("a")]), await talk.scores()
+    await talk.release()
+    return said, scores
+
+
+@pytest.mark.parametrize("how", ["hangs", "raises", "cancels"])
+@pytest.mark.parametrize("verb", ["create", "execute", "calc_reward", "release"])
+def test_no_verb_of_a_tool_stops_a_run(
+    verb: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = session(Faulty(verb, how), timeout_s=0.05 if how == "hangs" else 60.0)
+    (said,), scores = asyncio.run(play_out(talk))
+    reason = {
+        "hangs": "echo took longer than 0.05 s",
+        "raises": "echo failed: RuntimeError: boom",
+        "cancels": "echo failed: RuntimeError: it cancelled itself",
+    }[how]
+    assert said.startswith(f"Error: {reason}") if verb in ("create", "execute") else said == "a"
+    wanted = {"create": {}, "calc_reward": {"echo": 0.0}}.get(verb, {"echo": 0.75})
+    assert scores == wanted
+    assert talk.facts.failures == 1
+    assert talk.facts.timeouts == (["echo"] if how == "hangs" else [])
+    assert reason in caplog.text
+
+
+class NotAsync(Echo):
+    def execute(self, instance_id: str, parameters: dict[str, Any]) -> Any:  # type: ignore[override]
+        raise RuntimeError("before anything is awaited")
+
+
+class OwnTimeout(Echo):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        raise asyncio.TimeoutError("server")
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "said"),
+    [
+        (NotAsync(), {}, "RuntimeError: before anything is awaited"),
+        (NotAsync(), {"execute_kwargs": {"q": 1}}, "TypeError: NotAsync.execute() got an unexp"),
+        (OwnTimeout(), {}, "TimeoutError: server"),
+    ],
+)
+def test_a_call_that_fails_in_an_odd_place_is_told_as_it_is(
+    tool: Echo, given: Any, said: str
+) -> None:
+    talk = session(tool, {"echo": given})
+    (answer,), _ = asyncio.run(play_out(talk))
+    assert answer.startswith(f"Error: echo failed: {said}")
+    assert (talk.facts.failures, talk.facts.timeouts) == (1, [])
+
+
+def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
+    class Undecided(Echo):
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+            return float("nan")
+
+    talk = session(Undecided())
+    assert asyncio.run(play_out(talk))[1] == {"echo": 0.0}
+    assert talk.facts.failures == 1

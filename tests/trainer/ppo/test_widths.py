@@ -7,6 +7,7 @@ import torch
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.protocol import DataProto
+from hone.protocol.rows import object_array
 from hone.trainer.ppo.widths import concat_padded
 
 
@@ -30,3 +31,21 @@ def test_only_columns_that_all_have_are_kept() -> None:
     first, second = batch_of(([1], [2])), batch_of(([1], [2]))
     first.batch["extra"] = torch.ones(1, 1)
     assert "extra" not in concat_padded([first, second]).batch.keys()  # noqa: SIM118
+
+
+def test_what_a_loop_says_in_one_batch_only_is_none_in_the_other() -> None:
+    first, second = batch_of(([1], [2])), batch_of(([1], [2]))
+    second.non_tensor_batch["found"] = object_array([[3, 4]])
+    assert concat_padded([first, second]).non_tensor_batch["found"].tolist() == [None, [3, 4]]
+
+
+def test_what_a_score_function_says_in_one_batch_only_is_left_out() -> None:
+    first, second = batch_of(([1], [2])), batch_of(([1], [2]))
+    for batch in (first, second):
+        batch.non_tensor_batch["acc"] = object_array([1.0])
+        batch.meta_info["reward_extra_names"] = ["acc"]
+    second.non_tensor_batch["steps"] = object_array([2.0])
+    second.meta_info["reward_extra_names"] = ["acc", "steps"]
+    joined = concat_padded([first, second])
+    assert joined.meta_info["reward_extra_names"] == ["acc"]
+    assert "steps" not in joined.non_tensor_batch

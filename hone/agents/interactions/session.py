@@ -1,0 +1,97 @@
+"""One trajectory's talk with a simulated user: bounded, and ended where the user fails.
+
+A user that raises or hangs never stops a run: the talk ends with the model's last turn, and the failure is
+counted. Leaves out a user that blocks the event loop: users wait with `await`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from hone.agents.bounded import Overdue, bounded
+from hone.agents.interactions.contract import BaseInteraction, Messages
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class InteractionSession:
+    """Asks one user about one talk; one that failed is only told to forget it."""
+
+    def __init__(self, user: BaseInteraction, words: Mapping[str, Any], timeout_s: float) -> None:
+        self._user = user
+        self._words = dict(words)
+        self._timeout_s = timeout_s
+        self._id: str | None = None
+        self.turn_scores: list[float] = []
+        self.timeouts: list[str] = []
+        self.failures = 0
+
+    @property
+    def name(self) -> str:
+        return self._user.name
+
+    async def start(self, left_s: float) -> None:
+        """Begin, within what is left of the trajectory."""
+        work = self._user.start_interaction
+        self._id = await self._ask(
+            "start_interaction", _call(work, uuid4().hex, **self._words), left_s
+        )
+
+    async def reply(self, messages: Messages, left_s: float) -> str | None:
+        """What the user says to the model's last turn; None ends the talk."""
+        if self._id is None or self.failures:
+            return None
+        answer = await self._ask("generate_response", self._reply(self._id, messages), left_s)
+        if answer is None:
+            return None
+        said, score = answer
+        if score is not None:
+            self.turn_scores.append(score)
+        return said
+
+    async def _reply(self, talk_id: str, messages: Messages) -> tuple[str | None, float | None]:
+        done, said, score, _ = await self._user.generate_response(talk_id, messages, **self._words)
+        if not done and not isinstance(said, str):
+            raise TypeError(f"the user says {said!r}; give text, or end the talk")
+        return None if done else said, None if score is None else float(score)
+
+    async def score(self) -> float | None:
+        """The user's score of the talk, or None where it gives none."""
+        if self._id is None or self.failures:
+            return None
+        return await self._ask("calculate_score", self._score(self._id))
+
+    async def _score(self, talk_id: str) -> float | None:
+        score: Any = await self._user.calculate_score(talk_id)
+        return None if score is None else float(score)
+
+    async def finish(self) -> None:
+        """Forget the talk; whatever happened before."""
+        if self._id is not None:
+            talk_id, self._id = self._id, None
+            await self._ask("finalize_interaction", _call(self._user.finalize_interaction, talk_id))
+
+    async def _ask(
+        self, verb: str, work: Coroutine[Any, Any, T], left_s: float = float("inf")
+    ) -> T | None:
+        """What a verb of the user gives; None, counted, where it fails or is late."""
+        seconds = max(min(self._timeout_s, left_s), 0.0)
+        try:
+            return await bounded(work, seconds)
+        except Overdue:
+            self.timeouts.append(self.name)
+            logger.warning("interaction %s: %s took longer than %g s", self.name, verb, seconds)
+        except Exception as error:  # the user's code: whatever it raises ends the talk
+            kind = type(error).__name__
+            logger.warning("interaction %s: %s failed: %s: %s", self.name, verb, kind, error)
+        self.failures += 1
+        return None
+
+
+async def _call(function: Any, *arguments: Any, **more: Any) -> Any:
+    """A coroutine also where the function raises before it is one."""
+    return await function(*arguments, **more)

@@ -1,0 +1,133 @@
+"""Waiting for code of the user's own: deadlines, own time-outs, cancellations, and what will not end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+
+from hone.agents import bounded as room
+from hone.agents.bounded import Overdue, bounded, in_thread
+
+
+async def late_with_own_word() -> None:
+    raise TimeoutError("the server was slow")
+
+
+async def cancels_itself() -> None:
+    raise asyncio.CancelledError
+
+
+def test_what_the_work_returns_comes_back() -> None:
+    assert asyncio.run(bounded(asyncio.sleep(0, "done"), 60.0)) == "done"
+
+
+def test_work_that_hangs_is_cancelled_and_overdue() -> None:
+    ended: list[str] = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cleaned up")
+
+    with pytest.raises(Overdue, match=r"not done after 0\.01 s"):
+        asyncio.run(bounded(hang(), 0.01))
+    assert ended == ["cleaned up"]
+
+
+def test_a_time_out_of_the_work_itself_is_not_ours() -> None:
+    with pytest.raises(TimeoutError, match="the server was slow"):
+        asyncio.run(bounded(late_with_own_word(), 60.0))
+
+
+def test_work_that_cancels_itself_is_an_ordinary_failure() -> None:
+    with pytest.raises(RuntimeError, match="it cancelled itself"):
+        asyncio.run(bounded(cancels_itself(), None))
+
+
+def test_a_cancelled_wait_cancels_the_work_and_stays_cancelled() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleaned up")
+
+    async def whole() -> bool:
+        waiting = asyncio.create_task(bounded(work(), None))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        return waiting.cancelled()
+
+    assert asyncio.run(whole())
+    assert ended == ["cleaned up"]
+
+
+def test_work_that_swallows_its_cancellation_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing the event loop waits for every task it knows: also there it must be forgotten."""
+    monkeypatch.setattr(room, "GRACE_S", 0.01)
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(bounded(stubborn(), 0.01))
+        except Overdue as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(outcome) == 1
+    assert "it is left behind" in caplog.text
+
+
+def test_a_function_in_a_thread_returns_and_raises() -> None:
+    assert asyncio.run(in_thread(divmod_of, a=7, b=2)) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(in_thread(divmod_of, a=7, b=0))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)])
+def test_an_exit_in_a_thread_is_an_ordinary_failure(error: BaseException) -> None:
+    def leave() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: 3"):
+        asyncio.run(bounded(in_thread(leave), 60.0))
+
+
+def divmod_of(a: int, b: int) -> tuple[int, int]:
+    return divmod(a, b)
+
+
+def test_closing_the_event_loop_does_not_wait_for_a_thread() -> None:
+    free, outcome = threading.Event(), list[Any]()
+
+    def run() -> None:
+        try:
+            asyncio.run(bounded(in_thread(free.wait), 0.01))
+        except Overdue as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    ended = not thread.is_alive()
+    free.set()
+    assert ended
+    assert len(outcome) == 1

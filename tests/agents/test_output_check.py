@@ -1,0 +1,78 @@
+"""What a loop may return: every refusal names the loop and what was wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hone.agents.contract import AgentLoopOutput
+from hone.agents.output_check import BadTrajectory, check_output, measured
+
+
+def check(row: dict[str, Any] | None = None, **fields: Any) -> None:
+    given: dict[str, Any] = {"prompt_ids": [5], "response_ids": [1, 2], "response_mask": [1, 1]}
+    output = AgentLoopOutput(**(given | fields))
+    check_output(output, "mine", row={"uid": "u0"} if row is None else row, vocabulary=10)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), "high", torch.tensor([1.0, 2.0])])
+def test_a_score_that_is_no_finite_number_is_refused(score: Any) -> None:
+    with pytest.raises(BadTrajectory, match="loop 'mine' returned reward_score="):
+        check(reward_score=score)
+
+
+@pytest.mark.parametrize("score", [None, 0, -1.5, np.float32(0.5), torch.tensor(2.0)])
+def test_finite_scores_pass(score: Any) -> None:
+    check(reward_score=score)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_ids": [1, 10]}, "response_ids from 1 to 10; the model knows 0 to 9"),
+        ({"response_ids": torch.tensor([-1, 3])}, "response_ids from -1 to 3"),
+        ({"prompt_ids": [99999]}, "prompt_ids from 99999 to 99999"),
+    ],
+)
+def test_token_ids_the_model_does_not_know_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadTrajectory, match=f"loop 'mine' returned {words}"):
+        check(**fields)
+
+
+def test_the_last_id_of_the_vocabulary_passes() -> None:
+    check(response_ids=[0, 9])
+
+
+@pytest.mark.parametrize("value", [None, "fast", float("nan")])
+def test_a_measurement_that_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(BadTrajectory, match=r"'mine' returned metrics\['generate_sequences'\]="):
+        check(metrics={"generate_sequences": value})
+
+
+def test_a_measurement_left_out_is_zero() -> None:
+    output = AgentLoopOutput([5], [1], [1], metrics={"tool_calls": 3})
+    assert measured(output) == {"generate_sequences": 0.0, "tool_calls": 3, "num_preempted": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("uid", "a column of the data row"),
+        ("prompts", "made of the output's other fields"),
+        ("versions", "made of the output's other fields"),
+        ("advantages", "written by the step 'advantages'"),
+        ("reward/rule", "written by the step 'score'"),
+    ],
+)
+def test_a_column_that_another_writes_is_refused(field: str, words: str) -> None:
+    with pytest.raises(BadTrajectory, match=f"'mine' returned extra_fields.*'{field}' is {words}"):
+        check(extra_fields={field: "x"})
+
+
+def test_a_column_of_the_row_may_be_handed_through_and_facts_may_be_told() -> None:
+    row = {"uid": "u0", "raw_prompt": [{"role": "user", "content": "hi"}]}
+    check(row, extra_fields={"raw_prompt": [{"role": "user", "content": "hi"}]})
+    check(row, extra_fields={"tool_rewards": [0.5], "found": 3})
