@@ -312,6 +312,12 @@ def declared(name: str) -> Column | None:
     return None
 
 
+def row_may_bring(name: str) -> bool:
+    """Whether a data row may have this column: undeclared, or declared as what rows bring."""
+    column = declared(name)
+    return column is None or column.step == "prompts" or name == "multi_modal_inputs"
+
+
 def require(batch: DataProto, name: str) -> Any:
     """The column, or MissingColumn with the sentence that says who should have written it."""
     if batch.has_column(name):

@@ -18,6 +18,7 @@ from hone.columns import (
     require,
     reward_column,
     reward_parts,
+    row_may_bring,
     write,
 )
 from hone.protocol import PADDED_ROW, DataProto
@@ -135,6 +136,11 @@ def test_a_name_has_one_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         require(batch(), "mine")
     with pytest.raises(ValueError, match="declared already: critic estimate"):
         declare(Column("values", "[B]", "float", "score", "always", "something else"))
+
+
+def test_a_row_may_bring_what_is_its_own_and_nothing_a_step_writes() -> None:
+    assert all(row_may_bring(name) for name in ("data_source", "extra_info", "acc", "difficulty"))
+    assert not any(row_may_bring(name) for name in ("responses", "seed", "values", "reward/rule"))
 
 
 def test_every_declaration_is_complete() -> None:

@@ -73,3 +73,42 @@ def always_one(
 def by_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Rows with an even index always score 1: their groups carry no signal."""
     return 1.0 if extra_info["index"] % 2 == 0 else share(solution_str)
+
+
+def fails_on_a(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, Any]:
+    """As `detailed`, but no word about responses with an a."""
+    if "a" in solution_str:
+        raise RuntimeError("no a, please")
+    return detailed(data_source, solution_str, ground_truth, extra_info)
+
+
+def always_fails(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    raise RuntimeError("not today")
+
+
+def bonus_for_some(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, Any]:
+    return {"score": share(solution_str)} | ({"bonus": 1.0} if "b" in solution_str else {})
+
+
+def odd_extras(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, Any]:
+    """Extras that no column of one type can hold as they are."""
+    odd = len(solution_str) % 2 == 1 or extra_info["index"] % 2 == 1
+    return {
+        "score": share(solution_str),
+        "pred": len(solution_str) if odd else solution_str,
+        "sure": True if odd else 0.5,
+        "large": 10**30,
+        "vast": 10**5000,
+        "broken": "half \ud800 a pair",
+        "steps": [1, 2] if odd else {(1, 2): "\udfff"},
+        "whole": 3 if odd else 0.25,
+        "right": odd,
+    }

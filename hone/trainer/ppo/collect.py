@@ -10,6 +10,7 @@ import torch
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.config import PPOTrainerConfig
 from hone.protocol import DataProto
+from hone.trainer.ppo.scoring import numbers_of, said_of_rows
 from hone.trainer.ppo.widths import concat_padded
 
 
@@ -23,9 +24,10 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
     keep: torch.Tensor | None = None
     filters, curriculum = config.algorithm.filter_groups, config.curriculum_learning
     if filters.enable:
-        keep = keep_informative(_metric(batch, filters.metric or "reward"), uid)
+        metric = _metric(batch, filters.metric or "reward", config)
+        keep = keep_informative(metric, uid)
     if curriculum.enable:
-        scores = _metric(batch, "score")
+        scores = _metric(batch, "score", config)
         if curriculum.fn_name == "interquartile":
             passed = interquartile(scores, uid, **curriculum.fn_params)
         else:
@@ -54,11 +56,9 @@ def collect(next_scored: Callable[[], DataProto], config: PPOTrainerConfig) -> D
         rounds += 1
         passed = keep_rows(batch, config)
         assert passed is not None
-        kept = (
-            concat_padded([kept, batch.select_idxs(passed)])
-            if len(kept)
-            else batch.select_idxs(passed)
-        )
+        found = batch.select_idxs(passed)
+        # A round that gives nothing is not joined: it may lack columns that the others have.
+        kept = concat_padded([kept, found]) if len(kept) and len(found) else (kept or found)
     if len(kept) == 0:
         raise NotEnoughSignal(
             "the curriculum filter kept no group; widen its bounds or switch it off"
@@ -79,15 +79,13 @@ def first_groups(batch: DataProto, count: int) -> DataProto:
     return batch.select_idxs(torch.tensor(rank) < count)
 
 
-def _metric(batch: DataProto, name: str) -> np.ndarray | torch.Tensor:
-    if (
-        name in ("reward", "score", "seq_reward", "seq_final_reward")
-        and name not in batch.non_tensor_batch
-    ):
+def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> np.ndarray | torch.Tensor:
+    """[B] what groups are judged by: the score, or a number that the scorer gave beside it."""
+    if name in ("reward", "score", "seq_reward", "seq_final_reward"):
         return batch.batch["token_level_scores"].sum(-1)
-    if name not in batch.non_tensor_batch:
+    if name not in batch.non_tensor_batch and not said_of_rows(batch, name):
         raise KeyError(
             f"algorithm.filter_groups.metric={name} is no column of the batch; use reward, or one of "
             f"{', '.join(batch.meta_info.get('reward_extra_names', [])) or 'the reward extras'}"
         )
-    return np.array([float(v) for v in batch.non_tensor_batch[name]])
+    return np.array(numbers_of(batch, name, config.reward_model.reward_kwargs.failure_score))

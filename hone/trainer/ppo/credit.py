@@ -12,8 +12,10 @@ from hone.algorithms.kl import FixedKLController, apply_kl_penalty
 from hone.algorithms.shaping import normalise_advantages, pf_ppo_rows
 from hone.columns import REWARD_PREFIX, require, write
 from hone.config.algorithm import AlgorithmConfig
+from hone.config.reward import RewardModelConfig
 from hone.ops.counter_rng import fold_seed
 from hone.protocol import DataProto
+from hone.trainer.ppo.scoring import numbers_of, said_of_rows
 
 
 def reward_after_kl(
@@ -59,16 +61,17 @@ def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[st
 
 
 def estimate_advantages(
-    batch: DataProto, algorithm: AlgorithmConfig, credit_assignment: float | str | None = None
+    batch: DataProto, algorithm: AlgorithmConfig, rewards: RewardModelConfig
 ) -> None:
     """Write `advantages` and `returns`; the estimator gets the columns it declares.
 
-    `credit_assignment` says how steps were judged, where a process reward model did.
+    `rewards` say how steps were judged, where a process reward model did, and what failures score.
     """
+    failure_score = rewards.reward_kwargs.failure_score
     name = algorithm.adv_estimator
-    columns = {c: _required(batch, c) for c in advantages.needs(name, algorithm)}
+    columns = {c: _required(batch, c, failure_score) for c in advantages.needs(name, algorithm)}
     if batch.has_column("step_mask"):
-        columns["credit_assignment"] = credit_assignment
+        columns["credit_assignment"] = rewards.credit_assignment
     for column in advantages.optional(name):
         if batch.has_column(column):
             columns[column] = batch.column(column)
@@ -86,12 +89,13 @@ def estimate_advantages(
     write(batch, "returns", returns)
 
 
-def _required(batch: DataProto, name: str) -> Any:
+def _required(batch: DataProto, name: str, failure_score: float) -> Any:
     """A column; a reward part may also be a number a row that the score function gave beside it."""
     extra = name.removeprefix(REWARD_PREFIX)
-    if batch.has_column(name) or extra not in batch.meta_info.get("reward_extra_names", ()):
+    is_part = name != extra
+    if batch.has_column(name) or not (is_part and said_of_rows(batch, extra)):
         return require(batch, name)
-    return torch.tensor([float(value) for value in batch.non_tensor_batch[extra]])
+    return torch.tensor(numbers_of(batch, extra, failure_score))
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:

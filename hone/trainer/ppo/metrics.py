@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
 
 log = logging.getLogger(__name__)
+
+_LARGEST = sys.float_info.max
 
 
 class SkippedUpdates:
@@ -77,17 +81,32 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
     if "values" in columns.keys():  # noqa: SIM118
         values, returns = columns["values"][mask], columns["returns"][mask]
         metrics |= spread("critic/values", values)
-        error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
-        metrics["critic/vf_explained_var"] = 1.0 - error.item()
+        if len(values) > 1:  # one value has no variance
+            error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
+            metrics["critic/vf_explained_var"] = 1.0 - error.item()
     if "step_mask" in columns.keys():  # noqa: SIM118
         metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
-    extras = batch.non_tensor_batch
-    if known := [float(a) for a in extras.get("acc", ()) if a is not None]:
+    facts = batch.non_tensor_batch
+    # A data set may have a column `acc` of its own: only what a scorer or a loop said is a measure.
+    measured = {
+        n for key in ("reward_extra_names", "loop_facts") for n in batch.meta_info.get(key, ())
+    }
+    if "acc" in measured and are_numbers(facts.get("acc", ())):
+        known = [float(a) for a in facts["acc"] if a is not None]
         metrics["accuracy"] = sum(known) / len(known)
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
-        counts = torch.tensor([float(n) for n in extras.get(name, ()) if n is not None])
+        counts = torch.tensor([float(n) for n in facts.get(name, ()) if n is not None])
         metrics |= spread(name, counts)
     return metrics
+
+
+def are_numbers(values: Iterable[Any]) -> bool:
+    """Whether all values that are there are numbers a float can hold, and there is one."""
+    known = [v for v in values if v is not None]
+    return bool(known) and all(
+        abs(v) <= _LARGEST if isinstance(v, int) else isinstance(v, (float, np.bool_, np.number))
+        for v in known
+    )
 
 
 def agreement_metrics(batch: DataProto) -> dict[str, float]:

@@ -7,7 +7,18 @@ from typing import Literal
 
 from hone.algorithms.advantages import needs
 from hone.algorithms.policy_losses import get_policy_loss_fn
-from hone.config import PPOTrainerConfig
+from hone.config import PPOTrainerConfig, replace
+
+
+def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
+    """Learning-rate schedules end with the run; the actor's begins after `critic_warmup`."""
+    actor_steps = max(total - config.trainer.critic_warmup, 1)
+    if config.actor_rollout_ref.actor.optim.total_training_steps <= 0:
+        key = "actor_rollout_ref.actor.optim.total_training_steps"
+        config = replace(config, key, actor_steps)
+    if config.critic.optim.total_training_steps <= 0:
+        config = replace(config, "critic.optim.total_training_steps", total)
+    return config
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 Parquet, written under a temporary name and renamed. The schema's version is in the file's metadata.
 A column that a run does not have is there and null; reward parts and a score function's extras follow.
+An extra whose values have no one type (numbers, bool or text) is JSON text.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def rollout_columns(batch: DataProto, tokenizer: Any, *, step: int) -> dict[str,
     ordered = {name: table[name] for name in [*SCHEMA, *parts]}
     for name in batch.meta_info.get("reward_extra_names", []):
         if name in facts:
-            ordered.setdefault(name, [_plain(v) for v in facts[name]])
-    return ordered
+            ordered.setdefault(name, _one_type([_plain(v) for v in facts[name]]))
+    return {name: [_writable(value) for value in values] for name, values in ordered.items()}
 
 
 def _value(name: str, value: Any) -> Any:
@@ -128,14 +129,43 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _as_json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, default=_readable, ensure_ascii=False)
+    if value is None:
+        return None
+    try:
+        return json.dumps(value, default=_readable, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        # Keys that are no text, a circle, an integer of thousands of digits: as text at least.
+        return json.dumps(hex(value) if isinstance(value, int) else _shown(value))
 
 
 def _readable(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that cannot be shown"
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    return value if isinstance(value, (int, float, str, bool, type(None))) else _as_json(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _one_type(values: list[Any]) -> list[Any]:
+    """The values of an extra if they are all numbers, all bool or all text; else each as JSON."""
+    known = [v for v in values if v is not None]
+    if all(isinstance(v, bool) for v in known) or all(isinstance(v, str) for v in known):
+        return values
+    if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in known):
+        if all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in known):
+            return values
+        if all(isinstance(v, float) or abs(v) <= 2**53 for v in known):  # exact as a double
+            return [None if v is None else float(v) for v in values]
+    return [_as_json(v) for v in values]
+
+
+def _writable(value: Any) -> Any:
+    """Text that UTF-8 can hold: half a surrogate pair becomes a question mark."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

@@ -1,25 +1,57 @@
-"""Scores from every source, each in its own column, and their configured sum."""
+"""Scores from every source, each in its own column, and their configured sum.
+
+What a scorer says beside its score (its extras) are columns too; they win over a row's of that name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from hone.columns import reward_column, write
+from hone.columns import COLUMNS, declared, reward_column, row_may_bring, write
 from hone.config.reward import RewardModelConfig
 from hone.data.dataset import SINGLE_TURN_AGENT
+from hone.data.rows import DataError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
+from hone.rewards.failures import RewardError
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
+FAILURE = "reward_failure"
+"""The extra that names why a row could not be scored; None where it was."""
 _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
+
+
+def check_rows(reward_fn: Any, dataset: Any, *, prompt_key: str, default_loop: str) -> None:
+    """Stop before the first step where rows bring a column of ours, or a source without a score."""
+    if hasattr(dataset, "store"):
+        check_columns(dataset.store, prompt_key)
+        check_sources(reward_fn, dataset, default_loop=default_loop)
+
+
+def check_columns(store: Any, prompt_key: str) -> None:
+    """A column that a step of the loop writes may not come with the data."""
+    parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
+    ours = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
+    for file in store.files:
+        for index, row in enumerate(file.rows.scan(ours)):
+            if row:
+                name = next(iter(row))
+                column = declared(name)
+                assert column is not None
+                raise DataError(
+                    f"{file.where(index)}: column {name!r} has the name of what step "
+                    f"{column.step!r} writes ({column.meaning}); rename it in the file, or move "
+                    "it into extra_info"
+                )
 
 
 def check_sources(reward_fn: Any, dataset: Any, *, default_loop: str) -> None:
     """Stop where a row's data source has no score; rows that another loop plays may bring their own."""
-    if not hasattr(reward_fn, "check_rows") or not hasattr(dataset, "store"):
+    if not hasattr(reward_fn, "check_rows"):
         return
     columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
     kept = set(dataset.positions)
@@ -47,6 +79,7 @@ def score_parts(
         result = reward_fn(batch, return_dict=True)
         parts[RULE] = result["reward_tensor"]
         extras = result.get("reward_extra_info", {})
+        _check_extras(extras, reward_fn)
     if reward_model is not None:
         scored = reward_model.compute_rm_score(batch)
         by_steps = scored.has_column("step_mask")
@@ -54,6 +87,48 @@ def score_parts(
             write(batch, "step_mask", scored.batch["step_mask"])
         parts[PROCESS if by_steps else MODEL] = scored.batch["rm_scores"]
     return parts, extras
+
+
+def _check_extras(extras: Mapping[str, Any], reward_fn: Any) -> None:
+    """An extra may not be called like a column that a step of the loop writes or reads."""
+    for name in extras:
+        column = declared(name)
+        if column is not None:
+            scorer = getattr(reward_fn, "compute_score", None) or reward_fn
+            while isinstance(scorer, partial):
+                scorer = scorer.func
+            called = getattr(scorer, "__name__", type(scorer).__name__)
+            raise RewardError(
+                f"the score function {called} returns {name!r}, which is a column of step "
+                f"{column.step!r} ({column.meaning}); return it under another name"
+            )
+
+
+def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]:
+    """What the scorer said under `name`, row by row; a row that failed has `failure_score`."""
+    facts, nothing = batch.non_tensor_batch, [None] * len(batch)
+    numbers = []
+    for row, (value, failure) in enumerate(
+        zip(facts.get(name, nothing), facts.get(FAILURE, nothing), strict=True)
+    ):
+        if value is None and failure is not None:
+            value = failure_score
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError, OverflowError) as error:
+            source = facts.get("data_source", nothing)[row]
+            raise RewardError(
+                f"row {row} (data_source {source!r}) has no number under {name!r}, got {value!r}; "
+                "the score function must return one for every row that it scores"
+            ) from error
+    return numbers
+
+
+def said_of_rows(batch: DataProto, name: str) -> bool:
+    """Whether the scorer gave `name`: also where it failed on every row, and so gave nothing."""
+    failures = batch.non_tensor_batch.get(FAILURE, ())
+    all_failed = len(failures) > 0 and all(failure is not None for failure in failures)
+    return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
 
 
 def write_scores(
@@ -75,7 +150,7 @@ def write_scores(
         total = weighted if total is None else total + weighted
     assert total is not None
     write(batch, "token_level_scores", total)
-    for name, values in extras.items():
-        if not batch.has_column(name):
-            batch.set_column(name, object_array(list(values)))
+    # Every batch says which rows failed, so that batches of several rounds can be joined.
+    for name, values in {FAILURE: [None] * len(batch), **extras}.items():
+        batch.set_column(name, object_array(list(values)))
     batch.meta_info["reward_extra_names"] = sorted(extras)

@@ -54,4 +54,5 @@ class TrajectorySource:
     def _play(self, rows: DataProto) -> DataProto:
         played = self._workers.generate_sequences(rows)
         batch = rows.select(meta_info_keys=[])
+        batch.meta_info["loop_facts"] = sorted(played.non_tensor_batch)
         return batch.union(played)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,9 @@ import torch
 
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import require, write
-from hone.config import PPOTrainerConfig, config_to_dict, replace
-from hone.config.data import DataConfig
+from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_rl_dataset, create_train_loader, create_val_loader
-from hone.data.rows import DataError
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
 from hone.tracking import RunFolder, Timers, Tracking, progress
@@ -27,14 +26,14 @@ from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.collect import collect
 from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ppo.memory import memory_explained
-from hone.trainer.ppo.plan import Plan
+from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
 from hone.trainer.ppo.rollout_file import write_rollouts
 from hone.trainer.ppo.samples import sample_rows
 from hone.trainer.ppo.sampling import training_sampling, validation_sampling
-from hone.trainer.ppo.scoring import check_sources, score_parts, write_scores
+from hone.trainer.ppo.scoring import check_rows, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource
-from hone.trainer.ppo.validation import Attempts
+from hone.trainer.ppo.validation import Attempts, validation_rows
 from hone.trainer.ppo.widths import concat_padded
 
 
@@ -65,16 +64,16 @@ class PPOTrainer:
         )
         self.val_loader = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = val_dataset or _validation_rows(data, tokenizer, processor)
+            self.val_dataset = val_dataset or validation_rows(data, tokenizer, processor)
             self.val_loader = create_val_loader(data, self.val_dataset, config.trainer.seed)
         self.total_steps = (
             config.trainer.total_training_steps
             or self.loader.batches_per_epoch * config.trainer.total_epochs
         )
-        self.config = _with_schedule_length(config, self.total_steps)
+        self.config = with_schedule_length(config, self.total_steps)
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
-        self._check_sources()
+        self._check_rows()
         self.roles = dict(role_worker_mapping or default_roles(self.plan))
         self.pools = resource_pool_manager or default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or group_class(config)
@@ -102,12 +101,13 @@ class PPOTrainer:
         self.reward_model = groups.get(Role.RewardModel)
         self.source = TrajectorySource(self.actor, run_seed=self.config.sampling_seed)
 
-    def _check_sources(self) -> None:
-        """An unknown data source stops the run here, not at the first reward."""
+    def _check_rows(self) -> None:
+        """What the data may not bring stops the run here, not at the first reward."""
         loop = self.config.actor_rollout_ref.rollout.default_loop
-        check_sources(self.reward_fn, self.train_dataset, default_loop=loop)
+        key = self.config.data.prompt_key
+        check_rows(self.reward_fn, self.train_dataset, prompt_key=key, default_loop=loop)
         if self.val_loader is not None:
-            check_sources(self.val_reward_fn, self.val_dataset, default_loop=loop)
+            check_rows(self.val_reward_fn, self.val_dataset, prompt_key=key, default_loop=loop)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -137,20 +137,21 @@ class PPOTrainer:
             self.tracking = tracking
             first = self.global_step == 0 and trainer.val_before_train
             if (first or trainer.val_only) and (measured := self.validate()):
-                tracking.log(measured, self.global_step)
+                tracking.log(measured | self.timers.drain(), self.global_step)
             if trainer.val_only:
                 return
             while self.global_step < self.total_steps:
                 with self.timers.timer("step"), memory_explained(f"step {self.global_step + 1}"):
                     batch, measured = self.step()
                 measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
-                timing = self.timers.drain()
-                measured |= timing | metrics.throughput_metrics(
-                    batch, timing, self.actor.world_size
-                )
-                tracking.log(measured, self.global_step)
-                self.save_if_due(stop.requested)
-                stop.raise_if_requested(self.global_step)
+                with self.saved_if_due(stop.requested) as saved:
+                    timing = self.timers.drain()
+                    measured |= timing | metrics.throughput_metrics(
+                        batch, timing, self.actor.world_size
+                    )
+                    tracking.log(measured, self.global_step)
+                if saved:
+                    stop.raise_if_requested(self.global_step)
         if "console" in trainer.logger:
             checkpoint.tell_result(self.run, self.global_step)
 
@@ -160,7 +161,7 @@ class PPOTrainer:
         batch = collect(lambda: self.score(self.generate(self.loader.next_batch())), self.config)
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
-        measured = self.update(batch)
+        measured = self.update(self.share_out(batch))
         return batch, measured | self.report(batch)
 
     # -- the verbs ----------------------------------------------------------------------------
@@ -186,16 +187,19 @@ class PPOTrainer:
         """[B] what the greedy response to each row's prompt scores (ReMax's baseline)."""
         greedy = training_sampling(self.config.actor_rollout_ref.rollout) | {"temperature": 0.0}
         self.source.submit(prompts, samples=1, sampling=greedy)
-        scored = self.score(self.source.take())
+        scored = self._scored(self.source.take(), self.reward_fn)
         totals = scored.batch["token_level_scores"].sum(-1).tolist()
         of_uid = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
         return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
-    def score(self, batch: DataProto, reward_fn: Any = None) -> DataProto:
+    def score(self, batch: DataProto) -> DataProto:
         """Each reward part in its own column; `token_level_scores` is their configured sum."""
         with self.phase("reward"):
-            parts, extras = score_parts(batch, reward_fn or self.reward_fn, self.reward_model)
-            write_scores(batch, parts, extras, self.config.reward_model)
+            return self._scored(batch, self.reward_fn)
+
+    def _scored(self, batch: DataProto, reward_fn: Any) -> DataProto:
+        parts, extras = score_parts(batch, reward_fn, self.reward_model)
+        write_scores(batch, parts, extras, self.config.reward_model)
         return batch
 
     def estimate(self, batch: DataProto) -> DataProto:
@@ -225,20 +229,23 @@ class PPOTrainer:
         with self.timers.timer("adv"):
             measured = credit.reward_after_kl(batch, algorithm, self.kl_controller)
             measured |= credit.correct_for_rollout(batch, algorithm)
-            steps = self.config.reward_model.credit_assignment
-            credit.estimate_advantages(batch, algorithm, credit_assignment=steps)
-            batch = credit.resample(
-                batch, algorithm, seed=self.config.trainer.seed, step=self.global_step
-            )
-            batch, spread = balance(
-                batch,
-                ranks=self.actor.world_size,
-                rows_per_update=self.plan.rows_per_update,
-                by_length=self.config.trainer.balance_batch,
-            )
-            measured |= spread
+            credit.estimate_advantages(batch, algorithm, self.config.reward_model)
         batch.meta_info.setdefault("metrics", {}).update(measured)
         return batch
+
+    def share_out(self, batch: DataProto) -> DataProto:
+        """The rows that the update reads: drawn again where PF-PPO says so, and who computes which."""
+        trainer, algorithm = self.config.trainer, self.config.algorithm
+        with self.timers.timer("adv"):
+            drawn = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
+            shared, spread = balance(
+                drawn,
+                ranks=self.actor.world_size,
+                rows_per_update=self.plan.rows_per_update,
+                by_length=trainer.balance_batch,
+            )
+        batch.meta_info["metrics"].update(spread)
+        return shared
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Critic, then actor; afterwards the rollout sees the new weights."""
@@ -264,7 +271,8 @@ class PPOTrainer:
             **metrics.data_metrics(
                 batch, prompt_limit=data.max_prompt_length, response_limit=data.max_response_length
             ),
-            **metrics.agreement_metrics(batch),
+            # In bypass mode the old log-probs are the rollout's: there is nothing to compare.
+            **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
             **metrics.entropy_metric(batch),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
@@ -301,7 +309,7 @@ class PPOTrainer:
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             for prompts in self.val_loader.one_epoch():
                 self.source.submit(prompts, samples=samples, sampling=sampling)
-                batch = self.score(self.source.take(), self.val_reward_fn)
+                batch = self._scored(self.source.take(), self.val_reward_fn)
                 attempts.add(batch)
                 batches.append(batch)
                 bar.advance(len(batch) // samples)
@@ -327,33 +335,34 @@ class PPOTrainer:
 
     # -- state --------------------------------------------------------------------------------
 
-    def save_if_due(self, now: bool) -> None:
+    @contextmanager
+    def saved_if_due(self, now: bool) -> Iterator[bool]:
+        """Save where it is time, and say so. What runs inside (the step's line) happens after the checkpoint
+        is written and before it counts: a kill leaves both or neither."""
         trainer = self.config.trainer
         due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
         last = trainer.save_freq != 0 and self.global_step >= self.total_steps
-        if due or last or now:
-            self.save()
+        if not (due or last or now):
+            yield False
+            return
+        with checkpoint.writing(self.run, self.global_step) as folder:
+            self.save(folder)
+            yield True
+        limits = (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep)
+        checkpoint.prune(self.run, min((n for n in limits if n), default=None))
 
-    def save(self) -> None:
+    def save(self, folder: Path) -> None:
         """Everything the next process needs to go on as if nothing had happened."""
-        with (
-            self.phase("save_checkpoint"),
-            checkpoint.writing(self.run, self.global_step) as folder,
-        ):
+        with self.phase("save_checkpoint"):
             self.actor.save_checkpoint(str(folder / "actor"))
             if self.critic is not None:
                 self.critic.save_checkpoint(str(folder / "critic"))
-            checkpoint.write_state(
-                folder,
-                {
-                    "step": self.global_step,
-                    "loader": self.loader.state_dict(),
-                    "kl_controller": self.kl_controller.state_dict(),
-                },
-            )
-        trainer = self.config.trainer
-        limits = (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep)
-        checkpoint.prune(self.run, min((n for n in limits if n), default=None))
+            state = {
+                "step": self.global_step,
+                "loader": self.loader.state_dict(),
+                "kl_controller": self.kl_controller.state_dict(),
+            }
+            checkpoint.write_state(folder, state)
 
     def resume(self) -> None:
         """Load the newest sound checkpoint, and forget what was logged after it."""
@@ -377,23 +386,3 @@ class PPOTrainer:
             if hasattr(manager, "close"):
                 manager.close()
         self._running.close()
-
-
-def _validation_rows(data: DataConfig, tokenizer: Any, processor: Any) -> Any:
-    try:
-        return create_rl_dataset(
-            data.val_files or (), data, tokenizer, processor, False, data.val_max_samples
-        )
-    except DataError as error:
-        raise DataError(f"{error}; data.val_files=[] trains without validation") from error
-
-
-def _with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
-    for optim in ("actor_rollout_ref.actor.optim", "critic.optim"):
-        key = f"{optim}.total_training_steps"
-        current: Any = config
-        for part in key.split("."):
-            current = getattr(current, part)
-        if current <= 0:
-            config = replace(config, key, total)
-    return config

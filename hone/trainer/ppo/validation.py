@@ -9,9 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from hone.config.data import DataConfig
+from hone.data.create import create_rl_dataset
+from hone.data.rows import DataError
 from hone.ops.at_n import best_at, majority_at, sizes, worst_at
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
+from hone.trainer.ppo.metrics import are_numbers
+
+
+def validation_rows(data: DataConfig, tokenizer: Any, processor: Any) -> Any:
+    """The data set of `data.val_files`."""
+    try:
+        return create_rl_dataset(
+            data.val_files or (), data, tokenizer, processor, False, data.val_max_samples
+        )
+    except DataError as error:
+        raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 
 @dataclass
@@ -51,7 +65,7 @@ def validation_metrics(
     """`val-core/<source>/<variable>/…` for the core variable (acc, else reward), `val-aux/…` else."""
     groups: dict[str, Group] = {}
     predictions = variables.get("pred")
-    numeric = sorted(name for name, values in variables.items() if _is_numeric(values))
+    numeric = sorted(name for name, values in variables.items() if are_numbers(values))
     for row, (source, uid) in enumerate(zip(sources, uids, strict=True)):
         group = groups.setdefault(uid, Group(source))
         for name in numeric:
@@ -97,8 +111,3 @@ def _statistics(
 
 def _attempts(statistic: str) -> int:
     return int(statistic.split("@")[1].split("/")[0])
-
-
-def _is_numeric(values: Sequence[Any]) -> bool:
-    known = [v for v in values if v is not None]
-    return bool(known) and all(isinstance(v, (bool, int, float, np.number)) for v in known)

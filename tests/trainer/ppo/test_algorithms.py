@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hone.protocol import DataProto
+from hone.rewards.failures import RewardError
+
 from ..runs import Run, Task, opened
 
 ESTIMATORS = {
@@ -77,6 +80,39 @@ def test_remax_compares_with_the_greedy_response(train: Callable[..., Run]) -> N
 def test_gdpo_names_a_part_that_no_score_gives(train: Callable[..., Run]) -> None:
     with pytest.raises(KeyError, match="reward/politeness"):
         train("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[politeness]")
+
+
+def test_gdpo_gives_a_row_that_failed_the_failure_score(train: Callable[..., Run]) -> None:
+    run = train(
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[acc,format]",
+        "custom_reward_function.name=fails_on_a",
+        "actor_rollout_ref.rollout.n=8",
+    )
+    rows = run.rollouts(1)
+    failed = [row for row in rows if row["reward_failure"]]
+    assert 0 < len(failed) < len(rows)
+    assert all(row["format"] is None for row in failed)  # the file says what the scorer said
+    assert len(run.steps) == 2
+
+
+def test_a_batch_whose_every_score_failed_is_no_end_either(train: Callable[..., Run]) -> None:
+    run = train(
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[format]",
+        "custom_reward_function.name=always_fails",
+    )
+    assert run.series("reward/failures/exception") == [8, 8]
+
+
+def test_gdpo_names_the_row_and_the_key_that_a_score_left_out(train: Callable[..., Run]) -> None:
+    with pytest.raises(RewardError, match=r"row \d+ .*lexical.* no number under 'bonus', got None"):
+        train(
+            "algorithm.adv_estimator=gdpo",
+            "algorithm.gdpo_reward_keys=[bonus]",
+            "custom_reward_function.name=bonus_for_some",
+            "actor_rollout_ref.rollout.n=8",
+        )
 
 
 def test_kl_in_the_reward_is_subtracted_token_by_token(train: Callable[..., Run]) -> None:
@@ -152,6 +188,35 @@ def test_warming_up_the_critic_leaves_the_actor_alone(train: Callable[..., Run])
     assert [run.rollouts(s)[0]["versions"][0] for s in (1, 2, 3, 4)] == [0, 0, 0, 1]
 
 
+def test_both_schedules_end_with_the_run_also_after_a_warm_up(task: Task, tmp_path: Path) -> None:
+    from hone.config import load_config
+    from hone.trainer.ppo.plan import with_schedule_length
+
+    ppo = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=3")
+    config = load_config(task.overrides(tmp_path, *ppo))
+    planned = with_schedule_length(config, 10)
+    assert planned.actor_rollout_ref.actor.optim.total_training_steps == 7
+    assert planned.critic.optim.total_training_steps == 10
+    assert with_schedule_length(config, 2).actor_rollout_ref.actor.optim.total_training_steps == 1
+    own = load_config(
+        task.overrides(tmp_path, "actor_rollout_ref.actor.optim.total_training_steps=50")
+    )
+    kept = with_schedule_length(own, 10)
+    assert kept.actor_rollout_ref.actor.optim.total_training_steps == 50
+
+
+def test_the_actor_s_schedule_does_not_see_the_warm_up(train: Callable[..., Run]) -> None:
+    cosine = (
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.0",
+    )
+    alone = train(*cosine, "trainer.total_training_steps=2", folder="alone")
+    after = train(*cosine, "trainer.total_training_steps=4", "trainer.critic_warmup=2")
+    assert [line["actor/lr"] for line in after.steps[2:]] == alone.series("actor/lr")
+
+
 def test_a_critic_learns_the_returns(train: Callable[..., Run]) -> None:
     run = train(
         "algorithm.adv_estimator=gae",
@@ -213,11 +278,26 @@ def test_rejected_tokens_leave_the_loss_and_nothing_else(
         assert row["advantages"][0] == row["advantages"][1]
 
 
-def test_pf_ppo_draws_rows_again_by_score(train: Callable[..., Run]) -> None:
+def test_pf_ppo_draws_rows_again_by_score_and_keeps_what_it_drew_from(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.trainer.ppo.trainer import PPOTrainer
+
+    learnt: list[list[str]] = []
+    update = PPOTrainer.update
+
+    def watched(self: PPOTrainer, batch: DataProto) -> dict[str, float]:
+        learnt.append(list(batch.non_tensor_batch["trajectory_id"]))
+        return update(self, batch)
+
+    monkeypatch.setattr(PPOTrainer, "update", watched)
     run = train("algorithm.use_pf_ppo=true", "actor_rollout_ref.rollout.n=4")
     rows = run.rollouts(1)
-    assert len(rows) == 16
-    assert len({row["trajectory_id"] for row in rows}) < 16
+    assert len({row["trajectory_id"] for row in rows}) == len(rows) == 16
+    assert len(learnt[0]) == 16
+    assert len(set(learnt[0])) < 16
+    scores = [row["score"] for row in rows]
+    assert run.steps[0]["critic/score/mean"] == pytest.approx(sum(scores) / 16)
     assert (
         run.numbers
         == train(

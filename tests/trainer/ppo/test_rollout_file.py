@@ -80,6 +80,29 @@ def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], 
     engine.close()
 
 
+def test_extras_of_any_kind_are_kept(train: Callable[..., Run], task: Task) -> None:
+    run = train(
+        task.validated(),
+        "custom_reward_function.name=odd_extras",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.total_training_steps=1",
+    )
+    kept = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
+    for rows in (run.rollouts(1), kept):
+        assert {type(json.loads(row["pred"])) for row in rows} == {int, str}
+        assert {json.dumps(json.loads(row["sure"])) for row in rows} == {"true", "0.5"}
+        assert {type(row["right"]) for row in rows} == {bool}
+        assert {row["whole"] for row in rows} == {3.0, 0.25}
+        for row in rows:
+            text = said(row)
+            assert json.loads(row["pred"]) in (text, len(text))
+            assert json.loads(row["large"]) == 10**30
+            assert int(json.loads(row["vast"]), 16) == 10**5000
+            assert row["broken"] == "half ? a pair"
+            assert json.loads(row["steps"]) in ([1, 2], "{(1, 2): '\\udfff'}")
+    assert run.steps[0]["actor/grad_norm"] > 0
+
+
 def test_ids_texts_and_masks_belong_together(train: Callable[..., Run], task: Task) -> None:
     from hone.models.load import load_tokenizer
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hone.data.rows import BadRows, DataError, read_rows, write_parquet
+from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
+from hone.trainer.ppo.scoring import check_columns, score_parts
 
 from .. import rewards
 from ..runs import ALPHABET, Run, Task, said, task_row
@@ -123,6 +128,93 @@ def test_rows_of_another_loop_need_no_known_source(
     (tmp_path / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = train(f"data.train_files={tmp_path / 'games.jsonl'}", "custom_reward_function.path=null")
     assert len(run.steps) == 2
+
+
+SHADOWS = {"acc": 0.77, "score": 5.0, "pred": "z", "reward": 9.0, "format": 3.0}
+
+
+def test_a_column_of_the_data_never_stands_for_a_score(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(task_row(i, i, **SHADOWS)) + "\n" for i in range(8)))
+    run = train(
+        f"data.train_files={file}",
+        f"data.val_files={file}",
+        "custom_reward_function.name=detailed",
+        "trainer.total_training_steps=1",
+    )
+    rows, line = run.rollouts(1), run.steps[-1]
+    for row in rows:
+        expected = rewards.detailed("", said(row), None)
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert line["accuracy"] == pytest.approx(sum(row["acc"] for row in rows) / len(rows))
+    kept = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
+    right = sum(rewards.detailed("", said(row), None)["acc"] for row in kept) / len(kept)
+    assert line["val-core/lexical/acc/mean@1"] == pytest.approx(right)
+
+
+def test_accuracy_is_not_read_from_the_data_where_no_scorer_gives_it(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(task_row(i, i, acc=0.77)) + "\n" for i in range(8)))
+    run = train(f"data.train_files={file}", "trainer.total_training_steps=1")
+    assert "accuracy" not in run.steps[0]
+
+
+OURS = [
+    "loss_mask", "rm_scores", "values", "num_turns", "stop_reason", "versions", "seed",
+    "sample_index", "trajectory_id", "responses", "advantages", "old_log_probs",
+    "token_level_scores", "prompts", "step_row", "reward/rule",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_row_may_not_bring_a_column_that_a_step_writes(tmp_path: Path, name: str) -> None:
+    rows = [task_row(0, 0), task_row(1, 1, **{name: None})]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: column '{name}'.*rename it"):
+        check_columns(read_rows(str(file), BadRows("raise")), "prompt")
+
+
+def test_such_a_column_stops_the_run_before_its_first_step(
+    train: Callable[..., Run], task: Task, tmp_path: Path
+) -> None:
+    for kind in ("parquet", "jsonl"):
+        file = tmp_path / f"rows.{kind}"
+        rows = [task_row(i, i, loss_mask=1) for i in range(4)]
+        if kind == "parquet":
+            write_parquet(rows, file)
+        else:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for key in ("data.train_files", "data.val_files"):
+            with pytest.raises(DataError, match=rf"rows\.{kind}, row 0: column 'loss_mask'"):
+                train(f"{key}={file}")
+
+
+def test_what_data_sets_bring_is_not_refused(tmp_path: Path) -> None:
+    names = [
+        "uid", "index", "ability", "agent_name", "tools_kwargs", "interaction_kwargs",
+        "multi_modal_data", "multi_modal_inputs", "images", "raw_prompt", "question", "answer",
+        "solution", "split", "difficulty", "acc",
+    ]  # fmt: skip
+    brought = dict.fromkeys(names)
+    write_parquet([task_row(0, 0) | brought], tmp_path / "rows.parquet")
+    check_columns(read_rows(str(tmp_path / "rows.parquet"), BadRows("raise")), "prompt")
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompts": "1+1="}) + "\n")
+    check_columns(read_rows(str(tmp_path / "own.jsonl"), BadRows("raise")), "prompts")
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "responses", "advantages", "uid", "reward/rule"])
+def test_an_extra_may_not_be_called_like_a_column(name: str) -> None:
+    def polite(batch: DataProto, return_dict: bool) -> dict[str, Any]:
+        return {"reward_tensor": torch.zeros(2, 3), "reward_extra_info": {name: [1, 2]}}
+
+    batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
+    with pytest.raises(RewardError, match=rf"polite returns '{name}'.*another name"):
+        score_parts(batch, polite, None)
 
 
 @pytest.fixture

@@ -150,6 +150,83 @@ def test_rollout_and_trainer_agree_on_log_probs(train: Callable[..., Run]) -> No
     assert all(line["rollout_corr/log_prob_abs_diff_max"] < 1e-4 for line in lines)
 
 
+def test_no_agreement_is_reported_that_nobody_measured(train: Callable[..., Run]) -> None:
+    for line in train("algorithm.rollout_correction.bypass_mode=true").steps:
+        names = [n for n in line if "log_prob_abs_diff" in n or "rollout_probs_diff" in n]
+        assert not names
+        assert "rollout_corr/kl" not in line
+
+
+def test_every_second_stands_in_the_line_of_its_own_step(
+    train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from itertools import count
+
+    from hone.tracking import Timers
+    from hone.trainer.ppo import trainer
+
+    ticks = count()
+    monkeypatch.setattr(trainer, "Timers", lambda: Timers(clock=lambda: float(next(ticks))))
+    lines = train(task.validated(), "trainer.test_freq=2", "trainer.save_freq=2").metrics
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    # A timer that runs alone takes one tick of this clock; each step scores once.
+    validated, first, second = lines
+    assert validated["timing_s/testing"] == 1
+    assert "timing_s/reward" not in validated
+    assert "timing_s/testing" not in first
+    assert "timing_s/save_checkpoint" not in first
+    assert first["timing_s/reward"] == second["timing_s/reward"] == 1
+    assert second["timing_s/testing"] == second["timing_s/save_checkpoint"] == 1
+
+
+def test_a_kill_between_a_step_s_line_and_its_checkpoint_leaves_neither(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.trainer.ppo import trainer
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(trainer.Tracking):
+        def log(self, metrics: Any, step: int) -> None:
+            super().log(metrics, step)
+            if step == 3:
+                raise Killed
+
+    saved = ("trainer.save_freq=1", "trainer.total_training_steps=4")
+    whole = train(*saved, folder="whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "Tracking", Dying)
+        with pytest.raises(Killed):
+            train(*saved, folder="killed")
+    resumed = train(*saved, folder="killed")
+    assert [line["step"] for line in resumed.metrics] == [1, 2, 3, 4]
+    assert resumed.numbers == whole.numbers
+    assert all("timing_s/save_checkpoint" in line for line in resumed.metrics)
+
+
+def test_one_token_has_no_explained_variance() -> None:
+    import warnings
+
+    from hone.protocol import DataProto
+    from hone.trainer.ppo.metrics import data_metrics
+
+    def measured(mask: list[int]) -> dict[str, float]:
+        names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
+        tensors = {name: torch.tensor([[0.5, 1.0]]) for name in names}
+        tensors |= {
+            "response_mask": torch.tensor([mask]),
+            "prompts": torch.ones(1, 1, dtype=torch.int64),
+            "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return data_metrics(DataProto.from_dict(tensors), prompt_limit=4, response_limit=4)
+
+    assert "critic/vf_explained_var" not in measured([1, 0])
+    assert measured([1, 1])["critic/vf_explained_var"] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("where", ["train", "validation"])
 def test_an_unknown_data_source_stops_before_the_first_step(
     task: Task, tmp_path: Path, where: str
@@ -266,7 +343,7 @@ def test_every_long_part_of_a_step_is_shown_while_it_lasts(
     )
     verbs = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
     step = [f"step 1: {verb}" for verb in verbs]
-    assert shown == ["load models", *step, "validate", "step 1: reward", "step 1: save_checkpoint"]
+    assert shown == ["load models", *step, "validate", "step 1: save_checkpoint"]
 
 
 def test_the_trainer_is_usable_from_python(task: Task, tmp_path: Path) -> None:
