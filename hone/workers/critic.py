@@ -78,7 +78,7 @@ class CriticWorker(Worker):
     def update_critic(self, data: DataProto) -> DataProto:
         config = self.config.critic
         # What is rejected from the policy's loss was still returned: the critic learns from all of it.
-        columns = [name for name in data.batch.keys() if name != "loss_mask"]
+        columns = sorted({*data.batch.keys()} - {"loss_mask"})
         with self.engine.present(optimizer=True):
             metrics = update_in_minibatches(
                 self.engine,
