@@ -31,6 +31,8 @@ _SETTLE_HOPS = 16
 """Turns of the event loop (a few µs each) for agent loops to ask again: a tool call takes nine."""
 _SETTLE_TIMEOUT_S = 5.0
 """If an agent loop blocks the event loop longer than this, decoding goes on without it."""
+_LOOK_S = 0.001
+"""How often a loop that does not settle is looked at: it may have closed."""
 _CLOSE_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
@@ -208,8 +210,7 @@ class NativeRollout:
         """Hand answers to their loops and give those loops the chance to ask again."""
         for loop, requests in _by_loop(finished).items():
             self._settled = settled = threading.Event()
-            open_loop = _call(loop, _resolve, loop, requests, settled)
-            if open_loop and not settled.wait(_SETTLE_TIMEOUT_S):
+            if _call(loop, _resolve, loop, requests, settled) and not _has_settled(loop, settled):
                 log.warning(
                     "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
                     _SETTLE_TIMEOUT_S,
@@ -255,6 +256,12 @@ def _after_hops(loop: asyncio.AbstractEventLoop, hops: int, settled: threading.E
         settled.set()
     else:
         loop.call_soon(_after_hops, loop, hops - 1, settled)
+
+
+def _has_settled(loop: asyncio.AbstractEventLoop, settled: threading.Event) -> bool:
+    """Wait until the loop has had its turns, or has closed: whoever got an answer may have left."""
+    looks = round(_SETTLE_TIMEOUT_S / _LOOK_S)
+    return any(settled.wait(_LOOK_S) or loop.is_closed() for _ in range(looks))
 
 
 def _refuse(request: Request, error: BaseException) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.native import engine as native_engine
 
 from ..engine_contract import play
 from ..factories import NativeFactory
@@ -188,3 +189,15 @@ def test_play_tells_the_loops_why_decoding_stopped() -> None:
         NativeFactory().sabotage(engine)
         with pytest.raises(RuntimeError, match="boom"):
             engine.play(engine.generate(PROMPT, LONG, "doomed"))
+
+
+def test_a_loop_that_closed_counts_as_settled_and_a_blocked_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native_engine, "_SETTLE_TIMEOUT_S", 0.05)
+    loop, never, settled = asyncio.new_event_loop(), threading.Event(), threading.Event()
+    settled.set()
+    assert native_engine._has_settled(loop, settled)
+    assert not native_engine._has_settled(loop, never)
+    loop.close()
+    assert native_engine._has_settled(loop, never)
