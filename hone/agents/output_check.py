@@ -113,5 +113,5 @@ def _check_extra_fields(output: AgentLoopOutput, name: str, row: Mapping[str, An
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False

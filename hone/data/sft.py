@@ -121,6 +121,7 @@ class SFTDataset:
         `on_rows` hears how many more are done. What was encoded is kept for its turn.
         """
         good: list[int] = []
+        self._tried(self.positions[0])  # alone: a tokenizer may settle its options at its first use
         with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
             for start in range(0, len(self.positions), BLOCK_ROWS):
                 block = self.positions[start : start + BLOCK_ROWS]

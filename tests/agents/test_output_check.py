@@ -18,7 +18,9 @@ def check(row: dict[str, Any] | None = None, **fields: Any) -> None:
     check_output(output, "mine", row={"uid": "u0"} if row is None else row, vocabulary=10)
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), "high", torch.tensor([1.0, 2.0])])
+@pytest.mark.parametrize(
+    "score", [float("nan"), float("inf"), 10**400, "high", torch.tensor([1.0, 2.0])]
+)
 def test_a_score_that_is_no_finite_number_is_refused(score: Any) -> None:
     with pytest.raises(BadTrajectory, match="loop 'mine' returned reward_score="):
         check(reward_score=score)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.config import load_config
+from hone.config.sft import SFTConfig
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 MARKED_TEMPLATE = (
@@ -48,3 +50,20 @@ def prompts(count: int, source: str = "arithmetic") -> list[dict[str, Any]]:
         }
         for i in range(count)
     ]
+
+
+def sft_settings(folder: Path, model: Path, *more: str) -> list[str]:
+    """A quick supervised run over a few sums."""
+    return [
+        f"data.train_files={write_jsonl(folder / 'train.jsonl', sums(20))}",
+        f"model.path={model}",
+        "data.train_batch_size=4",
+        "optim.lr=1e-2",
+        "trainer.logger=[jsonl]",
+        *more,
+    ]
+
+
+def sft_config(settings: Sequence[str], folder: Path, *overrides: str) -> SFTConfig:
+    own = f"trainer.default_local_dir={folder}"
+    return load_config([*settings, own, *overrides], config_name="sft_trainer")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.data.rows import DataError
 from hone.models.load import load_causal_lm, load_tokenizer
 from hone.tracking import read_metrics
@@ -23,7 +23,7 @@ from hone.trainer.ranks import LaunchError, Ranks, must_launch
 from hone.trainer.sft.run import SFTRun
 from hone.trainer.sft.trainer import collate
 
-from .around_fixtures import sums, tiny_model, write_jsonl
+from .around_fixtures import sft_config, sft_settings, sums, tiny_model, write_jsonl
 
 Run = Callable[..., Path]
 
@@ -35,31 +35,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(tmp_path: Path, model: Path) -> list[str]:
-    return [
-        f"data.train_files={write_jsonl(tmp_path / 'train.jsonl', sums(20))}",
+    return sft_settings(
+        tmp_path,
+        model,
         f"data.val_files={write_jsonl(tmp_path / 'val.jsonl', sums(5))}",
-        f"model.path={model}",
-        "data.train_batch_size=4",
-        "optim.lr=1e-2",
         "trainer.total_training_steps=6",
-        "trainer.logger=[jsonl]",
-    ]
+    )
 
 
 @pytest.fixture
 def train(settings: list[str], tmp_path: Path) -> Run:
     def go(name: str, *overrides: str) -> Path:
         folder = tmp_path / name
-        main_sft.run(config_of(settings, folder, *overrides))
+        main_sft.run(sft_config(settings, folder, *overrides))
         return folder
 
     return go
-
-
-def config_of(settings: list[str], folder: Path, *overrides: str) -> Any:
-    return load_config(
-        [*settings, f"trainer.default_local_dir={folder}", *overrides], config_name="sft_trainer"
-    )
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
@@ -117,7 +108,7 @@ def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
     train: Run, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train("whole", "trainer.save_freq=2")
-    run = SFTRun(config_of(settings, tmp_path / "killed", "trainer.save_freq=2"), Ranks())
+    run = SFTRun(sft_config(settings, tmp_path / "killed", "trainer.save_freq=2"), Ranks())
     monkeypatch.setattr(run.trainer, "step", _dying_after(run, 5))
     with pytest.raises(KeyboardInterrupt):
         run.fit()
@@ -135,7 +126,7 @@ def test_a_run_that_starts_anew_is_resumed_from_its_own_checkpoints(
     half_written = folder / ".global_step_9.tmp"
     half_written.mkdir()
     often = ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "optim.lr=1e-3"]
-    anew = config_of(settings, folder, *often, "trainer.resume_mode=disable")
+    anew = sft_config(settings, folder, *often, "trainer.resume_mode=disable")
     run = SFTRun(anew, Ranks())
     monkeypatch.setattr(run.trainer, "step", _dying_after(run, 2))
     with pytest.raises(KeyboardInterrupt):
@@ -169,7 +160,7 @@ def test_the_other_ranks_look_for_a_checkpoint_after_the_first_has_cleared_the_f
 ) -> None:
     folder = train("run", "trainer.total_training_steps=1")
     (folder / ".global_step_9.tmp").mkdir()
-    run = SFTRun(config_of(settings, folder), Ranks())
+    run = SFTRun(sft_config(settings, folder), Ranks())
     run.ranks = Ranks(rank=1, world_size=2)
     waited: list[bool] = []
     monkeypatch.setattr(Ranks, "wait_for_all", lambda self: waited.append(True))
@@ -226,7 +217,7 @@ def test_skipped_rows_are_told_and_only_the_first_rank_tells_or_shows_progress(
     monkeypatch.setattr("hone.trainer.sft.run.progress", progress)
     file = write_jsonl(tmp_path / "bad.jsonl", [*sums(8), {"question": "1" * 300, "answer": "2"}])
     own = [f"data.train_files={file}", "data.max_length=64", "data.on_bad_row=skip"]
-    run = SFTRun(config_of(settings, tmp_path / "run", *own), Ranks())
+    run = SFTRun(sft_config(settings, tmp_path / "run", *own), Ranks())
     run.validate()
     assert shown == ["encode train rows", "encode validation rows", "validate"]
     assert "left out 1 bad train rows (too long: 1), such as:" in caplog.text
@@ -245,7 +236,7 @@ def test_an_interrupt_saves_and_ends_with_its_code(
 ) -> None:
     from hone.trainer.ppo.interrupt import GracefulStop
 
-    run = SFTRun(config_of(settings, tmp_path / "run"), Ranks())
+    run = SFTRun(sft_config(settings, tmp_path / "run"), Ranks())
     monkeypatch.setattr(GracefulStop, "__enter__", lambda self: _requested(self))
     with pytest.raises(Interrupted):
         run.fit()
@@ -267,7 +258,7 @@ def test_only_assistant_turns_are_learnt(train: Run, tmp_path: Path, model: Path
     file = write_jsonl(tmp_path / "turns.jsonl", [{"messages": messages}] * 4)
     folder = train("run", f"data.train_files={file}", "data.val_files=null")
     assert len(numbers(folder)) == 6
-    config = config_of([], folder, f"data.train_files={file}", f"model.path={model}")
+    config = sft_config([], folder, f"data.train_files={file}", f"model.path={model}")
     from hone.data.create import create_sft_dataset
 
     tokenizer = load_tokenizer(str(model))

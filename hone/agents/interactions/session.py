@@ -7,6 +7,7 @@ counted. Leaves out a user that blocks the event loop: users wait with `await`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -57,7 +58,7 @@ class InteractionSession:
         done, said, score, _ = await self._user.generate_response(talk_id, messages, **self._words)
         if not done and not isinstance(said, str):
             raise TypeError(f"the user says {said!r}; give text, or end the talk")
-        return None if done else said, None if score is None else float(score)
+        return None if done else said, _number(score)
 
     async def score(self) -> float | None:
         """The user's score of the talk, or None where it gives none."""
@@ -66,8 +67,7 @@ class InteractionSession:
         return await self._ask("calculate_score", self._score(self._id))
 
     async def _score(self, talk_id: str) -> float | None:
-        score: Any = await self._user.calculate_score(talk_id)
-        return None if score is None else float(score)
+        return _number(await self._user.calculate_score(talk_id))
 
     async def finish(self) -> None:
         """Forget the talk; whatever happened before."""
@@ -90,6 +90,12 @@ class InteractionSession:
             logger.warning("interaction %s: %s failed: %s: %s", self.name, verb, kind, error)
         self.failures += 1
         return None
+
+
+def _number(score: Any) -> float | None:
+    if score is not None and not math.isfinite(score):
+        raise ValueError(f"the score is {score}")
+    return None if score is None else float(score)
 
 
 async def _call(function: Any, *arguments: Any, **more: Any) -> Any:

@@ -80,7 +80,8 @@ def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
         screen().line(
             f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
             "trainer.total_training_steps (or total_epochs) goes on from there, "
-            "trainer.resume_mode=disable starts anew"
+            "trainer.resume_mode=disable starts anew; a run with other settings needs another "
+            "trainer.default_local_dir"
         )
     else:
         screen().line(f"resumed from {folder}")

@@ -266,8 +266,6 @@ class SFTRun:
                 f"its weights go back to model.path={began_with}, not to {path}: to train that one, "
                 "set another trainer.default_local_dir"
             )
-        elif self.trainer.step_number >= self.total_steps:
-            screen().line("a run with other settings needs another trainer.default_local_dir")
 
     def _begin(self) -> tuple[int, Path] | None:
         """Where to go on. The first rank clears the folder before the others look into it."""

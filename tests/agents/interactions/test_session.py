@@ -108,7 +108,15 @@ def test_none_is_no_score() -> None:
     assert (talk.turn_scores, talk.failures) == ([], 0)
 
 
-@pytest.mark.parametrize("answer", [None, (False, None, 0.0, {}), (False, "a")])
+def test_a_score_that_is_not_finite_is_a_failure() -> None:
+    talk = InteractionSession(Tells((False, "a", 0.5, {}), score=float("nan")), {}, 60.0)
+    assert asyncio.run(whole(talk)) == ("a", None)
+    assert (talk.turn_scores, talk.failures) == ([0.5], 1)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, (False, None, 0.0, {}), (False, "a"), (False, "a", float("inf"), {})]
+)
 def test_an_answer_of_the_wrong_shape_is_a_failure(answer: Any) -> None:
     talk = InteractionSession(Tells(answer), {}, 60.0)
     assert asyncio.run(whole(talk)) == (None, None)

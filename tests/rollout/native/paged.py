@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import RolloutEngine
+from hone.rollout.contract import RolloutEngine, Sampling
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.fused_decoder import FusedDecoder
 from hone.rollout.native.paged_core import PagedCore
+from hone.rollout.requests import Request
 
 from ..factories import NativeFactory
 from ..models import EOS, POSITIONS, TOKENIZER
@@ -26,6 +27,18 @@ def paged_core(policy: PolicyModel, **changed: Any) -> PagedCore:
         "pages": 700,
     }
     return PagedCore(policy, **(options | changed))
+
+
+def ask(prompt: list[int], tokens: int = 20, seed: int = 0, **more: Any) -> Request:
+    return Request(list(prompt), Sampling(tokens, 1.0, seed, ignore_eos=True, **more), f"r{seed}")
+
+
+def finish(core: PagedCore, requests: list[Request]) -> list[list[int]]:
+    for request in requests:
+        core.add(request)
+    while core.busy:
+        core.step()
+    return [request.token_ids for request in requests]
 
 
 class PagedFactory(NativeFactory):

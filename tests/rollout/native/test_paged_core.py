@@ -6,26 +6,11 @@ import pytest
 import torch
 
 from hone.engine.offload import HostRest
-from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.native.paged_core import PagedCore
+from hone.rollout.contract import RolloutError
 from hone.rollout.native.paged_schedule import PAGE_SIZE, STEPS_PER_CHUNK
-from hone.rollout.requests import Request
 
 from ..models import policy, prompts
-from .paged import paged_core
-
-
-def finish(core: PagedCore, requests: list[Request]) -> list[list[int]]:
-    for request in requests:
-        core.add(request)
-    while core.busy:
-        core.step()
-    return [request.token_ids for request in requests]
-
-
-def ask(prompt: list[int], tokens: int = 20, seed: int = 0, **more: object) -> Request:
-    sampling = Sampling(tokens, 1.0, seed, ignore_eos=True, **more)  # type: ignore[arg-type]
-    return Request(list(prompt), sampling, f"r{seed}")
+from .paged import ask, finish, paged_core
 
 
 def test_a_group_computes_its_prompt_once_and_shares_its_full_pages() -> None:

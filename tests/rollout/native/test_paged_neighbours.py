@@ -20,19 +20,7 @@ from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request
 
 from ..models import VOCABULARY, policy, prompts, trainer_log_probs
-from .paged import paged_core
-
-
-def ask(prompt: list[int], tokens: int, seed: int, **more: Any) -> Request:
-    return Request(list(prompt), Sampling(tokens, 1.0, seed, ignore_eos=True, **more), f"r{seed}")
-
-
-def finish(core: PagedCore, requests: list[Request]) -> list[list[int]]:
-    for request in requests:
-        core.add(request)
-    while core.busy:
-        core.step()
-    return [request.token_ids for request in requests]
+from .paged import ask, finish, paged_core
 
 
 def fewer() -> list[Request]:

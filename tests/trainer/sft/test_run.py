@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import load_config
 from hone.data.rows import DataError
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking import read_metrics
@@ -18,7 +17,7 @@ from hone.trainer.command_line import finish
 from hone.trainer.ranks import Ranks
 from hone.trainer.sft.run import SFTRun
 
-from ..around_fixtures import sums, tiny_model, write_jsonl
+from ..around_fixtures import sft_config, sft_settings, sums, tiny_model, write_jsonl
 
 Run = Callable[..., Path]
 
@@ -30,28 +29,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(tmp_path: Path, model: Path) -> list[str]:
-    return [
-        f"data.train_files={write_jsonl(tmp_path / 'train.jsonl', sums(20))}",
-        f"model.path={model}",
-        "data.train_batch_size=4",
-        "optim.lr=1e-2",
-        "trainer.total_training_steps=1",
-        "trainer.logger=[jsonl]",
-    ]
+    return sft_settings(tmp_path, model, "trainer.total_training_steps=1")
 
 
 @pytest.fixture
 def train(settings: list[str], tmp_path: Path) -> Run:
     def go(name: str, *overrides: str) -> Path:
-        main_sft.run(config_of(settings, tmp_path / name, *overrides))
+        main_sft.run(sft_config(settings, tmp_path / name, *overrides))
         return tmp_path / name
 
     return go
-
-
-def config_of(settings: list[str], folder: Path, *overrides: str) -> Any:
-    own = f"trainer.default_local_dir={folder}"
-    return load_config([*settings, own, *overrides], config_name="sft_trainer")
 
 
 def test_other_data_cannot_resume_and_the_folder_to_change_is_named(
@@ -108,7 +95,7 @@ def test_only_the_first_rank_tells_of_a_resume(
     train: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     folder = train("run")
-    run = SFTRun(config_of(settings, folder), Ranks())
+    run = SFTRun(sft_config(settings, folder), Ranks())
     run.ranks = Ranks(rank=1, world_size=2)
     monkeypatch.setattr(Ranks, "wait_for_all", lambda self: None)
     run.fit()
