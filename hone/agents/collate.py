@@ -28,11 +28,12 @@ def collate_outputs(
     """Pad and stack; widths default to the longest of the batch."""
     width = prompt_width or max(len(o.prompt_ids) for o in outputs)
     length = response_width or max(len(o.response_ids) for o in outputs)
-    prompts, prompt_mask = _left([o.prompt_ids for o in outputs], width, pad_token_id)
-    responses = _right([o.response_ids for o in outputs], length, pad_token_id, torch.int64)
-    valid = _right([[1] * len(o.response_ids) for o in outputs], length, 0, torch.int64)
-    response_mask = _right([o.response_mask for o in outputs], length, 0, torch.int64)
-    attention_mask = torch.cat([prompt_mask, valid], 1)
+    in_prompt = np.arange(-width, 0) >= -_lengths([o.prompt_ids for o in outputs])
+    in_response = np.arange(length) < _lengths([o.response_ids for o in outputs])
+    prompts = _filled(in_prompt, [o.prompt_ids for o in outputs], pad_token_id, np.int64)
+    responses = _filled(in_response, [o.response_ids for o in outputs], pad_token_id, np.int64)
+    response_mask = _filled(in_response, [o.response_mask for o in outputs], 0, np.int64)
+    attention_mask = torch.from_numpy(np.concatenate([in_prompt, in_response], 1)).long()
     tensors = {
         "prompts": prompts,
         "responses": responses,
@@ -43,7 +44,7 @@ def collate_outputs(
     }
     log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
     if len(log_probs) == len(outputs):
-        written = _right(log_probs, length, 0.0, torch.float32)
+        written = _filled(in_response, log_probs, 0.0, np.float32)
         tensors["rollout_log_probs"] = written * response_mask
     scored = sum(o.reward_score is not None for o in outputs)
     _all_or_none_scored(scored, len(outputs))
@@ -95,17 +96,17 @@ def _facts(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
     return {name: object_array(values) for name, values in facts.items()}
 
 
-def _left(rows: Sequence[Sequence[int]], width: int, pad: int) -> tuple[Tensor, Tensor]:
-    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.as_tensor(row)
-        mask[i, width - len(row) :] = 1
-    return ids, mask
+def _lengths(rows: Sequence[Sequence[Any]]) -> np.ndarray:  # [N, 1]
+    return np.array([[len(row)] for row in rows])
 
 
-def _right(rows: Sequence[Sequence[Any]], width: int, pad: float, dtype: torch.dtype) -> Tensor:
-    out = torch.full((len(rows), width), pad, dtype=dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
-    return out
+def _filled(
+    inside: np.ndarray,  # [N, W] as many in a row as the row has values
+    rows: Sequence[Sequence[Any]],
+    pad: float,
+    dtype: type,
+) -> Tensor:
+    """The values of the rows where they belong, `pad` elsewhere."""
+    out: np.ndarray = np.full(inside.shape, pad, dtype)
+    out[inside] = np.concatenate([np.asarray(row, dtype) for row in rows])
+    return torch.from_numpy(out)

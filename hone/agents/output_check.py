@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,8 @@ def check_output(
             )
     if len(output.prompt_ids) == 0 or tokens == 0:
         raise BadTrajectory(f"agent loop {name!r} returned an empty prompt or response")
-    if not all(m in (0, 1) for m in output.response_mask):
+    mask = np.asarray(output.response_mask)
+    if not ((mask == 0) | (mask == 1)).all():
         raise BadTrajectory(
             f"agent loop {name!r} returned a response_mask with values other than 0, 1"
         )
@@ -76,7 +76,7 @@ def check_output(
 def measured(output: AgentLoopOutput) -> dict[str, Any]:
     """What the loop measured, by name."""
     metrics = output.metrics
-    given = asdict(metrics) if isinstance(metrics, AgentLoopMetrics) else dict(metrics)
+    given = vars(metrics) if isinstance(metrics, AgentLoopMetrics) else dict(metrics)
     return {name: given.get(name, 0.0) for name in MEASURED}
 
 

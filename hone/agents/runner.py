@@ -77,11 +77,19 @@ class LoopRunner:
     async def _run_all(self, rows: DataProto) -> list[AgentLoopOutput]:
         sampling = rows.meta_info["sampling_params"]
         columns = rows.non_tensor_batch
+        default = self._config.actor_rollout_ref.rollout.default_loop
+        names = [name or default for name in columns.get("agent_name", [None] * len(rows))]
+        factories = {name: LOOPS.get(name, self._own) for name in set(names)}
         tasks = [
             asyncio.create_task(
-                self._run_one({k: v[i] for k, v in columns.items()}, dict(sampling))
+                self._run_one(
+                    name,
+                    factories[name],
+                    {k: v[i] for k, v in columns.items()},
+                    dict(sampling),
+                )
             )
-            for i in range(len(rows))
+            for i, name in enumerate(names)
         ]
         try:
             return await asyncio.wait_for(asyncio.gather(*tasks), LOOPS_DEADLINE_S)
@@ -98,10 +106,10 @@ class LoopRunner:
                 ) from error
             raise
 
-    async def _run_one(self, row: Mapping[str, Any], sampling: dict[str, Any]) -> AgentLoopOutput:
+    async def _run_one(
+        self, name: str, factory: LoopFactory, row: Mapping[str, Any], sampling: dict[str, Any]
+    ) -> AgentLoopOutput:
         rollout = self._config.actor_rollout_ref.rollout
-        name = row.get("agent_name") or rollout.default_loop
-        factory = LOOPS.get(name, self._own)
         manager = ServerManager(
             self._engine,
             seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),

@@ -77,13 +77,11 @@ def test_rotation_and_cache_write_equal_their_reference(
     norms = torch.randn(2, d, device=DEVICE).to(dtype) if normed else (None, None)
     caches = [cache_of(kv, d, dtype), cache_of(kv, d, dtype)]
     caches[1]._memory.copy_(caches[0]._memory)
+    turn = reference.Turn(cos, sin, *norms, 1e-6)
     outs = [
-        module.rope_store(
-            qkv, cos, sin, positions, slots, cache, 1, q_norm=norms[0], k_norm=norms[1], eps=1e-6,
-            keep_keys=True,
-        )
+        module.rope_store(qkv, turn, positions, slots, cache, 1, keep_keys=True)
         for module, cache in zip((kernels_triton, reference), caches, strict=True)
-    ]  # fmt: skip
+    ]
     for a, b in zip(*outs, strict=True):
         assert relative_error(a, b) < TOLERANCE[dtype]
     assert relative_error(caches[0]._memory, caches[1]._memory) < TOLERANCE[dtype]
@@ -108,7 +106,7 @@ def test_a_store_touches_only_its_cells() -> None:
 def test_paged_attention_equals_its_reference(
     dtype: torch.dtype, shape: tuple[int, int, int], splits: int, window: int | None
 ) -> None:
-    from hone.rollout.native import kernels_triton
+    from hone.rollout.native import attention_triton
 
     heads, kv, d = shape
     lengths = [1, 15, 16, 17, 64, 65, random.randint(1, 300), random.randint(1, 300)]
@@ -117,9 +115,52 @@ def test_paged_attention_equals_its_reference(
     positions = torch.tensor(lengths, device=DEVICE) - 1
     q = torch.randn(len(lengths), heads, d, device=DEVICE).to(dtype)
     options = {"scaling": d**-0.5, "window": window, "splits": splits}
-    got = kernels_triton.decode_attention(q, cache, 1, table, positions, **options)
+    got = attention_triton.decode_attention(q, cache, 1, table, positions, **options)
     wanted = reference.decode_attention(q, cache, 1, table, positions, **options)
     assert relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (4, None), (1, 20), (2, 20)])
+def test_rotation_within_attention_equals_its_reference(
+    dtype: torch.dtype,
+    normed: bool,
+    shape: tuple[int, int, int],
+    splits: int,
+    window: int | None,
+) -> None:
+    """The new keys are written by the kernel that reads them: every row has its own last page."""
+    from hone.rollout.native import attention_triton
+
+    heads, kv, d = shape
+    lengths = [1, 15, 16, 17, 64, 65, random.randint(1, 200), random.randint(1, 200)]
+    pages = len(lengths) * 13 + 1
+    table = (torch.randperm(pages - 1, device=DEVICE) + 1).int().view(len(lengths), 13)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    page = table.gather(1, (positions // 16)[:, None]).long()[:, 0]
+    slots = page * 16 + positions % 16
+    caches = [cache_of(kv, d, dtype, pages) for _ in range(2)]
+    caches[1]._memory.copy_(caches[0]._memory)
+    qkv = torch.randn(len(lengths), (heads + 2 * kv) * d, device=DEVICE).to(dtype)
+    angle = torch.randn(200, d // 2, device=DEVICE).repeat(1, 2)
+    norms = torch.randn(2, d, device=DEVICE).to(dtype) if normed else (None, None)
+    turn = reference.Turn(angle.cos().to(dtype), angle.sin().to(dtype), *norms, 1e-6)
+    got, wanted = (
+        module.rope_attention(
+            qkv, turn, positions, slots, cache, 1, table, scaling=d**-0.5, window=window,
+            splits=splits,
+        )
+        for module, cache in zip((attention_triton, reference), caches, strict=True)
+    )  # fmt: skip
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    written = caches[0]._memory[1].transpose(2, 3).flatten(1, 2)[:, slots]
+    expected = caches[1]._memory[1].transpose(2, 3).flatten(1, 2)[:, slots]
+    assert relative_error(written, expected) < TOLERANCE[dtype]
+    for cache in caches:
+        cache._memory[1, :, page, :, positions % 16] = 0
+    assert torch.equal(caches[0]._memory, caches[1]._memory)  # nothing else was touched
 
 
 def rows_of(count: int, vocabulary: int) -> RowState:

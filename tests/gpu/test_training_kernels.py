@@ -124,7 +124,7 @@ class TestSameRoundings:
     pytestmark = needs_gpu
 
     def test_a_decoded_token_attends_as_in_training(self, heads: int, kv: int, d: int) -> None:
-        from hone.rollout.native import kernels_triton
+        from hone.rollout.native import attention_triton, kernels_triton
         from hone.rollout.native.paged_cache import PagedCache
 
         rows, length = 64, 500
@@ -146,7 +146,7 @@ class TestSameRoundings:
             *packed, cu, cu, length, length, scaling=d**-0.5, window=None
         ).view(rows, length, heads, d)
         for position in (37, 130, 383, 499):
-            decoded = kernels_triton.decode_attention(
+            decoded = attention_triton.decode_attention(
                 q[:, position], cache, 0, table, torch.full((rows,), position, device=DEVICE),
                 scaling=d**-0.5, window=None, splits=1,
             )  # fmt: skip

@@ -40,7 +40,7 @@ class NativeFactory(Factory):
         return engine._core.cache.nbytes
 
     def sabotage(self, engine: Any) -> None:
-        def step() -> list[Any]:
+        def step(wanted: Any) -> list[Any]:
             raise RuntimeError("boom")
 
         engine._core.step = step

@@ -7,7 +7,7 @@ thread and the waiting live in engine.py.
 from __future__ import annotations
 
 from bisect import insort_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -80,8 +80,11 @@ class NativeCore:
         return ended
 
     @torch.inference_mode()
-    def step(self) -> list[Request]:
-        """Admit what fits, draw one token for every sequence; returns the finished ones."""
+    def step(self, wanted: Callable[[], bool] = lambda: True) -> list[Request]:
+        """Admit what fits, draw one token for every sequence; returns the finished ones.
+
+        wanted: not asked here, one token is soon drawn.
+        """
         admitted = self._admit()
         logits = self._compute(admitted)
         if admitted:

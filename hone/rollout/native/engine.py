@@ -204,7 +204,11 @@ class NativeRollout:
             arrived, self._inbox = self._inbox, []
         for request in arrived:
             self._core.add(request)
-        return self._core.step() if self._core.busy else []
+        return self._core.step(self._is_wanted) if self._core.busy else []
+
+    def _is_wanted(self) -> bool:
+        """Whether the core should end its step soon: a request has come, or somebody is at the door."""
+        return bool(self._inbox) or self._closed or self._door.locked()
 
     def _deliver(self, finished: list[Request]) -> None:
         """Hand answers to their loops and give those loops the chance to ask again."""

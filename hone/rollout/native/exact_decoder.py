@@ -27,6 +27,7 @@ from hone.rollout.native.exact_layouts import (
 )
 from hone.rollout.native.fused_decoder import Layer, can_join, read_layer
 from hone.rollout.native.kernel_choice import exact_kernels_for
+from hone.rollout.native.kernels_reference import Turn
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_rows import RowState
 from hone.rollout.native.paged_schedule import PAGE_SIZE
@@ -136,15 +137,11 @@ class ExactDecoder:
         layer, kernels = self._layers[index], self.kernels
         q, _, _ = kernels.rope_store(
             kernels.linear(self._normed(x, layer.norm_in), *layer.qkv),
-            self._cos,
-            self._sin,
+            Turn(self._cos, self._sin),
             positions,
             layout.slots,
             layout.cache,
             index if layout.cache.layers > 1 else 0,
-            q_norm=None,
-            k_norm=None,
-            eps=0.0,
             keep_keys=False,
         )
         out = layout.attend(q, layer=index, scaling=layer.scaling)

@@ -1,4 +1,4 @@
-"""One forward of a plain decoder in few kernels: nine a layer, from the module's own parameters.
+"""One forward of a plain decoder in few kernels: eight a layer, from the module's own parameters.
 
 Query, key and value weights lie in one block of memory, gate and up weights in another, and the
 module's parameters are views of the blocks: one matrix product each, and still nothing to synchronise.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hone.models.attention import window_of
 from hone.models.policy import PolicyModel
 from hone.ops.wide_product import wide_product
+from hone.rollout.native.kernels_reference import Turn
 
 
 class Layer(NamedTuple):
@@ -69,21 +70,10 @@ class FusedDecoder:
         x = F.embedding(ids, self._embedding)
         h, residual = kernels.add_rms_norm(x, None, *self._layers[0].norm_in)
         for index, layer in enumerate(self._layers):
-            q, k, v = kernels.rope_store(
-                F.linear(h, *layer.qkv),
-                self._cos,
-                self._sin,
-                positions,
-                layout.slots,
-                layout.cache,
-                index,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-                eps=self._eps,
-                keep_keys=layout.keep_keys,
-            )
-            out = layout.attend_stored(
-                q, k, v, layer=index, scaling=layer.scaling, window=layer.window
+            turn = Turn(self._cos, self._sin, layer.q_norm, layer.k_norm, self._eps)
+            qkv = F.linear(h, *layer.qkv)
+            out = layout.attend_joined(
+                qkv, turn, layer=index, scaling=layer.scaling, window=layer.window
             )
             o = _wide(out.flatten(1), *layer.out)
             h, residual = kernels.add_rms_norm(o, residual, *layer.norm_mlp)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-_NAMES = ("add_rms_norm", "silu_mul", "rope_store", "store", "decode_attention")
+_PLAIN = ("add_rms_norm", "silu_mul", "rope_store", "store")
+_ATTENTION = ("decode_attention", "rope_attention")
 _SAMPLING = ("sample", "advance")
 
 
@@ -17,10 +18,11 @@ def kernels_for(device: torch.device) -> Any:
         from hone.rollout.native import kernels_reference
 
         return kernels_reference
-    from hone.rollout.native import kernels_triton, sampling_triton
+    from hone.rollout.native import attention_triton, kernels_triton, sampling_triton
 
     return SimpleNamespace(
-        **{name: getattr(kernels_triton, name) for name in _NAMES},
+        **{name: getattr(kernels_triton, name) for name in _PLAIN},
+        **{name: getattr(attention_triton, name) for name in _ATTENTION},
         **{name: getattr(sampling_triton, name) for name in _SAMPLING},
     )
 

@@ -1,11 +1,11 @@
 """What the GPU kernels compute, in plain torch: the CPU lane runs it, the gpu lane compares with it.
 
-Function for function the namesakes of kernels_triton.py and sampling_triton.py.
+Function for function the namesakes of kernels_triton.py, attention_triton.py and sampling_triton.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,16 @@ from hone.ops.counter_rng import uniform
 if TYPE_CHECKING:
     from hone.rollout.native.paged_cache import PagedCache
     from hone.rollout.native.paged_rows import RowState
+
+
+class Turn(NamedTuple):
+    """How a layer's queries and keys are rotated, and normed before it where the norms are given."""
+
+    cos: Tensor  # [W, D]
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
 
 
 def add_rms_norm(
@@ -37,24 +47,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [N, 2 F] -> [N, F]
 
 def rope_store(
     qkv: Tensor,  # [N, (H + 2 KV) D]
-    cos: Tensor,  # [W, D]
-    sin: Tensor,
+    turn: Turn,
     positions: Tensor,  # [N]
     slots: Tensor,  # [N] page * page_size + offset
     cache: PagedCache,
     layer: int,
     *,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
     keep_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries and keys, and values; keys and values are in the cache afterwards."""
     kv, d = cache.kv_heads, cache.head_dim
     q, k, v = qkv.unflatten(1, (-1, d)).split([qkv.shape[1] // d - 2 * kv, kv, kv], 1)
-    if q_norm is not None and k_norm is not None:
-        q, k = F.rms_norm(q, (d,), q_norm, eps), F.rms_norm(k, (d,), k_norm, eps)
-    cosine, sine = cos[positions][:, None], sin[positions][:, None]
+    if turn.q_norm is not None and turn.k_norm is not None:
+        q = F.rms_norm(q, (d,), turn.q_norm, turn.eps)
+        k = F.rms_norm(k, (d,), turn.k_norm, turn.eps)
+    cosine, sine = turn.cos[positions][:, None], turn.sin[positions][:, None]
     q, k = (x * cosine + _half_turned(x) * sine for x in (q, k))
     store(k, v, slots, cache, layer)
     return q, k, v
@@ -101,6 +108,26 @@ def decode_attention(
         q.reshape(rows, cache.kv_heads, -1, d), kk, vv, attn_mask=seen[:, None, None], scale=scaling
     )
     return out.reshape(rows, heads, d)
+
+
+def rope_attention(
+    qkv: Tensor,
+    turn: Turn,
+    positions: Tensor,
+    slots: Tensor,
+    cache: PagedCache,
+    layer: int,
+    table: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    splits: int,
+) -> Tensor:
+    """Rotation, cache write and attention of one new token a row."""
+    q, _, _ = rope_store(qkv, turn, positions, slots, cache, layer, keep_keys=False)
+    return decode_attention(
+        q, cache, layer, table, positions, scaling=scaling, window=window, splits=splits
+    )
 
 
 def sample(logits: Tensor, rows: RowState, page_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The engine's GPU kernels: norm, gate, rotation with cache write, paged decode attention.
+"""The engine's GPU kernels but attention and sampling: norm, gate, rotation with cache write.
 
 Imported only when a GPU decodes. Each public function has the signature and the result of its namesake
 in kernels_reference.py. Cache memory is reached through an address held on the device, so that a
@@ -15,16 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from hone.rollout.native.kernels_reference import Turn
     from hone.rollout.native.paged_cache import PagedCache
-
-_NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 2}
-_WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
-"""Keys one step of the attention loop reads, and how it is spread: heads up to 64 wide, and wider.
-
-Blocks begin at multiples of KEYS and are taken from the last to the first, as torch's variable-length
-kernel does in training: weights are rounded relative to the greatest score seen so far, and the same
-order makes the same roundings. For narrow heads that kernel takes 128 keys at a time, which is slower
-here; the first block of a sequence is then rounded otherwise."""
 
 
 @triton.jit
@@ -169,16 +161,12 @@ def _rope_store(  # type: ignore[no-untyped-def]
 
 def rope_store(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    turn: Turn,
     positions: Tensor,
     slots: Tensor,
     cache: PagedCache,
     layer: int,
     *,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
     keep_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, kv, d = qkv.shape[0], cache.kv_heads, cache.head_dim
@@ -187,13 +175,13 @@ def rope_store(
     k = qkv.new_empty(tokens if keep_keys else 0, kv, d)
     k_at, v_at = cache.planes(layer)
     _rope_store[(tokens,)](
-        qkv, cos, sin, positions, slots, q, k, cache.base, k_at, v_at,
-        q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv,
-        eps,
+        qkv, turn.cos, turn.sin, positions, slots, q, k, cache.base, k_at, v_at,
+        turn.q_norm if turn.q_norm is not None else qkv,
+        turn.k_norm if turn.k_norm is not None else qkv,
+        turn.eps,
         H=heads, KV=kv, D=d, HEADS=triton.next_power_of_2(heads + 2 * kv),
         HALF=triton.next_power_of_2(d // 2), PAGE=cache.page_size,
-        NORM=q_norm is not None, KEEP_K=keep_keys, num_warps=4,
+        NORM=turn.q_norm is not None, KEEP_K=keep_keys, num_warps=4,
     )  # fmt: skip
     v = qkv[:, (heads + kv) * d :].view(tokens, kv, d)
     return q, k, v
@@ -238,142 +226,3 @@ def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) ->
         KV=cache.kv_heads, D=cache.head_dim, PADDED=triton.next_power_of_2(cache.head_dim),
         PAGE=cache.page_size, num_warps=1,
     )  # fmt: skip
-
-
-@triton.jit
-def _decode_attention(  # type: ignore[no-untyped-def]
-    q_ptr,
-    base_ptr,
-    table_ptr,
-    position_ptr,
-    out_ptr,
-    lse_ptr,
-    k_at: tl.int64,
-    v_at: tl.int64,
-    scaling,
-    table_stride,
-    window,
-    q_stride,
-    q_head_stride,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    dtype = q_ptr.dtype.element_ty
-    length = (tl.load(position_ptr + row) + 1).to(tl.int32)
-    first = 0
-    if WINDOWED:
-        first = tl.maximum(length - window, 0)
-    lowest = first // KEYS
-    blocks = tl.cdiv(length, KEYS)
-    share = tl.cdiv(blocks - lowest, SPLITS)
-    begin = lowest + split * share
-    end = tl.minimum(begin + share, blocks)
-    g = tl.arange(0, GROUP_PAD)
-    d = tl.arange(0, D_PAD)
-    q_real = (g < GROUP)[:, None] & (d < D)[None, :]
-    head = kv_head * GROUP + g
-    q = tl.load(
-        q_ptr + row * q_stride + head[:, None] * q_head_stride + d[None, :], q_real, other=0.0
-    )
-    base = tl.load(base_ptr).to(tl.pointer_type(dtype))
-    base = tl.multiple_of(base, 16)
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    norm = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    log2e: tl.constexpr = 1.4426950408889634
-    for done in range(end - begin):
-        n = (end - 1 - done) * KEYS + tl.arange(0, KEYS)
-        real = (n >= first) & (n < length)
-        page = tl.load(table_ptr + row * table_stride + n // PAGE, real, other=0).to(tl.int64)
-        cell = ((page * KV + kv_head) * PAGE + n % PAGE) * D
-        both = real[:, None] & (d < D)[None, :]
-        k = tl.load(base + k_at + cell[:, None] + d[None, :], both, other=0.0)
-        v = tl.load(base + v_at + cell[:, None] + d[None, :], both, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
-        score = tl.where(real[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        shrink = tl.exp2(top - new_top)
-        p = tl.exp2(score - new_top[:, None])
-        norm = norm * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v, input_precision=PRECISION)
-        top = new_top
-    safe = tl.where(norm > 0, norm, 1.0)
-    acc = acc / safe[:, None]
-    if SPLITS == 1:
-        out = out_ptr + (row * KV * GROUP + head[:, None]) * D + d[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), q_real)
-    else:
-        at = (row * KV * GROUP + head) * SPLITS + split
-        tl.store(out_ptr + at[:, None] * D + d[None, :], acc, q_real)
-        lse = tl.where(norm > 0, top + tl.log2(safe), float("-inf"))
-        tl.store(lse_ptr + at, lse, g < GROUP)
-
-
-@triton.jit
-def _combine(  # type: ignore[no-untyped-def]
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, D_PAD)
-    lse = tl.load(lse_ptr + head * SPLITS + s)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    weight = weight / tl.sum(weight, 0)
-    real = (d < D)[None, :]
-    part = tl.load(
-        part_ptr + (head * SPLITS + s)[:, None] * D + d[None, :],
-        real & (weight > 0)[:, None],
-        other=0.0,
-    )
-    out = tl.sum(part * weight[:, None], 0)
-    tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty), d < D)
-
-
-def decode_attention(
-    q: Tensor,
-    cache: PagedCache,
-    layer: int,
-    table: Tensor,
-    positions: Tensor,
-    *,
-    scaling: float,
-    window: int | None,
-    splits: int,
-) -> Tensor:
-    rows, heads, d = q.shape
-    kv = cache.kv_heads
-    group = heads // kv
-    padded = max(16, triton.next_power_of_2(d))  # the least a matrix product takes
-    out = torch.empty(rows, heads, d, dtype=q.dtype, device=q.device)
-    lse = part = out
-    if splits > 1:
-        part = torch.empty(rows, heads, splits, d, dtype=torch.float32, device=q.device)
-        lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
-    k_at, v_at = cache.planes(layer)
-    _decode_attention[(rows, kv, splits)](
-        q, cache.base, table, positions, part, lse, k_at, v_at, scaling, table.stride(0),
-        window if window is not None else 0, q.stride(0), q.stride(1),
-        KV=kv, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), D=d, D_PAD=padded,
-        PAGE=cache.page_size, SPLITS=splits, WINDOWED=window is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **(_NARROW if padded <= 64 else _WIDE),
-    )  # fmt: skip
-    if splits > 1:
-        _combine[(rows * heads,)](part, lse, out, D=d, D_PAD=padded, SPLITS=splits, num_warps=1)
-    return out

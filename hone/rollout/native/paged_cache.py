@@ -37,13 +37,16 @@ class PagePool:
             int, int
         ] = {}  # a page's content has a number no other content ever had
         self._names = 0
+        self._ended: list[tuple[Sequence[int], Sequence[int]]] = []  # tokens and pages, see below
 
     @property
     def available(self) -> int:
+        self._settle()
         return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
         """`count` pages of one reference each; the caller has checked `available`."""
+        self._settle()
         pages = []
         for _ in range(count):
             if self._free:
@@ -70,9 +73,23 @@ class PagePool:
                 else:
                     self._free.append(page)
 
+    def release_known(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Release the pages of a sequence that ended, findable by its tokens.
+
+        Done when somebody next asks: at the end of a rollout nobody does before all is forgotten.
+        """
+        self._ended.append((tokens, pages))
+
+    def _settle(self) -> None:
+        ended, self._ended = self._ended, []
+        for tokens, pages in ended:
+            self.remember(tokens, pages)
+            self.release(pages)
+
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Pages that hold the longest known prefix of `tokens`, in whole pages, and not all of it:
         the last token is always computed, because its hidden state is wanted."""
+        self._settle()
         found: list[int] = []
         name = _ROOT
         for piece in self._pieces(tokens, (len(tokens) - 1) // self.page_size):
@@ -85,6 +102,7 @@ class PagePool:
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make the full pages of a computed sequence findable."""
+        self._settle()
         name = _ROOT
         whole = min(len(tokens) // self.page_size, len(pages))
         for page, piece in zip(pages, self._pieces(tokens, whole), strict=False):
@@ -101,6 +119,9 @@ class PagePool:
 
     def forget_all(self) -> None:
         """No prefix is known any more: the weights, or the memory, have changed."""
+        ended, self._ended = self._ended, []
+        for _, pages in ended:
+            self.release(pages)
         self._free += self._idle
         self._idle.clear()
         self._page_of.clear()

@@ -6,8 +6,8 @@ the results once a chunk; between, rows move on by themselves. Tested on a CPU o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ from hone.rollout.native.paged_schedule import (
     Row,
 )
 from hone.rollout.requests import Request, RequestRules
+
+
+class _Drawn(NamedTuple):
+    """What the host has read of the rows and not handed to their requests yet."""
+
+    tokens: Tensor  # [N, C]
+    log_probs: Tensor
+    counts: list[int]
+    finished: list[int]
 
 
 class PagedCore:
@@ -135,10 +144,12 @@ class PagedCore:
         return self._schedule.abort()
 
     @torch.no_grad()
-    def step(self) -> list[Request]:
+    def step(self, wanted: Callable[[], bool] = lambda: True) -> list[Request]:
         """Draw a chunk of tokens for every sequence, admit what fits; returns the finished ones.
 
         New prompts are launched behind the running sequences' chunk: the host's work on them is hidden.
+        Until the engine is `wanted` for something else, chunks in which nothing can change follow each
+        other, and the host takes up the tokens of one while the device draws the next.
         """
         self.cache.reserve()
         if self.device.type == "cuda":
@@ -156,6 +167,13 @@ class PagedCore:
             self._prefill(admitted)
         if not running:
             self._decode(min(steps, schedule.steps(drawn=1)))  # they got pages for no more
+        drawn = self._read()
+        while not (any(drawn.finished) or wanted()) and (more := schedule.ahead(drawn.counts)):
+            self._device_rows.count.zero_()
+            self._decode(more)
+            self._take_up(drawn)
+            drawn = self._read()
+        self._take_up(drawn)
         return self._retire()
 
     def _follow_parameters(self) -> None:
@@ -275,14 +293,22 @@ class PagedCore:
 
     # -- results -------------------------------------------------------------------------------
 
+    def _read(self) -> _Drawn:
+        """Wait for the device, and copy what it drew: the next chunk is written over it."""
+        rows = self._device_rows.rows(0, len(self._schedule.active))
+        tokens = rows.tokens_out.to("cpu", copy=True)
+        log_probs = rows.log_probs_out.to("cpu", copy=True)
+        return _Drawn(tokens, log_probs, rows.count.tolist(), rows.finished.tolist())
+
+    def _take_up(self, drawn: _Drawn) -> None:
+        tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
+        for index, row in enumerate(self._schedule.active):
+            count, flag = drawn.counts[index], bool(drawn.finished[index])
+            self._append(row, tokens[index][:count], log_probs[index], flag)
+
     def _retire(self) -> list[Request]:
-        """Read what was drawn, take out the finished."""
+        """Take out the finished."""
         active = self._schedule.active
-        rows = self._device_rows.rows(0, len(active))
-        tokens, log_probs = rows.tokens_out.cpu().tolist(), rows.log_probs_out.tolist()
-        counts, flags = rows.count.tolist(), rows.finished.tolist()
-        for index, row in enumerate(active):
-            self._append(row, tokens[index][: counts[index]], log_probs[index], bool(flags[index]))
         finished = self._schedule.retire()
         self._placed = [] if finished else [(id(row), len(row.pages)) for row in active]
         return finished

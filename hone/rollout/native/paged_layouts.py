@@ -1,7 +1,7 @@
 """Attention over pages, as the layout that the model's attention asks: prompts at once, then steps.
 
-Both write the new keys and values first. `attend` is what any Hugging Face model calls; `attend_stored`
-is for callers that have written them already.
+Both write the new keys and values first. `attend` is what any Hugging Face model calls; `attend_joined`
+takes queries, keys and values as one product gave them, not rotated yet.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from hone.ops.transfer import send
 from hone.ops.varlen import varlen_attention
+from hone.rollout.native.kernels_reference import Turn
 from hone.rollout.native.paged_cache import PagedCache
 
 
 class PagedPrefill:
     """New tokens of several sequences, each after the tokens its pages already hold."""
-
-    keep_keys = True
 
     def __init__(
         self,
@@ -54,10 +53,18 @@ class PagedPrefill:
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
     ) -> Tensor:
         self._kernels.store(k, v, self.slots, self.cache, layer)
-        return self.attend_stored(q, k, v, layer=layer, scaling=scaling, window=window)
+        return self._attend_stored(q, k, v, layer, scaling, window)
 
-    def attend_stored(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+    def attend_joined(
+        self, qkv: Tensor, turn: Turn, *, layer: int, scaling: float, window: int | None
+    ) -> Tensor:
+        q, k, v = self._kernels.rope_store(
+            qkv, turn, self.positions, self.slots, self.cache, layer, keep_keys=True
+        )
+        return self._attend_stored(q, k, v, layer, scaling, window)
+
+    def _attend_stored(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, window: int | None
     ) -> Tensor:
         if self._seen is not None:
             k, v = self._gathered(layer)
@@ -107,8 +114,6 @@ def _sent(pieces: list[np.ndarray], device: torch.device) -> Tensor:
 class PagedDecode:
     """One new token for each row of a batch."""
 
-    keep_keys = False
-
     def __init__(
         self,
         cache: PagedCache,
@@ -127,17 +132,28 @@ class PagedDecode:
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
     ) -> Tensor:
         self._kernels.store(k, v, self.slots, self.cache, layer)
-        return self.attend_stored(q, k, v, layer=layer, scaling=scaling, window=window)
-
-    def attend_stored(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
-    ) -> Tensor:
         return self._kernels.decode_attention(
             q,
             self.cache,
             layer,
             self._table,
             self.positions,
+            scaling=scaling,
+            window=window,
+            splits=self._splits,
+        )
+
+    def attend_joined(
+        self, qkv: Tensor, turn: Turn, *, layer: int, scaling: float, window: int | None
+    ) -> Tensor:
+        return self._kernels.rope_attention(
+            qkv,
+            turn,
+            self.positions,
+            self.slots,
+            self.cache,
+            layer,
+            self._table,
             scaling=scaling,
             window=window,
             splits=self._splits,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hone.rollout.contract import RolloutError, StopReason
@@ -117,6 +118,20 @@ class PagedSchedule:
         left = [row.limit - row.request.length - drawn for row in self.active]
         return max(1 - drawn, min(most, max(left, default=most)))
 
+    def ahead(self, counts: Sequence[int]) -> int:
+        """Steps to go on with before the host has taken up these many new tokens of each sequence.
+
+        0 where it must look first: something waits for room, or a sequence may end or lack a page.
+        """
+        if self._waiting:
+            return 0
+        left = 0
+        for row, count in zip(self.active, counts, strict=True):
+            if row.careful or row.request.cancelled or len(row.pages) * PAGE_SIZE < row.limit:
+                return 0
+            left = max(left, row.limit - row.request.length - count)
+        return min(STEPS_UNWATCHED, left)
+
     def extend(self, steps: int) -> None:
         """Pages for the next chunk, oldest sequences first; the newest give theirs back if need be."""
         at = 0
@@ -172,8 +187,11 @@ class PagedSchedule:
 
     def remember(self, row: Row, tokens: list[int] | tuple[int, ...]) -> None:
         """Let later requests find the full pages of `tokens`, which this row computed."""
-        if self._prefix_caching and row.weights == self._weights:
+        if self._may_be_found(row):
             self._pool.remember(tokens, row.pages)
+
+    def _may_be_found(self, row: Row) -> bool:
+        return self._prefix_caching and row.weights == self._weights
 
     def retire(self) -> list[Request]:
         """Take out the finished rows; their pages can be found until the room is needed."""
@@ -184,9 +202,12 @@ class PagedSchedule:
                 staying.append(row)
                 continue
             finished.append(row.request)
-            # The last token was drawn but never fed.
-            self.remember(row, (row.request.prompt_ids + row.request.token_ids)[:-1])
-            self._pool.release(row.pages)
+            if self._may_be_found(row):
+                # The last token was drawn but never fed.
+                known = (row.request.prompt_ids + row.request.token_ids)[:-1]
+                self._pool.release_known(known, row.pages)
+            else:
+                self._pool.release(row.pages)
         self.active = staying
         return finished
 

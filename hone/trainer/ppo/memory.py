@@ -1,7 +1,8 @@
-"""Running out of memory, told with what to change."""
+"""The memory of a run: an end of it told with what to change, and what the collector need not look at."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +30,20 @@ def memory_explained(step: object) -> Iterator[None]:
             "actor_rollout_ref.ref.fsdp_config.param_offload=true. Of these only the response length "
             "changes what is learnt; the same command resumes from the last checkpoint"
         ) from error
+
+
+@contextmanager
+def collector_spared() -> Iterator[None]:
+    """What is there lives as long as the run: the collector need not look through it again and again.
+
+    A full look at the libraries' and the models' objects took 0.2 s, every few steps.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _is_cpu(error: RuntimeError) -> bool:

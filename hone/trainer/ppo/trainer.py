@@ -25,7 +25,7 @@ from hone.trainer.ppo import checkpoint, credit, metrics
 from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.collect import collect
 from hone.trainer.ppo.interrupt import GracefulStop
-from hone.trainer.ppo.memory import memory_explained
+from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
 from hone.trainer.ppo.rollout_file import write_rollouts
@@ -133,7 +133,7 @@ class PPOTrainer:
             total_steps=self.total_steps,
             resumed_from=self.global_step or None,
         )
-        with GracefulStop() as stop, tracking:
+        with GracefulStop() as stop, tracking, collector_spared():
             self.tracking = tracking
             first = self.global_step == 0 and trainer.val_before_train
             if (first or trainer.val_only) and (measured := self.validate()):

@@ -24,14 +24,14 @@ def halted_under_way(engine: Any) -> threading.Event:
     """Is set when the next request has a token, and then none gets another: it never ends by itself."""
     step, event, steps = engine._core.step, threading.Event(), 0
 
-    def two_steps() -> list[Any]:
+    def two_steps(wanted: Any) -> list[Any]:
         nonlocal steps
         if steps == 2:
             event.set()
             time.sleep(0.001)
             return []
         steps += 1
-        return step()
+        return step(wanted)
 
     engine._core.step = two_steps
     return event
@@ -55,10 +55,10 @@ def test_a_cancelled_waiter_frees_its_slot() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step = core.step
 
-        def counted() -> list[Any]:
+        def counted(wanted: Any) -> list[Any]:
             nonlocal steps
             steps += 1
-            return step()
+            return step(wanted)
 
         core.step = counted
         assert len(play(replaced()).token_ids) == 2
@@ -107,13 +107,13 @@ def test_weights_change_between_steps_never_within_one() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step, steps = core.step, 0
 
-        def last_tokens_wait_for_the_last_weights() -> list[Any]:
+        def last_tokens_wait_for_the_last_weights(wanted: Any) -> list[Any]:
             nonlocal steps
             if steps > LONG.max_tokens // 2 and core.version < 3:
                 time.sleep(0.001)
                 return []
             steps += 1
-            return step()
+            return step(wanted)
 
         core.step = last_tokens_wait_for_the_last_weights
 
@@ -142,9 +142,9 @@ def test_play_decodes_in_the_callers_thread() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step = core.step
 
-        def watched() -> list[Any]:
+        def watched(wanted: Any) -> list[Any]:
             threads["decode"] = threading.current_thread().name
-            return step()
+            return step(wanted)
 
         async def loop() -> TokenOutput:
             threads["loop"] = threading.current_thread().name

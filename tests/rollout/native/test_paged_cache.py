@@ -44,6 +44,24 @@ def test_the_same_tokens_behind_another_beginning_are_not_found() -> None:
     assert pool.find([9, 9, 3, 4, 5]) == []
 
 
+def test_an_ended_sequence_is_found_and_its_pages_are_free() -> None:
+    pool = PagePool(4, 2)
+    pages = pool.take(3)
+    pool.release_known([1, 2, 3, 4, 5], pages)
+    assert pool.available == 3
+    assert pool.find([1, 2, 3, 4, 5, 6]) == pages[:2]
+    assert sorted(pool.take(3)) == sorted(pages)
+
+
+def test_an_ended_sequence_is_not_found_once_all_is_forgotten() -> None:
+    pool = PagePool(4, 2)
+    pages = pool.take(3)
+    pool.release_known([1, 2, 3, 4, 5], pages)
+    pool.forget_all()
+    assert pool.find([1, 2, 3, 4, 5, 6]) == []
+    assert sorted(pool.take(pool.available)) == sorted(pages)
+
+
 def test_a_released_prefix_is_found_until_its_room_is_needed() -> None:
     pool = PagePool(4, 2)
     pages = pool.take(2)

@@ -7,7 +7,7 @@ import torch
 
 from hone.engine.offload import HostRest
 from hone.rollout.contract import RolloutError
-from hone.rollout.native.paged_schedule import PAGE_SIZE, STEPS_PER_CHUNK
+from hone.rollout.native.paged_schedule import PAGE_SIZE, STEPS_PER_CHUNK, STEPS_UNWATCHED
 
 from ..models import policy, prompts
 from .paged import ask, finish, paged_core
@@ -204,3 +204,34 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
             core.version = version
             assert finish(core, [ask(prompt)]) == wanted
     del blockers
+
+
+def test_chunks_follow_each_other_while_nobody_wants_in_and_draw_the_same() -> None:
+    asked = list(zip(prompts(3, 20, 40), (200, 150, 190), strict=True))
+    wanted = finish(paged_core(policy()), [ask(p, n, seed=i) for i, (p, n) in enumerate(asked)])
+    core = paged_core(policy())
+    requests = [ask(p, n, seed=i) for i, (p, n) in enumerate(asked)]
+    for request in requests:
+        core.add(request)
+    looks = iter([False, True, *[False] * 9])
+    assert core.step(lambda: next(looks)) == []
+    assert [len(r.token_ids) for r in requests] == [STEPS_PER_CHUNK + STEPS_UNWATCHED + 1] * 3
+    assert core.step(lambda: next(looks)) == [requests[1]]  # hands back when one has ended
+    assert core.step(lambda: next(looks)) == [requests[0], requests[2]]
+    assert not core.busy
+    assert [r.token_ids for r in requests] == wanted
+    assert all(len(r.log_probs) == len(r.versions) == len(r.token_ids) for r in requests)
+
+
+@pytest.mark.parametrize("reason", ["a stop string", "somebody left", "no pages", "one waits"])
+def test_chunks_do_not_follow_each_other_where_the_host_must_look(reason: str) -> None:
+    more = {"no pages": {"pages": 20}, "one waits": {"max_num_seqs": 1}}.get(reason, {})
+    core = paged_core(policy(), **more)
+    stop = ("never written",) if reason == "a stop string" else ()
+    request = ask(prompts(1, 20, 20)[0], 250, stop=stop)
+    core.add(request)
+    if reason == "one waits":
+        core.add(ask(prompts(1, 20, 20)[0], 2, seed=1))
+    request.cancelled = reason == "somebody left"
+    core.step(lambda: False)
+    assert len(request.token_ids) <= STEPS_UNWATCHED + 1

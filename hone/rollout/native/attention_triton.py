@@ -1,0 +1,345 @@
+"""Paged decode attention on a GPU: one query a row over the row's pages, its newest key included.
+
+Imported only when a GPU decodes; references in kernels_reference.py. Blocks of keys begin at multiples of
+KEYS and are taken from the last to the first, as torch's variable-length kernel does in training: weights
+are rounded relative to the greatest score seen so far, and the same order makes the same roundings. For
+narrow heads that kernel takes 128 keys at a time, which is slower here; the first block of a sequence is
+then rounded otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hone.rollout.native.kernels_reference import Turn
+    from hone.rollout.native.paged_cache import PagedCache
+
+_NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 3}
+_WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
+"""Keys one step of the loop reads, and how it is spread: heads up to 64 wide, and wider."""
+
+
+@triton.jit
+def _share_of_blocks(  # type: ignore[no-untyped-def]
+    length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """The first key a query may see, and the blocks [begin, end) of this program out of `blocks`."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    lowest = first // KEYS
+    blocks = tl.cdiv(length, KEYS)
+    share = tl.cdiv(blocks - lowest, SPLITS)
+    begin = lowest + split * share
+    return first, begin, tl.minimum(begin + share, blocks), blocks
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q,  # [GROUP_PAD, D_PAD]
+    base,
+    pages_ptr,
+    kv_head,
+    k_at,
+    v_at,
+    scaling,
+    length,
+    first,
+    begin,
+    end,
+    KV: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Over blocks [begin, end): the greatest score, the sum of weights and their mean of the values."""
+    d = tl.arange(0, D_PAD)
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    norm = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    log2e: tl.constexpr = 1.4426950408889634
+    for done in range(end - begin):
+        n = (end - 1 - done) * KEYS + tl.arange(0, KEYS)
+        real = (n >= first) & (n < length)
+        page = tl.load(pages_ptr + n // PAGE, real, other=0).to(tl.int64)
+        cell = ((page * KV + kv_head) * PAGE + n % PAGE) * D
+        both = real[:, None] & (d < D)[None, :]
+        k = tl.load(base + k_at + cell[:, None] + d[None, :], both, other=0.0)
+        v = tl.load(base + v_at + cell[:, None] + d[None, :], both, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
+        score = tl.where(real[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(score - new_top[:, None])
+        norm = norm * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v, input_precision=PRECISION)
+        top = new_top
+    return top, norm, acc / tl.where(norm > 0, norm, 1.0)[:, None]
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    out_ptr,
+    lse_ptr,
+    head,  # the first of the group, counted over all rows
+    split,
+    top,
+    norm,
+    acc,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    g = tl.arange(0, acc.shape[0])
+    d = tl.arange(0, acc.shape[1])
+    real = (g < GROUP)[:, None] & (d < D)[None, :]
+    at = head + g
+    if SPLITS > 1:
+        at = at * SPLITS + split
+        lse = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
+        tl.store(lse_ptr + at, lse, g < GROUP)
+    tl.store(out_ptr + at[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), real)
+
+
+@triton.jit
+def _decode_attention(  # type: ignore[no-untyped-def]
+    q_ptr,
+    base_ptr,
+    table_ptr,
+    position_ptr,
+    out_ptr,
+    lse_ptr,
+    k_at: tl.int64,
+    v_at: tl.int64,
+    scaling,
+    table_stride,
+    window,
+    q_stride,
+    q_head_stride,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = (tl.load(position_ptr + row) + 1).to(tl.int32)
+    first, begin, end, _ = _share_of_blocks(length, window, split, KEYS, SPLITS, WINDOWED)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, D_PAD)
+    start = q_ptr + row * q_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
+    q = tl.load(start + d[None, :], (g < GROUP)[:, None] & (d < D)[None, :], other=0.0)
+    base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
+    top, norm, acc = _attend(
+        q, base, table_ptr + row * table_stride, kv_head, k_at, v_at, scaling, length, first,
+        begin, end, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION,
+    )  # fmt: skip
+    head = (row * KV + kv_head) * GROUP
+    _write(out_ptr, lse_ptr, head, split, top, norm, acc, GROUP, D, SPLITS)
+
+
+@triton.jit
+def _turned(  # type: ignore[no-untyped-def]
+    x_ptr, real, cos, sin, norm_ptr, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr
+):
+    """Heads at x_ptr [h, 1], normed where asked and rotated, in their dtype: [h, D_PAD]."""
+    d = tl.arange(0, D_PAD)[None, :]
+    low = d < D // 2
+    partner = tl.where(low, d + D // 2, d - D // 2)
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + d, real, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + partner, real, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        weight = tl.load(norm_ptr + d, d < D, other=0.0).to(tl.float32)
+        x = (x * scale * weight).to(dtype).to(tl.float32)
+        weight = tl.load(norm_ptr + partner, d < D, other=0.0).to(tl.float32)
+        y = (y * scale * weight).to(dtype).to(tl.float32)
+    return tl.where(low, x * cos - y * sin, x * cos + y * sin).to(dtype)
+
+
+@triton.jit
+def _rope_attention(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    slot_ptr,
+    base_ptr,
+    table_ptr,
+    position_ptr,
+    out_ptr,
+    lse_ptr,
+    k_at: tl.int64,
+    v_at: tl.int64,
+    scaling,
+    table_stride,
+    window,
+    NORM: tl.constexpr,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    position = tl.load(position_ptr + row)
+    slot = tl.load(slot_ptr + row)
+    length = (position + 1).to(tl.int32)
+    first, begin, end, blocks = _share_of_blocks(length, window, split, KEYS, SPLITS, WINDOWED)
+    d = tl.arange(0, D_PAD)[None, :]
+    inside = d < D
+    cos = tl.load(cos_ptr + position * D + d, inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * D + d, inside, other=0.0).to(tl.float32)
+    base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
+    line = qkv_ptr + row * ((KV * GROUP + 2 * KV) * D)
+    # Whoever has the last block writes the new key and value, and reads them with the others.
+    newest = inside & (begin < blocks) & (end == blocks)
+    k_ptr = line + (KV * GROUP + kv_head) * D
+    one = tl.zeros([1, 1], tl.int32)
+    k = _turned(k_ptr + one, newest, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
+    v = tl.load(k_ptr + KV * D + d, newest, other=0.0)
+    cell = (((slot // PAGE) * KV + kv_head) * PAGE + slot % PAGE) * D
+    tl.store(base + k_at + cell + d, k, newest)
+    tl.store(base + v_at + cell + d, v, newest)
+    g = tl.arange(0, GROUP_PAD)[:, None]
+    heads = line + (kv_head * GROUP + g) * D
+    q = _turned(heads, inside & (g < GROUP), cos, sin, q_norm_ptr, eps, D, D_PAD, NORM)
+    tl.debug_barrier()
+    top, norm, acc = _attend(
+        q, base, table_ptr + row * table_stride, kv_head, k_at, v_at, scaling, length, first,
+        begin, end, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION,
+    )  # fmt: skip
+    head = (row * KV + kv_head) * GROUP
+    _write(out_ptr, lse_ptr, head, split, top, norm, acc, GROUP, D, SPLITS)
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, D_PAD)
+    lse = tl.load(lse_ptr + head * SPLITS + s)
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    weight = weight / tl.sum(weight, 0)
+    real = (d < D)[None, :]
+    part = tl.load(
+        part_ptr + (head * SPLITS + s)[:, None] * D + d[None, :],
+        real & (weight > 0)[:, None],
+        other=0.0,
+    )
+    out = tl.sum(part * weight[:, None], 0)
+    tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty), d < D)
+
+
+class _Launch:
+    """What both kernels are launched with, and where their results go."""
+
+    def __init__(
+        self, like: Tensor, heads: int, cache: PagedCache, window: int | None, splits: int
+    ) -> None:
+        rows, kv, d = like.shape[0], cache.kv_heads, cache.head_dim
+        self.grid = (rows, kv, splits)
+        self._padded = max(16, triton.next_power_of_2(d))  # the least a matrix product takes
+        self.out = self.part = self.lse = like.new_empty(rows, heads, d)
+        if splits > 1:
+            self.part = like.new_empty(rows, heads, splits, d, dtype=torch.float32)
+            self.lse = like.new_empty(rows, heads, splits, dtype=torch.float32)
+        group = heads // kv
+        self.constants: dict[str, Any] = {
+            "KV": kv,
+            "GROUP": group,
+            "GROUP_PAD": max(16, triton.next_power_of_2(group)),
+            "D": d,
+            "D_PAD": self._padded,
+            "PAGE": cache.page_size,
+            "SPLITS": splits,
+            "WINDOWED": window is not None,
+            "PRECISION": "ieee" if like.dtype == torch.float32 else "tf32",
+            **(_NARROW if self._padded <= 64 else _WIDE),
+        }
+
+    def joined(self) -> Tensor:
+        """The result, once the splits are put together."""
+        rows, heads, d = self.out.shape
+        if self.part is not self.out:
+            _combine[(rows * heads,)](
+                self.part, self.lse, self.out, D=d, D_PAD=self._padded, SPLITS=self.grid[2],
+                num_warps=1,
+            )  # fmt: skip
+        return self.out
+
+
+def decode_attention(
+    q: Tensor,
+    cache: PagedCache,
+    layer: int,
+    table: Tensor,
+    positions: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    splits: int,
+) -> Tensor:
+    launch = _Launch(q, q.shape[1], cache, window, splits)
+    _decode_attention[launch.grid](
+        q, cache.base, table, positions, launch.part, launch.lse, *cache.planes(layer), scaling,
+        table.stride(0), window or 0, q.stride(0), q.stride(1), **launch.constants,
+    )  # fmt: skip
+    return launch.joined()
+
+
+def rope_attention(
+    qkv: Tensor,
+    turn: Turn,
+    positions: Tensor,
+    slots: Tensor,
+    cache: PagedCache,
+    layer: int,
+    table: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    splits: int,
+) -> Tensor:
+    heads = qkv.shape[1] // cache.head_dim - 2 * cache.kv_heads
+    launch = _Launch(qkv, heads, cache, window, splits)
+    _rope_attention[launch.grid](
+        qkv, turn.cos, turn.sin, turn.q_norm if turn.q_norm is not None else qkv,
+        turn.k_norm if turn.k_norm is not None else qkv, turn.eps, slots, cache.base, table,
+        positions, launch.part, launch.lse, *cache.planes(layer), scaling, table.stride(0),
+        window or 0, NORM=turn.q_norm is not None, **launch.constants,
+    )  # fmt: skip
+    return launch.joined()
