@@ -6,6 +6,7 @@ Ranks each collate their own; `join_ranks` makes of them what one rank would hav
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -108,5 +109,5 @@ def _filled(
 ) -> Tensor:
     """The values of the rows where they belong, `pad` elsewhere."""
     out: np.ndarray = np.full(inside.shape, pad, dtype)
-    out[inside] = np.concatenate([np.asarray(row, dtype) for row in rows])
+    out[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(inside.sum()))
     return torch.from_numpy(out)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import COLUMNS
 from hone.protocol.union import same
@@ -52,8 +50,8 @@ def check_output(
             )
     if len(output.prompt_ids) == 0 or tokens == 0:
         raise BadTrajectory(f"agent loop {name!r} returned an empty prompt or response")
-    mask = np.asarray(output.response_mask)
-    if not ((mask == 0) | (mask == 1)).all():
+    mask: Any = output.response_mask
+    if not set(mask.tolist() if hasattr(mask, "tolist") else mask) <= {0, 1}:
         raise BadTrajectory(
             f"agent loop {name!r} returned a response_mask with values other than 0, 1"
         )
@@ -82,8 +80,7 @@ def measured(output: AgentLoopOutput) -> dict[str, Any]:
 
 def _check_ids(output: AgentLoopOutput, name: str, vocabulary: int | None) -> None:
     for field, ids in (("prompt_ids", output.prompt_ids), ("response_ids", output.response_ids)):
-        values = np.asarray(ids)
-        low, high = values.min(), values.max()
+        low, high = min(ids), max(ids)
         if low < 0 or (vocabulary is not None and high >= vocabulary):
             known = "0 and up" if vocabulary is None else f"0 to {vocabulary - 1}"
             raise BadTrajectory(

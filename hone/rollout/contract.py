@@ -6,7 +6,6 @@ the batch it was computed in. An executable version of this page is tests/rollou
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,18 +48,16 @@ class Sampling:
         for name, value in whole.items():
             if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
                 raise ValueError(f"sampling: {name}={value!r} must be a whole number of 64 bits")
-        checks = {
-            f"max_tokens={self.max_tokens} must be at least 1": self.max_tokens >= 1,
-            f"temperature={self.temperature} must be 0 (greedy) or at least {_COOLEST}": (
-                self.temperature == 0 or _COOLEST <= self.temperature < math.inf
-            ),
-            f"top_k={self.top_k} must be -1 (all) or positive": self.top_k == -1 or self.top_k > 0,
-            f"top_p={self.top_p} must be in (0, 1]": 0 < self.top_p <= 1,
-            f"min_p={self.min_p} must be in [0, 1]": 0 <= self.min_p <= 1,
-        }
-        for sentence, holds in checks.items():
+        cool = self.temperature == 0 or _COOLEST <= self.temperature < math.inf
+        for name, must, holds in (
+            ("max_tokens", "at least 1", self.max_tokens >= 1),
+            ("temperature", f"0 (greedy) or at least {_COOLEST}", cool),
+            ("top_k", "-1 (all) or positive", self.top_k == -1 or self.top_k > 0),
+            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
+            ("min_p", "in [0, 1]", 0 <= self.min_p <= 1),
+        ):
             if not holds:
-                raise ValueError(f"sampling: {sentence}")
+                raise ValueError(f"sampling: {name}={getattr(self, name)} must be {must}")
 
     @property
     def cuts(self) -> bool:
@@ -74,7 +71,7 @@ class Sampling:
 
         `logprobs` and `repetition_penalty=1` ask for nothing that differs here. Unknown names raise.
         """
-        known = {f.name for f in dataclasses.fields(Sampling)}
+        known = Sampling.__dataclass_fields__
         values: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
         for name, value in params.items():
             if name == "max_new_tokens":
