@@ -6,6 +6,7 @@ keep less: norms and gated products are computed again on the way back. Gradient
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hone.ops.gated import gate_backward, gate_forward
 from hone.ops.rms_norm import norm_backward, norm_forward
-from hone.ops.rotary import turned
+from hone.ops.rotary import turn_apart, turn_together
 from hone.ops.wide_product import wide_product
 
 
@@ -52,32 +53,27 @@ class _Heads(torch.autograd.Function):
         k_bias: Tensor | None, v: Tensor, v_bias: Tensor | None, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         h, scale = norm_forward(x, norm, eps)
-        queries, keys, values = (
-            F.linear(h, weight, bias).view(len(x), -1, cos.shape[-1])
-            for weight, bias in ((q, q_bias), (k, k_bias), (v, v_bias))
-        )
+        biases = [b for b in (q_bias, k_bias, v_bias) if b is not None]
+        assert len(biases) in (0, 3), "a bias of some parts only is of no known family"
+        qkv = F.linear(h, torch.cat([q, k, v]), torch.cat(biases) if biases else None)
         ctx.save_for_backward(x, norm, scale, q, k, v, cos, sin)
         ctx.eps = eps
-        return turned(queries, cos, sin, back=False), turned(keys, cos, sin, back=False), values
+        return turn_apart(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, scale, q, k, v, cos, sin = ctx.saved_tensors
+        x, norm, scale, *weights, cos, sin = ctx.saved_tensors
         needed = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)
-        g_q, g_k = (turned(g, cos, sin, back=True) for g in grads[:2])
-        parts = [g.reshape(len(x), -1) for g in (g_q, g_k, grads[2])]
-        g_h = parts[0] @ q
-        for g, weight in zip(parts[1:], (k, v), strict=True):
-            g_h = torch.addmm(g_h, g, weight)
-        g_x, g_norm = norm_backward(x, norm, scale, g_h)
-        weights = []
-        for index, g in enumerate(parts):
-            weights += [
-                g.t() @ h if needed[3 + 2 * index] else None,
-                g.sum(0) if needed[4 + 2 * index] else None,
-            ]
-        return (g_x, g_norm if needed[1] else None, None, *weights, None, None)
+        g_q, g_k, g_v = grads
+        g = turn_together(g_q, g_k, g_v, cos, sin)
+        g_x, g_norm = norm_backward(x, norm, scale, g @ torch.cat(weights))
+        rows, nothing = [len(w) for w in weights], [None] * 3
+        g_weights = (g.t() @ h).split(rows) if any(needed[3:9:2]) else nothing
+        g_biases = g.sum(0).split(rows) if any(needed[4:9:2]) else nothing
+        maps = itertools.chain.from_iterable(zip(g_weights, g_biases, strict=True))
+        wanted = [m if need else None for m, need in zip(maps, needed[3:9], strict=True)]
+        return (g_x, g_norm if needed[1] else None, None, *wanted, None, None)
 
 
 class _GatedHalf(torch.autograd.Function):
@@ -98,7 +94,7 @@ class _GatedHalf(torch.autograd.Function):
         h, _ = norm_forward(x, norm, ctx.eps)
         g = grads[0].to(h.dtype)
         g_gates, g_ups, inner = gate_backward(gates, ups, g @ down)
-        g_h = torch.addmm(g_gates @ gate, g_ups, up)
+        g_h = (g_gates @ gate).addmm_(g_ups, up)
         g_x, g_norm = norm_backward(x, norm, scale, g_h, grads[0])
         return (
             g_x,

@@ -36,6 +36,33 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     return (g * cos.float()[:, None] + across).to(x.dtype)
 
 
+def turn_apart(
+    qkv: Tensor,  # [N, (H + 2 KV) D]
+    cos: Tensor,  # [N, D]
+    sin: Tensor,
+    *,
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice
+    """Queries and keys of one product, rotated, and its values; itself without gradient."""
+    if qkv.is_cuda:
+        from hone.ops.rotary_triton import split_turned
+
+        return split_turned(qkv, cos, sin, kv_heads=kv_heads)
+    heads = qkv.unflatten(1, (-1, cos.shape[-1]))
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v.contiguous()
+
+
+def turn_together(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of that product."""
+    if g_q.is_cuda:
+        from hone.ops.rotary_triton import join_turned
+
+        return join_turned(g_q, g_k, g_v, cos, sin)
+    back = [turned(g, cos, sin, back=True) for g in (g_q, g_k)]
+    return torch.cat([*back, g_v], 1).flatten(1)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

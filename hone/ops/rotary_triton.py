@@ -1,4 +1,4 @@
-"""The kernel that rotates queries and keys, forth and back. Imported only on a GPU."""
+"""Kernels that rotate queries and keys, forth and back. Imported only on a GPU."""
 
 from __future__ import annotations
 
@@ -54,3 +54,99 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
         num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _turn_parts(  # type: ignore[no-untyped-def]
+    joined_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """joined [N, (H + 2 KV) D] to its parts, or with BACK the parts' gradients to the joined one's."""
+    token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = D // 2
+    h = tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    inside = i < half
+    is_q = inside & (h < H)
+    is_k = inside & (h >= H) & (h < H + KV)
+    is_v = inside & (h >= H + KV) & (h < H + 2 * KV)
+    q = q_ptr + (token * H + h) * D + i
+    k = k_ptr + (token * KV + h - H) * D + i
+    v = v_ptr + (token * KV + h - H - KV) * D + i
+    joined = joined_ptr + (token * (H + 2 * KV) + h) * D + i
+    real = inside & (h < H + 2 * KV)
+    if BACK:
+        a = tl.load(q, is_q, other=0.0) + tl.load(k, is_k, other=0.0)
+        a += tl.load(v, is_v, other=0.0)
+        b = tl.load(q + half, is_q, other=0.0) + tl.load(k + half, is_k, other=0.0)
+        b += tl.load(v + half, is_v, other=0.0)
+    else:
+        a = tl.load(joined, real, other=0.0)
+        b = tl.load(joined + half, real, other=0.0)
+    angle = token * D + i
+    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + angle + half, inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + angle + half, inside, other=0.0).to(tl.float32)
+    x, y = a.to(tl.float32), b.to(tl.float32)
+    if BACK:
+        first = x * cos_a + y * sin_b
+        second = y * cos_b - x * sin_a
+    else:
+        first = x * cos_a - y * sin_a
+        second = y * cos_b + x * sin_b
+    first = tl.where(is_v, a, first.to(a.dtype))
+    second = tl.where(is_v, b, second.to(b.dtype))
+    if BACK:
+        tl.store(joined, first, real)
+        tl.store(joined + half, second, real)
+    else:
+        tl.store(q, first, is_q)
+        tl.store(q + half, second, is_q)
+        tl.store(k, first, is_k)
+        tl.store(k + half, second, is_k)
+        tl.store(v, first, is_v)
+        tl.store(v + half, second, is_v)
+
+
+def split_turned(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, (H + 2 KV) D] to rotated queries and keys, and values."""
+    tokens, d = len(qkv), cos.shape[-1]
+    heads = qkv.shape[1] // d - 2 * kv_heads
+    q = qkv.new_empty(tokens, heads, d)
+    k, v = (qkv.new_empty(tokens, kv_heads, d) for _ in range(2))
+    _launch_parts(qkv.contiguous(), q, k, v, cos, sin, back=False)
+    return q, k, v
+
+
+def join_turned(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of the three to that of what they were split from."""
+    g_q, g_k, g_v = (g.contiguous() for g in (g_q, g_k, g_v))
+    heads = g_q.shape[1] + 2 * g_k.shape[1]
+    joined = g_q.new_empty(len(g_q), heads * g_q.shape[2])
+    _launch_parts(joined, g_q, g_k, g_v, cos, sin, back=True)
+    return joined
+
+
+def _launch_parts(
+    joined: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, back: bool
+) -> None:
+    tokens, heads, d = q.shape
+    kv = k.shape[1]
+    _turn_parts[(tokens,)](
+        joined, q, k, v, cos.contiguous(), sin.contiguous(), H=heads, KV=kv, D=d,
+        HEADS=triton.next_power_of_2(heads + 2 * kv), HALF=triton.next_power_of_2(d // 2),
+        BACK=back, num_warps=4,
+    )  # fmt: skip

@@ -238,6 +238,24 @@ class TestRotation:
         assert relative_error(turn(x, cos, sin, back=False), plain) < 1e-5
         assert relative_error(turn(g, cos, sin, back=True), a.grad) < 1e-5
 
+    def test_parts_of_one_product_and_their_gradients_equal_plain_torch(
+        self, heads: int, d: int
+    ) -> None:
+        from hone.ops.rotary import plain_rotate
+        from hone.ops.rotary_triton import join_turned, split_turned
+
+        kv = 2
+        joined = torch.randn(9, (heads + 2 * kv) * d, device=DEVICE)
+        cos, sin = torch.randn(2, 9, d, device=DEVICE)
+        a = joined.clone().requires_grad_()
+        q, k, v = a.unflatten(1, (-1, d)).split([heads, kv, kv], 1)
+        plain = plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
+        pulls = [torch.randn_like(x) for x in plain]
+        torch.autograd.backward(plain, pulls)
+        for got, wanted in zip(split_turned(joined, cos, sin, kv_heads=kv), plain, strict=True):
+            assert relative_error(got, wanted) < 1e-5
+        assert relative_error(join_turned(*pulls, cos, sin), a.grad) < 1e-5
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 class TestAccumulation:
