@@ -74,7 +74,7 @@ def _layer(
 ) -> Tensor:
     attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
     cos, sin = (turn[0] for turn in position_embeddings)
-    q, k, v = heads_of(
+    q, k, v, x = heads_of(
         x,
         _norm_of(self.input_layernorm),
         _map_of(attention.q_proj),

@@ -36,8 +36,11 @@ def heads_of(
     k: Linear,
     v: Linear,
     turn: tuple[Tensor, Tensor],  # cosines and sines, [N, D] each
-) -> tuple[Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice
-    """Queries and keys of the normed rows, rotated, and values."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice, [N, d]
+    """Queries and keys of the normed rows, rotated, values, and the rows themselves.
+
+    Whoever adds to the rows should take these: both gradients then meet in one kernel.
+    """
     return _Heads.apply(x, *norm, *q, *k, *v, *turn)
 
 
@@ -51,23 +54,23 @@ class _Heads(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm: Tensor, eps: float, q: Tensor, q_bias: Tensor | None, k: Tensor,
         k_bias: Tensor | None, v: Tensor, v_bias: Tensor | None, cos: Tensor, sin: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         h, scale = norm_forward(x, norm, eps)
         biases = [b for b in (q_bias, k_bias, v_bias) if b is not None]
         assert len(biases) in (0, 3), "a bias of some parts only is of no known family"
         qkv = F.linear(h, torch.cat([q, k, v]), torch.cat(biases) if biases else None)
         ctx.save_for_backward(x, norm, scale, q, k, v, cos, sin)
         ctx.eps = eps
-        return turn_apart(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1])
+        return *turn_apart(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1]), x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, scale, *weights, cos, sin = ctx.saved_tensors
         needed = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)
-        g_q, g_k, g_v = grads
+        g_q, g_k, g_v, g_sum = grads
         g = turn_together(g_q, g_k, g_v, cos, sin)
-        g_x, g_norm = norm_backward(x, norm, scale, g @ torch.cat(weights))
+        g_x, g_norm = norm_backward(x, norm, scale, g @ torch.cat(weights), g_sum)
         rows, nothing = [len(w) for w in weights], [None] * 3
         g_weights = (g.t() @ h).split(rows) if any(needed[3:9:2]) else nothing
         g_biases = g.sum(0).split(rows) if any(needed[4:9:2]) else nothing

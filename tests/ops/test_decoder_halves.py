@@ -62,7 +62,7 @@ def test_heads_equal_torchs_steps(biased: bool) -> None:
         biases = biases or (None, None, None)
         h = plain_rms_norm(x, norm, 1e-5)
         made = [F.linear(h, w, b).view(ROWS, -1, D) for w, b in zip((q, k, v), biases, strict=True)]
-        return plain_rotate(made[0], cos, sin), plain_rotate(made[1], cos, sin), made[2]
+        return plain_rotate(made[0], cos, sin), plain_rotate(made[1], cos, sin), made[2], x
 
     heads, kv = HEADS * D, KV_HEADS * D
     shapes = [(ROWS, WIDTH), (WIDTH,), (heads, WIDTH), (kv, WIDTH), (kv, WIDTH)]
