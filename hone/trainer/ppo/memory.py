@@ -38,7 +38,6 @@ def collector_spared() -> Iterator[None]:
 
     A full look at the libraries' and the models' objects took 0.2 s, every few steps.
     """
-    gc.collect()
     gc.freeze()
     try:
         yield
