@@ -4,7 +4,7 @@
 #   reproduce.sh OUT --small   0.5M parameters, numbers up to 20: for a CPU
 # Further key=value overrides go to every RL run. The environment may say
 #   SEEDS        "1 2 3" ("1" with --small)     ALGORITHMS   "grpo ppo"
-#   TOGETHER     runs at a time on the one device: 6 (1 with --small; if more, a thread each)
+#   TOGETHER     runs at a time on the one device: 6 (1 with --small); they share out the cores
 #   DATA_SEED    which problems are drawn: 42
 # Started again with the same OUT, it does not make again what is finished. A run stopped by Ctrl-C saves and resumes;
 # one killed outright starts over, because it saves only at its end (trainer.save_freq=10: an RL run saves every 10 steps).
@@ -17,7 +17,6 @@ size=() model=() sft=() rl=() threads=(env)
 if [ "${1:-}" = --small ]; then
     shift
     : "${SEEDS:=1}" "${TOGETHER:=1}"
-    if [ "$TOGETHER" -gt 1 ]; then threads=(env OMP_NUM_THREADS=1); fi
     size=(--max_numbers 3 --max_number 20 --max_target 40)
     generated=(--train_size 1024 --test_size 256)
     worked=(--rows 6000 --texts 16 --largest 40 --distinct)
@@ -35,6 +34,10 @@ else
     : "${SEEDS:=1 2 3}" "${TOGETHER:=6}"
     size=(--max_numbers 3)
     ppo=() grpo=() generated=(--train_size 10240 --test_size 512) worked=(--rows 180000)
+fi
+if [ "$TOGETHER" -gt 1 ]; then # each would take all cores, and wait for the others' threads
+    share=$(($(getconf _NPROCESSORS_ONLN) / TOGETHER))
+    threads=(env OMP_NUM_THREADS=$((share > 1 ? share : 1)))
 fi
 DATA=$OUT/data
 
