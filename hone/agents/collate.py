@@ -46,7 +46,7 @@ def collate_outputs(
     log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
     if len(log_probs) == len(outputs):
         written = _filled(in_response, log_probs, 0.0, np.float32)
-        tensors["rollout_log_probs"] = written * response_mask
+        tensors["rollout_log_probs"] = _of_policy(written, response_mask)
     scored = sum(o.reward_score is not None for o in outputs)
     _all_or_none_scored(scored, len(outputs))
     if scored:
@@ -74,6 +74,18 @@ def _all_or_none_scored(scored: int, of: int) -> None:
             "only some trajectories have a reward_score; the others would count as 0: "
             "either every agent loop of a batch scores its trajectories, or none does"
         )
+
+
+def _of_policy(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Zero where the policy did not write, whatever a loop put there."""
+    absent = (log_probs.isnan() & (mask != 0)).nonzero()
+    if len(absent):
+        row, token = absent[0].tolist()
+        raise BadTrajectory(
+            f"trajectory {row} has no number among its response_logprobs at token {token}, which its "
+            "response_mask says the policy wrote; give the log-prob the engine returned for it"
+        )
+    return log_probs.where(mask != 0, 0.0)
 
 
 def _scores_on_last_policy_token(outputs: Sequence[AgentLoopOutput], mask: Tensor) -> Tensor:
@@ -108,6 +120,10 @@ def _filled(
     dtype: type,
 ) -> Tensor:
     """The values of the rows where they belong, `pad` elsewhere."""
+    room = inside.sum(1, keepdims=True)
+    if len(wrong := (_lengths(rows) != room).nonzero()[0]):
+        row = int(wrong[0])
+        raise BadTrajectory(f"row {row} has {len(rows[row])} values for {int(room[row, 0])} places")
     out: np.ndarray = np.full(inside.shape, pad, dtype)
-    out[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(inside.sum()))
+    out[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(room.sum()))
     return torch.from_numpy(out)

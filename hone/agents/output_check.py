@@ -50,8 +50,7 @@ def check_output(
             )
     if len(output.prompt_ids) == 0 or tokens == 0:
         raise BadTrajectory(f"agent loop {name!r} returned an empty prompt or response")
-    mask: Any = output.response_mask
-    if not set(mask.tolist() if hasattr(mask, "tolist") else mask) <= {0, 1}:
+    if not _is_mask(output.response_mask):
         raise BadTrajectory(
             f"agent loop {name!r} returned a response_mask with values other than 0, 1"
         )
@@ -105,6 +104,11 @@ def _check_extra_fields(output: AgentLoopOutput, name: str, row: Mapping[str, An
                 f"agent loop {name!r} returned extra_fields[{field!r}], but the column {field!r} is "
                 f"{taken}; choose another name"
             )
+
+
+def _is_mask(mask: Any) -> bool:
+    values = mask.tolist() if hasattr(mask, "tolist") else list(mask)
+    return values.count(0) + values.count(1) == len(values)
 
 
 def _is_finite(value: Any) -> bool:

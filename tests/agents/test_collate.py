@@ -133,3 +133,33 @@ def test_mixed_scores_are_refused_in_the_same_words_on_one_rank_and_on_two(cut: 
     with pytest.raises(BadTrajectory) as two:
         on_two_ranks(rows, cut)
     assert str(two.value) == str(one.value)
+
+
+def test_what_a_loop_wrote_where_the_policy_did_not_counts_for_nothing() -> None:
+    rows = [trajectory(1, [1, 0], response_logprobs=[-1.0, x]) for x in (None, float("nan"), -7.0)]
+    columns = collate_outputs(rows, pad_token_id=PAD).batch
+    assert columns["rollout_log_probs"].tolist() == [[-1.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("absent", [None, float("nan")])
+def test_a_missing_log_prob_of_the_policy_is_refused(absent: float | None) -> None:
+    pair = [
+        trajectory(1, [1], response_logprobs=[-1.0]),
+        trajectory(1, [1, 0, 1], response_logprobs=[-1.0, -1.0, absent]),
+    ]
+    with pytest.raises(BadTrajectory, match=r"trajectory 1 has no number .* at token 2"):
+        collate_outputs(pair, pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("widths", [{"prompt_width": 2}, {"response_width": 1}])
+def test_rows_that_do_not_fit_are_refused_and_not_moved(widths: dict[str, int]) -> None:
+    pair = [trajectory(3, [1, 1]), trajectory(1, [1])]
+    with pytest.raises(BadTrajectory, match=r"row 0 has . values for . places"):
+        collate_outputs(pair, pad_token_id=PAD, **widths)
+
+
+def test_values_of_another_length_than_the_response_are_refused_and_not_moved() -> None:
+    pair = [trajectory(1, [1, 1, 1]), trajectory(1, [1])]
+    pair[0].response_mask, pair[1].response_mask = [1], [1, 1, 1]
+    with pytest.raises(BadTrajectory, match="row 0 has 1 values for 3 places"):
+        collate_outputs(pair, pad_token_id=PAD)

@@ -78,3 +78,16 @@ def test_a_column_of_the_row_may_be_handed_through_and_facts_may_be_told() -> No
     row = {"uid": "u0", "raw_prompt": [{"role": "user", "content": "hi"}]}
     check(row, extra_fields={"raw_prompt": [{"role": "user", "content": "hi"}]})
     check(row, extra_fields={"tool_rewards": [0.5], "found": 3})
+
+
+@pytest.mark.parametrize(
+    "mask", [[1, 0], (True, 1.0), np.array([0, 1]), torch.tensor([1, 1]), [torch.tensor(1), 0]]
+)
+def test_masks_of_zeros_and_ones_pass_in_any_form(mask: Any) -> None:
+    check(response_mask=mask)
+
+
+@pytest.mark.parametrize("mask", [[1, 0.5], [1, None], [2, 1], [[1], [0]], torch.tensor([1, -1])])
+def test_other_masks_are_refused(mask: Any) -> None:
+    with pytest.raises(BadTrajectory, match="'mine' returned a response_mask with values other"):
+        check(response_mask=mask)

@@ -126,7 +126,7 @@ class PagedSchedule:
         if self._waiting:
             return 0
         left = 0
-        for row, count in zip(self.active, counts, strict=True):
+        for row, count in zip(self.active, counts, strict=False):  # none is left after an abort
             if row.careful or row.request.cancelled or len(row.pages) * PAGE_SIZE < row.limit:
                 return 0
             left = max(left, row.limit - row.request.length - count)

@@ -1,0 +1,47 @@
+"""What a run asks of Python's collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hone.trainer.ppo.memory import collector_spared
+
+
+class Ring:
+    """Held by itself alone."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_on_a_gpu_the_collector_is_spared_after_what_nobody_holds_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gone = weakref.ref(Ring())
+    with collector_spared():
+        assert gone() is None
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gc.freeze()
+    try:
+        with collector_spared():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_without_a_gpu_it_is_left_alone() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with collector_spared():
+        assert gc.get_freeze_count() == 0
