@@ -75,8 +75,7 @@ class _Heads(torch.autograd.Function):
         g_weights = (g.t() @ h).split(rows) if any(needed[3:9:2]) else nothing
         g_biases = g.sum(0).split(rows) if any(needed[4:9:2]) else nothing
         maps = itertools.chain.from_iterable(zip(g_weights, g_biases, strict=True))
-        wanted = [m if need else None for m, need in zip(maps, needed[3:9], strict=True)]
-        return (g_x, g_norm if needed[1] else None, None, *wanted, None, None)
+        return (g_x, g_norm if needed[1] else None, None, *maps, None, None)
 
 
 class _GatedHalf(torch.autograd.Function):

@@ -9,6 +9,25 @@ from torch import Tensor
 
 
 @triton.jit
+def _rotated(  # type: ignore[no-untyped-def]
+    a, b, cos_ptr, sin_ptr, angle, inside, HALF: tl.constexpr, BACK: tl.constexpr
+):
+    """Halves of heads, in float32, turned by the angles at `angle` and HALF behind it, or back by them."""
+    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + angle + HALF, inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + angle + HALF, inside, other=0.0).to(tl.float32)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if BACK:
+        first = a * cos_a + b * sin_b
+        second = b * cos_b - a * sin_a
+    else:
+        first = a * cos_a - b * sin_a
+        second = b * cos_b + a * sin_b
+    return first, second
+
+
+@triton.jit
 def _turn(  # type: ignore[no-untyped-def]
     x_ptr,
     cos_ptr,
@@ -29,17 +48,7 @@ def _turn(  # type: ignore[no-untyped-def]
     at = token * H * D + h * D + i
     a = tl.load(x_ptr + at, real, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + at + half, real, other=0.0).to(tl.float32)
-    angle = token * D + i
-    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + angle + half, inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + angle + half, inside, other=0.0).to(tl.float32)
-    if BACK:
-        first = a * cos_a + b * sin_b
-        second = b * cos_b - a * sin_a
-    else:
-        first = a * cos_a - b * sin_a
-        second = b * cos_b + a * sin_b
+    first, second = _rotated(a, b, cos_ptr, sin_ptr, token * D + i, inside, half, BACK)
     tl.store(out_ptr + at, first.to(out_ptr.dtype.element_ty), real)
     tl.store(out_ptr + at + half, second.to(out_ptr.dtype.element_ty), real)
 
@@ -93,18 +102,7 @@ def _turn_parts(  # type: ignore[no-untyped-def]
     else:
         a = tl.load(joined, real, other=0.0)
         b = tl.load(joined + half, real, other=0.0)
-    angle = token * D + i
-    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + angle + half, inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + angle + half, inside, other=0.0).to(tl.float32)
-    x, y = a.to(tl.float32), b.to(tl.float32)
-    if BACK:
-        first = x * cos_a + y * sin_b
-        second = y * cos_b - x * sin_a
-    else:
-        first = x * cos_a - y * sin_a
-        second = y * cos_b + x * sin_b
+    first, second = _rotated(a, b, cos_ptr, sin_ptr, token * D + i, inside, half, BACK)
     first = tl.where(is_v, a, first.to(a.dtype))
     second = tl.where(is_v, b, second.to(b.dtype))
     if BACK:

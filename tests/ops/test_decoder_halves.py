@@ -78,3 +78,25 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert gate.grad is None
     assert up.grad is not None
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("frozen", [["q", "k", "v"], ["k"], ["q_bias"], ["x", "norm", "v_bias"]])
+def test_frozen_maps_of_heads_get_no_gradient_and_the_others_theirs(frozen: list[str]) -> None:
+    heads, kv = HEADS * D, KV_HEADS * D
+    shapes = [(ROWS, WIDTH), (WIDTH,), (heads, WIDTH), (kv, WIDTH), (kv, WIDTH)]
+    names = ["x", "norm", "q", "k", "v", "q_bias", "k_bias", "v_bias"]
+    cos, sin = torch.randn(2, ROWS, D)
+    found = []
+    for kept in ([], frozen):
+        given = dict(zip(names, grown(*shapes, (heads,), (kv,), (kv,)), strict=True))
+        for name in kept:
+            given[name].requires_grad_(False)
+        maps = [Linear(given[part], given[f"{part}_bias"]) for part in "qkv"]
+        outs = heads_of(given["x"], Norm(given["norm"], 1e-5), *maps, (cos, sin))
+        sum(out.square().sum() for out in outs).backward()
+        found.append({name: x.grad for name, x in given.items()})
+    for name in names:
+        if name in frozen:
+            assert found[1][name] is None
+        else:
+            torch.testing.assert_close(found[1][name], found[0][name])

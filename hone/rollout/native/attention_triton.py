@@ -158,7 +158,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
 def _turned(  # type: ignore[no-untyped-def]
     x_ptr, real, cos, sin, norm_ptr, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr
 ):
-    """Heads at x_ptr [h, 1], normed where asked and rotated, in their dtype: [h, D_PAD]."""
+    """Heads at x_ptr ([h, 1], or one alone), normed where asked and rotated, in their dtype: [h, D_PAD]."""
     d = tl.arange(0, D_PAD)[None, :]
     low = d < D // 2
     partner = tl.where(low, d + D // 2, d - D // 2)
@@ -208,8 +208,7 @@ def _rope_attention(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    position = tl.load(position_ptr + row)
-    slot = tl.load(slot_ptr + row)
+    position, slot = tl.load(position_ptr + row), tl.load(slot_ptr + row)
     length = (position + 1).to(tl.int32)
     first, begin, end, blocks = _share_of_blocks(length, window, split, KEYS, SPLITS, WINDOWED)
     d = tl.arange(0, D_PAD)[None, :]
@@ -221,8 +220,7 @@ def _rope_attention(  # type: ignore[no-untyped-def]
     # Whoever has the last block writes the new key and value, and reads them with the others.
     newest = inside & (begin < blocks) & (end == blocks)
     k_ptr = line + (KV * GROUP + kv_head) * D
-    one = tl.zeros([1, 1], tl.int32)
-    k = _turned(k_ptr + one, newest, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
+    k = _turned(k_ptr, newest, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
     v = tl.load(k_ptr + KV * D + d, newest, other=0.0)
     cell = (((slot // PAGE) * KV + kv_head) * PAGE + slot % PAGE) * D
     tl.store(base + k_at + cell + d, k, newest)

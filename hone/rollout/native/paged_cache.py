@@ -37,7 +37,7 @@ class PagePool:
             int, int
         ] = {}  # a page's content has a number no other content ever had
         self._names = 0
-        self._ended: list[tuple[Sequence[int], Sequence[int]]] = []  # tokens and pages, see below
+        self._ended: list[tuple[Sequence[int], Sequence[int]]] = []  # see release_known
 
     @property
     def available(self) -> int:

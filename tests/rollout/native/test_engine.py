@@ -15,6 +15,7 @@ from hone.rollout.native import engine as native_engine
 from ..engine_contract import play
 from ..factories import NativeFactory
 from ..models import policy, prompts
+from .paged import PagedFactory
 
 PROMPT = prompts(1, 6, 6)[0]
 LONG = Sampling(900, 1.0, 1, ignore_eos=True)
@@ -201,3 +202,39 @@ def test_a_loop_that_closed_counts_as_settled_and_a_blocked_one_does_not(
     assert not native_engine._has_settled(loop, never)
     loop.close()
     assert native_engine._has_settled(loop, never)
+
+
+@pytest.mark.parametrize("who", ["abort", "request"])
+def test_chunks_that_follow_each_other_end_for_whoever_comes(who: str) -> None:
+    with PagedFactory().engine(policy()) as engine:
+        core: Any = engine._core  # type: ignore[attr-defined]
+        decode, under_way, chunks = core._decode, threading.Event(), 0
+
+        def second_meets_somebody(steps: int) -> None:
+            nonlocal chunks
+            chunks += 1
+            if chunks == 2:
+                under_way.set()
+                while not (engine._door.locked() or engine._inbox):  # type: ignore[attr-defined]
+                    time.sleep(0.001)
+            decode(steps)
+
+        core._decode = second_meets_somebody
+
+        async def interrupted() -> tuple[TokenOutput, bool]:
+            job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
+            await until(under_way)
+            if who == "abort":
+                await asyncio.to_thread(engine.abort)
+            else:
+                await engine.generate(PROMPT, Sampling(2, 1.0, 0, ignore_eos=True), "short")
+            ended = job.done()
+            return await job, ended
+
+        out, ended_first = play(interrupted())
+    if who == "abort":
+        assert out.stop_reason is StopReason.ABORT
+        assert 0 < len(out.token_ids) < LONG.max_tokens
+    else:
+        assert not ended_first
+        assert len(out.token_ids) == LONG.max_tokens

@@ -235,3 +235,13 @@ def test_chunks_do_not_follow_each_other_where_the_host_must_look(reason: str) -
     request.cancelled = reason == "somebody left"
     core.step(lambda: False)
     assert len(request.token_ids) <= STEPS_UNWATCHED + 1
+
+
+def test_chunks_that_follow_each_other_draw_no_more_than_is_asked_for() -> None:
+    core = paged_core(policy())
+    decode, steps = core._decode, list[int]()
+    core._decode = lambda n: (steps.append(n), decode(n))[1]  # type: ignore[method-assign,func-returns-value]
+    core.add(ask(prompts(1, 20, 20)[0], 120))
+    core.step(lambda: False)
+    assert not core.busy
+    assert steps == [STEPS_PER_CHUNK, STEPS_UNWATCHED, 119 - STEPS_PER_CHUNK - STEPS_UNWATCHED]
