@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# A test file runs in one process; files are shared out over the cores.
+PARALLEL := -n logical --dist loadfile
 export RAY_AUTH_MODE := disabled
 
 .PHONY: setup quickstart test test-slow check bench bench-gpu system clean
@@ -29,7 +31,7 @@ quickstart: setup
 	$(BIN)/hone quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1500

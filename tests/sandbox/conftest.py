@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ from hone.sandbox import SandboxResult, Status, client, layers
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 RunPython = Callable[..., SandboxResult]
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A folder of this test that the box's user can reach: pytest closes its own to other users."""
+    system = Path(tempfile.gettempdir())
+    for folder in (tmp_path, *tmp_path.parents):
+        if system in folder.parents:
+            folder.chmod(0o755)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

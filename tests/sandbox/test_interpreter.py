@@ -33,8 +33,6 @@ def test_system_interpreter_can_be_named(bwrap: None) -> None:
 def test_an_environment_named_brings_its_packages(bwrap: None, tmp_path: Path) -> None:
     import venv
 
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
     venv.create(tmp_path / "env", symlinks=True)
     library = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
     (library / "treasure.py").write_text("VALUE = 7\n")
@@ -49,8 +47,6 @@ def test_an_interpreter_that_does_not_run_is_named() -> None:
 
 
 def test_closed_directories_are_noticed(tmp_path: Path) -> None:
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
     (tmp_path / "closed").mkdir(mode=0o700)
     (tmp_path / "closed" / "python").write_text("")
     found = interpreter.Interpreter(str(tmp_path / "closed" / "python"), (), ())

@@ -117,8 +117,8 @@ def attack(count: int, burning_every: int) -> None:
     assert run_python("print('still well')").stdout == "still well\n"
 
 
-def test_500_hostile_runs_leave_nothing_behind(bwrap: None) -> None:
-    attack(500, burning_every=12)
+def test_120_hostile_runs_leave_nothing_behind(bwrap: None) -> None:
+    attack(120, burning_every=12)
 
 
 @pytest.mark.slow
@@ -127,10 +127,10 @@ def test_10000_hostile_runs_leave_nothing_behind(bwrap: None) -> None:
     attack(10_000, burning_every=25)
 
 
-def test_500_hostile_runs_as_uid_65534_leave_nothing_behind(nobody: Any) -> None:
+def test_120_hostile_runs_as_uid_65534_leave_nothing_behind(nobody: Any) -> None:
     nobody.ask({"code": "pass"})
     pid = nobody.ask({"ask": "facts"})["warden"]
-    question = {"ask": "many", "max_concurrent": 4, "jobs": hostile_jobs(500, burning_every=12)}
+    question = {"ask": "many", "max_concurrent": 4, "jobs": hostile_jobs(120, burning_every=12)}
     assert set(nobody.ask(question)) >= {"timeout", "memory", "output", "error"}
     assert wait_until(lambda: descendants(pid) == [])
     assert wait_until(lambda: remains(pid) == [])
@@ -189,8 +189,7 @@ def test_a_box_not_yet_bound_to_its_wardens_life_is_killed_by_the_caller(
     """bubblewrap asks to die with its parent some time after it starts: here it never gets there."""
     slow = tmp_path / "bwrap"
     slow.write_text("#!/bin/sh\nsleep 1000\n")
-    for path in (slow, tmp_path, *list(tmp_path.parents)[:2]):
-        path.chmod(0o755)
+    slow.chmod(0o755)
     plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(slow))
     pid = warden_pid()
     raised: list[str] = []
