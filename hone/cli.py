@@ -29,6 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and given[0] in PROGRAMS:
         return _finish(lambda: _program(given[0])(given[1:]))
     parser = _parser()
+    verbs = _verbs_of(parser)
+    if given and not given[0].startswith("-") and given[0] not in verbs:
+        from hone.config.errors import did_you_mean, nearest
+
+        hint = did_you_mean(nearest(given[0], verbs))
+        parser.error(f"there is no verb {given[0]!r}.{hint} Use {', '.join(verbs)}")
     chosen, rest = parser.parse_known_args(given)
     if chosen.verb is None:
         parser.print_help()
@@ -68,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(verbs)
     _add_folders(verbs)
     return parser
+
+
+def _verbs_of(parser: argparse.ArgumentParser) -> list[str]:
+    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return [name for action in actions for name in action.choices]
 
 
 def _verb(verbs: Any, name: str, run: Callable[[Any, list[str]], int | None], text: str) -> Any:

@@ -281,3 +281,25 @@ def test_doctor_examines_without_the_slow_tests(said: Said) -> None:
     code, text = said("doctor", "--quick")
     assert code == 0
     assert "bubblewrap" in text
+
+
+def test_a_misspelt_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["trian"])
+    assert stopped.value.code == 2
+    assert "there is no verb 'trian'. Did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [("--train_files", "data.train_files"), ("--train-batch-size=8", "data.train_batch_size")],
+)
+def test_a_setting_written_as_an_option_is_answered_with_its_key(
+    option: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", option, "x.parquet"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert f"there is no option {option.partition('=')[0]}; settings are given as key=value" in said
+    assert f"{key}=…" in said

@@ -300,7 +300,7 @@ def _run(config: PPOTrainerConfig) -> Iterator[str]:
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
     for name in trainer.logger:
-        if name not in TRACKERS:
+        if name not in TRACKERS and ":" not in name:
             hint = did_you_mean(nearest(name, TRACKERS))
             yield f"trainer.logger has no tracker '{name}'.{hint} Use {', '.join(TRACKERS)}"
     checkpoints = {

@@ -116,6 +116,8 @@ class SFTTrainerSection:
     """Updates in the run; null is epochs times batches."""
     logger: tuple[str, ...] = ("console", "jsonl")
     """Trackers: console, jsonl (file), tensorboard, wandb, mlflow, swanlab; one or a list."""
+    console: Literal["short", "full"] = "short"
+    """What the console prints per step: the few metrics read first, or all of them."""
     save_freq: int = -1
     """Updates between checkpoints; -1 saves only at the end."""
     test_freq: int = -1

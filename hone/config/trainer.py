@@ -27,6 +27,8 @@ class TrainerConfig:
     """Run name in the trackers and the checkpoint folder."""
     logger: tuple[str, ...] = ("console", "jsonl")
     """Trackers: console, jsonl (file), tensorboard, wandb, mlflow, swanlab; one or a list."""
+    console: Literal["short", "full"] = "short"
+    """What the console prints per step: the few metrics read first, or all of them."""
     log_val_generations: int = 0
     """Validation samples sent to the trackers each time."""
     log_train_generations: int = 0

@@ -163,7 +163,7 @@ def _sft_checks(config: SFTConfig) -> Iterator[str]:
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
     for name in config.trainer.logger:
-        if name not in TRACKERS:
+        if name not in TRACKERS and ":" not in name:
             yield f"trainer.logger has no tracker '{name}'.{did_you_mean(nearest(name, TRACKERS))}"
 
 

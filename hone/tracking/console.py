@@ -1,7 +1,8 @@
 """What a person sees while a run goes on: a live line, bars for every long wait, plain text.
 
 On a terminal all of it shares one live region at the bottom. Elsewhere (a file, a pipe, CI) a
-step is one line `step:N - key:value - …`, and a wait is reported only when it gets long.
+step is one short line, and a wait is reported only when it gets long. `trainer.console=full` prints
+every metric of a step instead, as `step:N - key:value - …`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LIVE_LINE = {
     "reward": ("reward/mean", "critic/rewards/mean", "critic/score/mean"),
     "accuracy": ("accuracy",),
     "loss": ("train/loss",),
-    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl", "actor/ppo_kl"),
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty"),  # to the reference
     "length": ("response_length/mean",),
     "tokens/s": ("perf/throughput", "train/throughput"),
 }
@@ -157,11 +158,17 @@ def _live_region(screen: Screen) -> Progress:
             if self.tasks:
                 yield self.make_tasks_table(self.tasks)
 
+    class Counted(rich_progress.MofNCompleteColumn):
+        """`3/8`; a wait of unknown length shows no count."""
+
+        def render(self, task: rich_progress.Task) -> Text:
+            return super().render(task) if task.total is not None else Text()
+
     return Region(
         rich_progress.SpinnerColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
+        Counted(),
         rich_progress.TextColumn("{task.fields[note]}", markup=False),
         rich_progress.TimeElapsedColumn(),
         rich_progress.TimeRemainingColumn(),
@@ -203,7 +210,7 @@ def duration(seconds: float) -> str:
 
 
 def plain_line(metrics: Mapping[str, Number], step: int) -> str:
-    """The family's log line, keys in the order given."""
+    """verl's log line, keys in the order given."""
     return " - ".join([f"step:{step}", *(f"{key}:{value:.6g}" for key, value in metrics.items())])
 
 
@@ -216,33 +223,32 @@ class ConsoleTracker(Tracker):
         start = (run.resumed_from or 0, self.screen.clock())
         self._seen: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
         self._shown: dict[str, Number] = {}
+        self._is_full = (run.config.get("trainer") or {}).get("console") == "full"
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         if step > self._seen[-1][0]:
             self._seen.append((step, self.screen.clock()))
-        if not self.screen.is_terminal:
-            self.screen.line(plain_line(metrics, step))
-            return
         lasting = {key: value for key, value in metrics.items() if key.startswith(LASTING)}
-        if lasting:
+        if self._is_full:
+            self.screen.line(plain_line(metrics, step))
+        elif not self.screen.is_terminal:
+            self.screen.line(self._short_line(step, _live_values(metrics) | lasting))
+        elif lasting:
             self.screen.line(plain_line(lasting, step))
-        # Validation alone says nothing of reward or length: what was last known stays.
-        for label, keys in LIVE_LINE.items():
-            for key in keys:
-                if key in metrics:
-                    self._shown[label] = metrics[key]
-                    break
-        self.screen.status(self._live_line(step))
+        # A validation says nothing of reward or length: the last known values stay.
+        self._shown |= _live_values(metrics)
+        if self.screen.is_terminal:
+            self.screen.status(self._short_line(step, self._shown))
 
     def finish(self) -> None:
         if self.screen.is_terminal and self._shown:
-            self.screen.line(self._live_line(self._seen[-1][0]))
+            self.screen.line(self._short_line(self._seen[-1][0], self._shown))
             self.screen.status(None)
 
-    def _live_line(self, step: int) -> str:
+    def _short_line(self, step: int, values: Mapping[str, Number]) -> str:
         total = self.run.total_steps
         parts = [f"step {step}/{total}" if total else f"step {step}"]
-        parts += [f"{label} {_short(value)}" for label, value in self._shown.items()]
+        parts += [f"{label} {_short(value)}" for label, value in values.items()]
         if (seconds := self._seconds_left()) is not None:
             parts.append(f"ETA {duration(seconds)}")
         return " · ".join(parts)
@@ -252,6 +258,16 @@ class ConsoleTracker(Tracker):
         if not self.run.total_steps or last <= first:
             return None
         return max(0, self.run.total_steps - last) * (now - since) / (last - first)
+
+
+def _live_values(metrics: Mapping[str, Number]) -> dict[str, Number]:
+    """The values of the short line that these metrics have, by label."""
+    values: dict[str, Number] = {}
+    for label, keys in LIVE_LINE.items():
+        present = [metrics[key] for key in keys if key in metrics]
+        if present:
+            values[label] = present[0]
+    return values
 
 
 def _short(value: Number) -> str:

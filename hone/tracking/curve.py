@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.tracking.atomic import atomic_path
 from hone.tracking.metrics_file import read_metrics, series
-from hone.tracking.smoothing import DEFAULT_WEIGHT, FEW_POINTS, smooth
+from hone.tracking.smoothing import DEFAULT_WEIGHT, drawn_as_is, smooth
 
 PathLike = str | os.PathLike[str]
 
@@ -41,7 +41,9 @@ def draw_curve(
     panels = figure.subplots(len(keys), 1, squeeze=False, sharex=True)[:, 0]
     for panel, key in zip(panels, keys, strict=True):
         for number, (label, rows) in enumerate(runs.items()):
-            _draw(panel, *series(rows, key), color=f"C{number}", label=label, smoothing=smoothing)
+            _draw(
+                panel, key, *series(rows, key), color=f"C{number}", label=label, smoothing=smoothing
+            )
         panel.set_ylabel(key)
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -80,6 +82,7 @@ def _check_keys(runs: Mapping[str, list[dict[str, Any]]], keys: Sequence[str]) -
 
 def _draw(
     panel: Any,
+    key: str,
     steps: list[int],
     values: list[float],
     *,
@@ -89,7 +92,7 @@ def _draw(
 ) -> None:
     if not steps:
         return
-    if len(steps) <= FEW_POINTS:
+    if drawn_as_is(key, len(steps)):
         panel.plot(steps, values, color=color, label=label, marker="o", markersize=3.5)
         return
     panel.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)

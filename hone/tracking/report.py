@@ -19,7 +19,7 @@ from hone.tracking import report_page as page
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.report_data import RunData, labels_of, load_run
 from hone.tracking.report_style import SCRIPT, style
-from hone.tracking.smoothing import DEFAULT_WEIGHT, FEW_POINTS
+from hone.tracking.smoothing import DEFAULT_WEIGHT
 
 
 def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
@@ -86,7 +86,7 @@ def _chart_data(runs: Sequence[RunData], charts: list[dict[str, Any]]) -> str:
         "width": geometry.WIDTH - geometry.LEFT - geometry.RIGHT,
         "height": geometry.HEIGHT - geometry.TOP - geometry.BOTTOM,
     }
-    data = {"few": FEW_POINTS, "box": box, "runs": [run.label for run in runs], "charts": charts}
+    data = {"box": box, "runs": [run.label for run in runs], "charts": charts}
     text = json.dumps(data, allow_nan=False)
     # Inside a script element only `<` can end the element or open a comment.
     return text.replace("<", "\\u003c")

@@ -14,10 +14,10 @@ from typing import Any
 
 from hone.tracking.smoothing import (
     DEFAULT_WEIGHT,
-    FEW_POINTS,
     Means,
     Steps,
     Values,
+    drawn_as_is,
     smooth,
     stretch_means,
     thin,
@@ -63,38 +63,40 @@ def chart(key: str, curves: Sequence[Curve]) -> tuple[str, dict[str, Any]]:
     raw = [Curve(c.run, *thin(c.steps, c.values, POINTS_DRAWN)) for c in curves]
     means = [stretch_means(c.steps, c.values, POINTS_DRAWN) for c in curves]
     scale = Scale(raw)
-    lines = "".join(_lines(scale, *both) for both in zip(raw, means, strict=True))
+    lines = "".join(_lines(key, scale, *both) for both in zip(raw, means, strict=True))
     name = escape(key)
     figure = (
         f'<figure class="chart" data-name="{name}"><figcaption>{name}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name} over steps">'
-        f"{_axes(scale)}{lines}</svg></figure>"
+        f'<g class="axes">{_axes(scale)}</g>{lines}</svg>'
+        '<output class="readout" hidden></output></figure>'
     )
-    data = {
-        "x": [scale.x0, scale.x1],
-        "y": [scale.y0, scale.y1],
-        "curves": [_curve_data(c.run, m) for c, m in zip(curves, means, strict=True)],
-    }
+    data = {"curves": [_curve_data(key, c, m) for c, m in zip(raw, means, strict=True)]}
     return figure, data
 
 
-def _curve_data(run: int, means: Means) -> dict[str, Any]:
-    data: dict[str, Any] = {"run": run, "steps": means.steps}
+def _curve_data(key: str, raw: Curve, means: Means) -> dict[str, Any]:
+    """What the script draws a curve from; `range` is that of its unsmoothed points."""
+    data: dict[str, Any] = {"run": raw.run, "steps": means.steps}
     data["values"] = [_json_number(value) for value in means.values]
+    data["as_is"] = drawn_as_is(key, len(raw.steps))
+    heights = [float(v) for v in raw.values if math.isfinite(v)] or [0.0]
+    data["range"] = [int(min(raw.steps)), int(max(raw.steps)), min(heights), max(heights)]
     if means.counts is not None:
         data["counts"] = means.counts
     return data
 
 
-def _lines(scale: Scale, curve: Curve, means: Means) -> str:
-    few = len(curve.steps) <= FEW_POINTS
+def _lines(key: str, scale: Scale, curve: Curve, means: Means) -> str:
+    as_is = drawn_as_is(key, len(curve.steps))
     raw = path_of(scale, curve.steps, curve.values)
-    smoothed = smooth(means.values, 0 if few else DEFAULT_WEIGHT, means.counts)
+    smoothed = smooth(means.values, 0 if as_is else DEFAULT_WEIGHT, means.counts)
     line = path_of(scale, means.steps, smoothed)
     points = "".join(
-        f'<circle class="r{curve.run}" cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}" r="2.5"/>'
+        f'<circle class="r{curve.run}" cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}" r="2.5" '
+        f'data-step="{int(step)}" data-value="{float(value)!r}"/>'
         for step, value in zip(curve.steps, curve.values, strict=True)
-        if few and math.isfinite(value)
+        if as_is and math.isfinite(value)
     )
     number = f"r{curve.run}"
     return f'<path class="raw {number}" d="{raw}"/><path class="line {number}" d="{line}"/>{points}'

@@ -119,10 +119,11 @@ def curves_section(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
             figures.append(figure)
             data.append(numbers)
         state = " open" if group == "overview" else ""
-        title = f"{shown(group)} ({len(figures)})"
+        title = f'{shown(group)} <span class="count">({len(figures)})</span>'
         inside = f'<div class="charts">{"".join(figures)}</div>'
         html.append(f"<details{state}><summary>{title}</summary>{inside}</details>")
-    return f'<div class="curves">{"".join(html)}</div>', data
+    empty = '<p class="soft" id="no-curves" hidden>No curve of a visible run has that name.</p>'
+    return f'<div class="curves">{empty}{"".join(html)}</div>', data
 
 
 def _overview(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:

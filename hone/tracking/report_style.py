@@ -64,12 +64,18 @@ input[type=range]{width:110px;accent-color:var(--soft)}input[type=checkbox]{acce
 .tile p{margin:0;font-size:13.5px;overflow-wrap:anywhere}
 .tile b{display:block;font-size:32px;line-height:1.25;font-weight:650;letter-spacing:-.02em}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(330px,1fr));gap:14px}
-.chart{margin:0;padding:12px 12px 6px;background:var(--card);border:1px solid var(--line);border-radius:10px}
+.chart{position:relative;margin:0;padding:12px 12px 6px;background:var(--card);border:1px solid var(--line);
+border-radius:10px}
 figcaption{font-size:12.5px;overflow-wrap:anywhere;margin:0 0 4px 4px}
 summary{cursor:pointer;font-weight:600;font-size:13.5px;margin:10px 0 8px}summary:hover{color:var(--link)}
 svg{display:block;width:100%}svg text{font-size:10.5px;fill:var(--soft)}
 text.y{text-anchor:end}text.x{text-anchor:middle}
 svg path{fill:none}.grid{stroke:var(--line)}.raw{opacity:.22}.line{stroke-width:1.9;stroke-linejoin:round}
+.raw,.line{vector-effect:non-scaling-stroke}
+.readout{position:absolute;top:34px;right:20px;padding:3px 8px;white-space:pre;pointer-events:none;
+background:var(--card);border:1px solid var(--line);border-radius:6px;font-size:11.5px;
+font-variant-numeric:tabular-nums;max-width:85%;overflow:hidden;text-overflow:ellipsis}
+[hidden]{display:none!important}
 .cursor{stroke:var(--soft);stroke-dasharray:3 3}
 .stack{height:22px;border-radius:6px;margin:6px 0 10px}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
@@ -106,18 +112,64 @@ function smooth(values, weight, counts) {
     return total / mass;
   });
 }
-function pathOf(chart, box, steps, values) {
+function scaleOf(curves, box) {
+  const low = i => Math.min(...curves.map(c => c.range[i]));
+  const high = i => Math.max(...curves.map(c => c.range[i]));
+  const spread = (a, b) => {
+    if (b - a > Math.max(1e-300, 1e-12 * Math.max(Math.abs(a), Math.abs(b)))) return [a, b];
+    const half = 0.1 * Math.abs(a) > 1e-300 ? 0.1 * Math.abs(a) : 0.5;
+    return [a - half, a + half];
+  };
+  const [x0, x1] = spread(low(0), high(1)), [y0, y1] = spread(low(2), high(3));
+  const air = 0.05 * (y1 - y0);
+  return {
+    x0, x1, y0: y0 - air, y1: y1 + air,
+    x(step) { return box.left + (step - x0) / (x1 - x0) * box.width; },
+    y(value) { return box.top + (1 - (value - this.y0) / (this.y1 - this.y0)) * box.height; },
+  };
+}
+function pathOf(scale, steps, values) {
   let out = "", down = false;
   steps.forEach((step, i) => {
     const v = values[i];
     if (v !== null) {
-      const x = box.left + (step - chart.x[0]) / (chart.x[1] - chart.x[0]) * box.width;
-      const y = box.top + (1 - (v - chart.y[0]) / (chart.y[1] - chart.y[0])) * box.height;
-      out += (down ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1);
+      out += (down ? "L" : "M") + scale.x(step).toFixed(1) + " " + scale.y(v).toFixed(1);
     }
     down = v !== null;
   });
   return out;
+}
+function ticks(low, high) {
+  const rough = (high - low) / 4, power = Math.pow(10, Math.floor(Math.log10(rough)));
+  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough * 0.999);
+  const out = [];
+  for (let n = Math.ceil(low / step); n <= Math.floor(high / step); n++) out.push(n * step);
+  return out;
+}
+function tickText(value) {
+  for (const [least, unit, letter] of [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
+    if (Math.abs(value) >= least) return Number((value / unit).toPrecision(4)) + letter;
+  }
+  return String(Number(value.toPrecision(4)));
+}
+function element(name, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const key in attributes) made.setAttribute(key, attributes[key]);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+function drawAxes(group, scale, box) {
+  const right = box.left + box.width;
+  group.replaceChildren();
+  for (const value of ticks(scale.y0, scale.y1)) {
+    const y = scale.y(value);
+    group.append(element("path", {class: "grid", d: "M" + box.left + " " + y.toFixed(1) + "H" + right}));
+    group.append(element("text", {class: "y", x: box.left - 6, y: (y + 3).toFixed(1)}, tickText(value)));
+  }
+  for (const step of ticks(scale.x0, scale.x1)) {
+    const at = {class: "x", x: scale.x(step).toFixed(1), y: box.top + box.height + 16};
+    group.append(element("text", at, String(Number(step.toPrecision(6)))));
+  }
 }
 function nearest(steps, at) {
   let best = 0;
@@ -125,50 +177,89 @@ function nearest(steps, at) {
   return best;
 }
 function start() {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const box = data.box, figures = [...document.querySelectorAll(".chart")];
-  const slider = document.getElementById("smoothing");
-  slider.addEventListener("input", () => figures.forEach((figure, n) => {
-    data.charts[n].curves.forEach((curve, i) => {
-      const line = figure.querySelectorAll("path.line")[i];
-      const weight = curve.steps.length <= data.few ? 0 : Number(slider.value);
-      const values = smooth(curve.values, weight, curve.counts);
-      line.setAttribute("d", pathOf(data.charts[n], box, curve.steps, values));
+  const data = JSON.parse(document.getElementById("data").textContent), box = data.box;
+  const slider = document.getElementById("smoothing"), hidden = new Set();
+  const charts = [...document.querySelectorAll(".chart")].map((figure, n) => {
+    const chart = {figure, box, ...data.charts[n], matches: true};
+    chart.drawn = scaleOf(chart.curves, box);
+    chart.scale = chart.drawn;
+    return chart;
+  });
+  const visible = chart => chart.curves.filter(curve => !hidden.has(curve.run));
+  const refresh = () => {
+    charts.forEach(chart => {
+      const curves = visible(chart);
+      chart.figure.hidden = !chart.matches || !curves.length;
+      if (!chart.figure.hidden) redraw(chart, scaleOf(curves, box), Number(slider.value));
     });
+    countCharts();
+  };
+  slider.addEventListener("input", refresh);
+  document.querySelectorAll("input[data-run]").forEach(input => input.addEventListener("change", () => {
+    hidden[input.checked ? "delete" : "add"](Number(input.dataset.run));
+    document.body.classList.toggle("hide-" + input.dataset.run, !input.checked);
+    refresh();
   }));
-  document.querySelectorAll("input[data-run]").forEach(input => input.addEventListener("change", () =>
-    document.body.classList.toggle("hide-" + input.dataset.run, !input.checked)));
   document.querySelectorAll("input[data-filter]").forEach(input => input.addEventListener("input", () => {
     const words = input.value.toLowerCase().split(" ").filter(Boolean);
-    document.querySelectorAll(input.dataset.filter).forEach(item => {
-      item.hidden = !words.every(word => item.dataset.name.toLowerCase().includes(word));
-    });
+    const fits = item => words.every(word => item.dataset.name.toLowerCase().includes(word));
+    if (input.dataset.filter !== ".chart") {
+      document.querySelectorAll(input.dataset.filter).forEach(item => { item.hidden = !fits(item); });
+      return;
+    }
+    charts.forEach(chart => { chart.matches = fits(chart.figure); });
     if (words.length) document.querySelectorAll(".curves details").forEach(d => { d.open = true; });
+    refresh();
   }));
-  figures.forEach((figure, n) => hover(figure, data.charts[n], box, data.runs));
+  charts.forEach(chart => hover(chart, () => visible(chart), data.runs));
 }
-function hover(figure, chart, box, runs) {
-  const svg = figure.querySelector("svg"), caption = figure.querySelector("figcaption");
-  const name = caption.textContent;
-  const cursor = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  cursor.setAttribute("class", "cursor");
+function redraw(chart, scale, weight) {
+  const lines = chart.figure.querySelectorAll("path.line"), raws = chart.figure.querySelectorAll("path.raw");
+  const was = chart.drawn, sx = (was.x1 - was.x0) / (scale.x1 - scale.x0);
+  const sy = (was.y1 - was.y0) / (scale.y1 - scale.y0);
+  const move = [sx, 0, 0, sy, scale.x(was.x0) - sx * was.x(was.x0), scale.y(was.y0) - sy * was.y(was.y0)];
+  chart.scale = scale;
+  chart.curves.forEach((curve, i) => {
+    const values = smooth(curve.values, curve.as_is ? 0 : weight, curve.counts);
+    lines[i].setAttribute("d", pathOf(scale, curve.steps, values));
+    raws[i].setAttribute("transform", "matrix(" + move.join(" ") + ")");
+  });
+  chart.figure.querySelectorAll("circle").forEach(circle => {
+    circle.setAttribute("cx", scale.x(Number(circle.dataset.step)).toFixed(1));
+    circle.setAttribute("cy", scale.y(Number(circle.dataset.value)).toFixed(1));
+  });
+  drawAxes(chart.figure.querySelector(".axes"), scale, chart.box);
+}
+function countCharts() {
+  let all = 0;
+  document.querySelectorAll(".curves details").forEach(group => {
+    const count = group.querySelectorAll(".chart:not([hidden])").length;
+    group.querySelector(".count").textContent = "(" + count + ")";
+    group.hidden = count === 0;
+    all += count;
+  });
+  document.getElementById("no-curves").hidden = all > 0;
+}
+function hover(chart, visible, runs) {
+  const svg = chart.figure.querySelector("svg"), readout = chart.figure.querySelector(".readout");
+  const box = chart.box, cursor = element("path", {class: "cursor"});
   svg.append(cursor);
   svg.addEventListener("mousemove", event => {
-    const area = svg.getBoundingClientRect();
+    const area = svg.getBoundingClientRect(), scale = chart.scale;
     const x = (event.clientX - area.left) / area.width * box.total;
-    const at = chart.x[0] + (x - box.left) / box.width * (chart.x[1] - chart.x[0]);
-    const shown = chart.curves.map(curve => {
+    const at = scale.x0 + (x - box.left) / box.width * (scale.x1 - scale.x0);
+    readout.textContent = visible().map(curve => {
       const i = nearest(curve.steps, at), v = curve.values[i];
       const label = runs.length > 1 ? runs[curve.run] + " " : "";
       const many = curve.counts && v !== null ? " (mean of " + curve.counts[i] + ")" : "";
       const value = v === null ? "not finite" : Number(v.toPrecision(5));
       return label + curve.steps[i] + ": " + value + many;
-    });
-    caption.textContent = name + " · " + shown.join(" · ");
+    }).join("\\n");
+    readout.hidden = false;
     cursor.setAttribute("d", "M" + x.toFixed(1) + " " + box.top + "v" + box.height);
   });
   svg.addEventListener("mouseleave", () => {
-    caption.textContent = name;
+    readout.hidden = true;
     cursor.setAttribute("d", "");
   });
 }

@@ -12,10 +12,17 @@ from numpy.typing import NDArray
 
 DEFAULT_WEIGHT = 0.6
 FEW_POINTS = 12
-"""Curves this short (validations) are drawn as they are, with their points marked."""
+"""Curves this short are drawn as they are, with their points marked."""
+MEASUREMENTS = ("val-core/", "val-aux/", "val/")
+"""Metrics whose every point is a measurement on held-out rows: they are never smoothed."""
 
 Steps = Sequence[int] | NDArray[np.int64]
 Values = Sequence[float] | NDArray[np.float64]
+
+
+def drawn_as_is(key: str, points: int) -> bool:
+    """Whether a curve is drawn through its points, without smoothing."""
+    return points <= FEW_POINTS or key.startswith(MEASUREMENTS)
 
 
 def smooth(

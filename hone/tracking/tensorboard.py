@@ -6,9 +6,11 @@ Event files go to `tensorboard/` in the run folder, or to $TENSORBOARD_DIR when 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.tracking.console import screen
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, require
 
 
@@ -24,6 +26,8 @@ class TensorboardTracker(Tracker):
         # A resumed run redoes the steps after its checkpoint: tensorboard hides the first ones.
         redone = None if run.resumed_from is None else run.resumed_from + 1
         self.writer = SummaryWriter(str(folder), purge_step=redone)
+        self._command = f"tensorboard --logdir {shlex.quote(str(folder))}"
+        screen().line(f"watch the run: {self._command}")
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         for key, value in metrics.items():
@@ -37,6 +41,7 @@ class TensorboardTracker(Tracker):
 
     def finish(self) -> None:
         self.writer.close()
+        screen().line(f"see the curves: {self._command}")
 
 
 def _verbatim(value: Any) -> str:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 
 from hone.config import Composed, compose
 from hone.config.compose import get
+from hone.config.errors import nearest
 from hone.config.keys import walk_fields
+from hone.config.trees import TREES
 
 EXIT_CODE = 2
 _latest: list[Composed] = []
@@ -62,6 +64,8 @@ def composed_of(arguments: Sequence[str], *, tree: str, program: str) -> Compose
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
     parser.add_argument("--config-name", "-cn", default=tree, help="which YAML to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    if option := _unknown_option(parser, arguments):
+        parser.error(f"there is no option {option}; {_as_key(option, tree)}")
     chosen = parser.parse_intermixed_args(list(arguments))
     composed = compose(
         chosen.overrides,
@@ -71,6 +75,22 @@ def composed_of(arguments: Sequence[str], *, tree: str, program: str) -> Compose
     )
     _latest[:] = [composed]
     return composed
+
+
+def _unknown_option(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str | None:
+    known = set(parser._option_string_actions)
+    options = (word.partition("=")[0] for word in arguments if word.startswith("--"))
+    return next((option for option in options if option not in known), None)
+
+
+def _as_key(option: str, tree: str) -> str:
+    """What to write instead of an option: a setting is given as key=value."""
+    name = option.lstrip("-").replace("-", "_")
+    keys = [key for key, *_ in walk_fields(TREES[tree].root)]
+    same = [key for key in keys if key == name or key.endswith(f".{name}")]
+    key = min(same, key=len) if same else nearest(name, keys)
+    example = f", for example {key}=…" if key else ""
+    return f"settings are given as key=value{example} (`hone config show --tree {tree}` lists them)"
 
 
 def announce(composed: Composed) -> None:

@@ -394,3 +394,8 @@ def test_ranges_hold_and_speak(
     assert all(bounds.holds(v) for v in inside)
     assert not any(bounds.holds(v) for v in outside)
     assert str(bounds) == words
+
+
+def test_a_tracker_of_the_users_own_is_named_by_its_path() -> None:
+    config = load_config(["trainer.logger=[console,ext.py:Track]"])
+    assert config.trainer.logger == ("console", "ext.py:Track")

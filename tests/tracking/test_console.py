@@ -43,16 +43,25 @@ def make_tracker(screen: Screen, **facts: int | None) -> ConsoleTracker:
     return ConsoleTracker(RunInfo("p", "e", **facts), on=screen)  # type: ignore[arg-type]
 
 
-def test_away_from_a_terminal_a_step_is_one_line_of_the_familys_form() -> None:
-    screen, _ = make_screen(terminal=False)
-    tracker = make_tracker(screen)
-    tracker.log({"reward/mean": 0.5, "actor/lr": 1e-06, "x": float("nan")}, 3)
-    tracker.log({f"key{i}": i for i in range(200)}, 4)
+def test_away_from_a_terminal_a_step_is_one_short_line() -> None:
+    screen, clock = make_screen(terminal=False)
+    tracker = make_tracker(screen, total_steps=4)
+    tracker.log({"val-core/sums/acc/mean@1": 0.25}, 0)
+    clock.now += 10
+    tracker.log({"reward/mean": 0.5, "actor/lr": 1e-06, "actor/ppo_kl": 0.0, "accuracy": 0.25}, 1)
+    tracker.log({f"key{i}": i for i in range(200)}, 1)
     tracker.finish()
-    first, second = written(screen).splitlines()
-    assert first == "step:3 - reward/mean:0.5 - actor/lr:1e-06 - x:nan"
-    assert second.startswith("step:4 - key0:0 - ")
-    assert second.endswith(" - key199:199")
+    first, second, third = written(screen).splitlines()
+    assert first == "step 0/4 · val-core/sums/acc/mean@1 0.25"
+    assert second == "step 1/4 · reward 0.5 · accuracy 0.25 · ETA 0:30"
+    assert third == "step 1/4 · ETA 0:30"
+
+
+def test_console_full_prints_every_metric_in_verls_form() -> None:
+    screen, _ = make_screen(terminal=False)
+    tracker = ConsoleTracker(RunInfo("p", "e", {"trainer": {"console": "full"}}), on=screen)
+    tracker.log({"reward/mean": 0.5, "actor/lr": 1e-06, "x": float("nan")}, 3)
+    assert written(screen) == "step:3 - reward/mean:0.5 - actor/lr:1e-06 - x:nan\n"
 
 
 def test_markup_in_a_key_is_not_obeyed() -> None:

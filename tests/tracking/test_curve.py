@@ -75,3 +75,14 @@ def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path) -> Non
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
+
+
+def test_measurements_on_held_out_rows_are_never_smoothed(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(30):
+        file.append({"val-core/x/acc/mean@1": float(step % 2)}, step)
+    pictures = [
+        draw_curve(file.path, ["val-core/x/acc/mean@1"], tmp_path / f"{w}.png", "t", smoothing=w)
+        for w in (0.0, 0.9)
+    ]
+    assert pixels(pictures[0]) == pixels(pictures[1])

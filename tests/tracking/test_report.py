@@ -17,7 +17,7 @@ import pytest
 
 from hone.tracking import RunFolder
 from hone.tracking.report import write_report
-from hone.tracking.report_chart import Curve, chart
+from hone.tracking.report_chart import Curve, chart, tick_text, ticks
 from hone.tracking.report_style import SCRIPT
 from hone.tracking.smoothing import smooth
 
@@ -163,9 +163,9 @@ def test_the_script_draws_what_the_page_was_drawn_with(make_run: MakeRun, tmp_pa
     assert '"counts"' in data
     program = SCRIPT + (
         f"const data = {data};\n"
-        "console.log(JSON.stringify(data.charts.map(c => c.curves.map(curve => pathOf(c, data.box,"
-        "curve.steps, smooth(curve.values, curve.steps.length <= data.few ? 0 : 0.6,"
-        "curve.counts))))));\n"
+        "console.log(JSON.stringify(data.charts.map(c => c.curves.map(curve => pathOf("
+        "scaleOf(c.curves, data.box), curve.steps,"
+        "smooth(curve.values, curve.as_is ? 0 : 0.6, curve.counts))))));\n"
         "console.log(JSON.stringify(smooth([1, null, 3, 2], 0.9)));"
     )
     done = subprocess.run(
@@ -178,6 +178,21 @@ def test_the_script_draws_what_the_page_was_drawn_with(make_run: MakeRun, tmp_pa
     want = smooth([1.0, math.nan, 3.0, 2.0], 0.9)
     assert smoothed[1] is None
     assert [smoothed[i] for i in (0, 2, 3)] == pytest.approx([want[i] for i in (0, 2, 3)])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_the_script_labels_the_axes_as_the_page_does() -> None:
+    ranges = [(0.0, 1.0), (-3.0, 17.0), (1e-7, 3e-7), (0.0, 52_000.0), (2e6, 9e6)]
+    program = SCRIPT + (
+        f"console.log(JSON.stringify({json.dumps(ranges)}.map("
+        "([low, high]) => ticks(low, high).map(tickText))));"
+    )
+    done = subprocess.run(
+        ["node", "-"], input=program, capture_output=True, text=True, check=True, timeout=60
+    )
+    labels = [[float(t.rstrip("kMG")) for t in row] for row in json.loads(done.stdout)]
+    want = [[float(tick_text(v).rstrip("kMG")) for v in ticks(*bounds)] for bounds in ranges]
+    assert labels == want
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")

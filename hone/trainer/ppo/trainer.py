@@ -169,7 +169,8 @@ class PPOTrainer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of the step: timed, and shown while it lasts."""
-        with self.timers.timer(name), progress(f"step {self.global_step}: {name}"):
+        with self.timers.timer(name), progress(f"{name}, step", self.total_steps) as bar:
+            bar.update(self.global_step)
             yield
 
     def generate(self, prompts: Mapping[str, np.ndarray]) -> DataProto:
