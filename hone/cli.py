@@ -114,6 +114,13 @@ def _add_data(verbs: Any) -> None:
     check = _verb(of_data, "check", _data_check, "what is in a file, and what would go wrong")
     check.add_argument("files", nargs="+", metavar="FILE")
     check.add_argument("--tokenizer", help="count prompt lengths in this model's tokens")
+    check.add_argument(
+        "--agent-loop",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an agent loop of your own that rows may name (repeat for more)",
+    )
 
 
 def _add_model(verbs: Any) -> None:
@@ -190,6 +197,7 @@ def _data_prepare(chosen: Any, rest: list[str]) -> None:
 
 
 def _data_check(chosen: Any, rest: list[str]) -> int:
+    from hone.config.rollout import BUILT_IN_LOOPS
     from hone.data.check import check_file
     from hone.rewards.scores.table import find
 
@@ -201,7 +209,10 @@ def _data_check(chosen: Any, rest: list[str]) -> int:
     worst = 0
     for file in chosen.files:
         status, text = check_file(
-            file, tokenizer=tokenizer, known_sources=lambda source: find(source) is not None
+            file,
+            tokenizer=tokenizer,
+            known_sources=lambda source: find(source) is not None,
+            known_loops=[*BUILT_IN_LOOPS, *chosen.agent_loop],
         )
         worst = max(worst, status)
         _say(text)

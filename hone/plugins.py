@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -41,20 +41,24 @@ class Table:
         """True for a name that points to a place in this package and has not been loaded for it."""
         return isinstance(self._entries.get(name), str)
 
-    def get(self, name: str, own: Mapping[str, Any] | None = None) -> Any:
-        """The object under a name; the `own` names of one run are looked at first."""
-        name = getattr(name, "value", name)  # the family passes enum members too
-        entries = {**self._entries, **(own or {})}
-        if name in entries:
-            target = entries[name]
-            return load_object(target) if isinstance(target, str) else target
-        if ":" in name:
+    def get(self, name: str) -> Any:
+        """The object under a name of the configuration, which may also be an import path."""
+        name = getattr(name, "value", name)  # verl passes enum members too
+        if name not in self._entries and ":" in name:
             return load_object(name)
-        near = difflib.get_close_matches(name, entries, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return self._named(name, '; or your own as "pkg.mod:object" or "file.py:object"')
+
+    def get_registered(self, name: str) -> Any:
+        """The object registered under a name; a name from data goes here, and imports nothing."""
+        return self._named(name, "")
+
+    def _named(self, name: str, or_else: str) -> Any:
+        if name in self._entries:
+            target = self._entries[name]
+            return load_object(target) if isinstance(target, str) else target
         raise PluginError(
-            f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(entries))}; "
-            'or your own as "pkg.mod:object" or "file.py:object"'
+            f"unknown {self.kind} {name!r}.{proposal(name, self._entries)} "
+            f"Known: {', '.join(self.names())}{or_else}"
         )
 
     def add(self, name: str, target: Any) -> None:
@@ -74,6 +78,12 @@ class Table:
             return thing
 
         return decorate
+
+
+def proposal(name: str, known: Iterable[str]) -> str:
+    """` Did you mean …?` where a known name is close, else nothing."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -36,6 +36,7 @@ LEVELS = {
     "protocol": 0,
     "columns": 0,
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
+    "text": 0,  # text from outside: cleaned wherever it enters
 }
 LAZY_ROOTS = {"__init__", "compat"}  # may name any room, but only once a name is asked for
 

@@ -103,6 +103,14 @@ def test_a_table_resolves_names_paths_and_objects():
     assert table.names() == ["own", "root"]
 
 
+@pytest.mark.parametrize("name", ["math:floor", "math.floor", "file.py:x", "floor"])
+def test_a_name_from_data_is_looked_up_and_never_imported(name):
+    table = Table("loss", {"root": "math:sqrt"})
+    assert table.get_registered("root") is math.sqrt
+    with pytest.raises(PluginError, match="unknown loss"):
+        table.get_registered(name)
+
+
 def test_an_unknown_name_gets_a_proposal():
     with pytest.raises(
         PluginError, match=r"unknown loss 'roott'\. Did you mean 'root'\? Known: root"

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hone.agents.bounded import bounded
 from hone.agents.collate import collate_outputs
-from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput, ServerManager
+from hone.agents.contract import AgentLoopOutput, ServerManager
+from hone.agents.loops.listing import LoopFactory, LoopNames
 from hone.agents.output_check import MEASURED, check_output, measured
 from hone.config import PPOTrainerConfig
 from hone.ops.counter_rng import trajectory_seed
-from hone.plugins import load_object
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
 
@@ -31,7 +30,6 @@ class AgentLoopFailed(RuntimeError):
 LOOPS_DEADLINE_S = 24 * 3600.0
 """All trajectories of one call; tools and turns have deadlines of their own."""
 
-LoopFactory = Callable[..., AgentLoopBase]
 Widths = Callable[[int, int], tuple[int, int]]
 """(longest prompt, longest response) here to the widths to pad to: ranks agree on the largest."""
 
@@ -54,7 +52,7 @@ class LoopRunner:
         self._tokenizer = tokenizer
         self._run_seed = run_seed
         self._vocabulary = vocabulary
-        self._own = _listed_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        self._loops = LoopNames(config.actor_rollout_ref.rollout)
 
     def run(self, rows: DataProto, *, widths: Widths | None = None) -> DataProto:
         """One trajectory for each row; `meta_info` says how to sample (`sampling_params`)."""
@@ -77,9 +75,9 @@ class LoopRunner:
     async def _run_all(self, rows: DataProto) -> list[AgentLoopOutput]:
         sampling = rows.meta_info["sampling_params"]
         columns = rows.non_tensor_batch
-        default = self._config.actor_rollout_ref.rollout.default_loop
-        names = [name or default for name in columns.get("agent_name", [None] * len(rows))]
-        factories = {name: LOOPS.get(name, self._own) for name in set(names)}
+        given = columns.get("agent_name", [None] * len(rows))
+        names = [self._loops.of_row(name) for name in given]
+        factories = {name: self._loops.factory(name) for name in set(names)}
         tasks = [
             asyncio.create_task(
                 self._run_one(
@@ -153,22 +151,3 @@ def _summary(outputs: list[AgentLoopOutput]) -> dict[str, float]:
         for statistic in ("min", "max", "mean"):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
     return summary
-
-
-def _listed_loops(path: str | None) -> dict[str, LoopFactory]:
-    """Loops of a YAML list: `name`, `_target_` and further constructor arguments."""
-    if path is None:
-        return {}
-    from functools import partial
-
-    from omegaconf import OmegaConf
-
-    listed = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
-    loops: dict[str, LoopFactory] = {}
-    for entry in listed if isinstance(listed, list) else [listed]:
-        arguments = {str(k): v for k, v in dict(entry).items()}  # type: ignore[arg-type]
-        name, target = arguments.pop("name", None), arguments.pop("_target_", None)
-        if not name or not target:
-            raise ValueError(f"{path}: every loop needs `name` and `_target_`, got {entry}")
-        loops[str(name)] = partial(load_object(str(target)), **arguments)
-    return loops

@@ -13,6 +13,7 @@ from hone.config.keys import follows
 from hone.config.profiler import ProfilerConfig
 
 SINGLE_TURN_LOOP, TOOL_LOOP = "single_turn_agent", "tool_agent"
+BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP)
 
 
 @dataclass(frozen=True)

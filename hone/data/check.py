@@ -1,8 +1,9 @@
 """`hone data check FILE`: what is in a data file, and what would go wrong with it.
 
-Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that
-no scorer knows. Warnings: duplicate prompts, long prompts. Files for supervised training are known by
-their columns and asked for an answer in place of a ground truth. Leaves out repairing anything.
+Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that no
+scorer knows, agent loops that are not known by name. Warnings: duplicate prompts, long prompts. Files
+for supervised training are known by their columns and asked for an answer in place of a ground truth.
+Leaves out repairing anything.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.data import DataConfig
+from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.prompts import PromptError, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, FileRows, Row, read_file
 from hone.data.schema import Problem, SchemaCheck, kind_of
+from hone.text import shown
 
 SHOWN = 5
 _MESSAGES = MultiTurnDataConfig.messages_key
@@ -34,6 +37,8 @@ BAR_WIDTH = 40
 class Findings:
     """What one pass over the rows has seen."""
 
+    known_loops: Collection[str] = BUILT_IN_LOOPS
+    """Agent loops that a row may name."""
     supervised: bool = False
     """The rows hold their own answers: nothing will score them."""
     response_key: str | None = None
@@ -59,11 +64,12 @@ def check_file(
     *,
     tokenizer: Any = None,
     known_sources: Collection[str] | Callable[[str], bool] | None = None,
+    known_loops: Collection[str] = BUILT_IN_LOOPS,
     config: DataConfig | None = None,
 ) -> tuple[int, str]:
     """(exit status, report). Lengths are in tokens with a tokenizer, else in characters."""
     settings = config or DataConfig()
-    findings = Findings()
+    findings = Findings(known_loops=known_loops)
     path = os.path.expanduser(os.fspath(path))
     if not os.path.isfile(path):
         what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
@@ -122,6 +128,7 @@ def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataC
         for name, value in row.items():
             findings.columns.setdefault(name, Counter())[kind_of(value)] += 1
         problem = check.problem(row) or _answer_problem(row, findings, settings)
+        problem = problem or _loop_problem(row, findings)
         if problem is not None:
             findings.bad.report(problem.reason, f"{file.where(index)}: {problem}")
             continue
@@ -154,6 +161,19 @@ def _answer_problem(row: Row, findings: Findings, settings: DataConfig) -> Probl
     return Problem("wrong type", f"column {key!r} is text, got {kind}")
 
 
+def _loop_problem(row: Row, findings: Findings) -> Problem | None:
+    """What `hone train` would say of the agent loop that a row names."""
+    name, known = row.get("agent_name"), findings.known_loops
+    if not name or findings.supervised or name in known:
+        return None
+    told = (
+        "a row names a loop, never a place to import one from"
+        if ":" in name or "/" in name
+        else f"known are {', '.join(known)}; name your own with --agent-loop"
+    )
+    return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {told}")
+
+
 def _look_at_reward(row: Row, number: int, findings: Findings, settings: DataConfig) -> None:
     source = str(row.get(settings.reward_fn_key))
     findings.sources[source] += 1
@@ -168,11 +188,15 @@ def _identity(row: Row, prompt: Any, settings: DataConfig, supervised: bool) -> 
     those with another answer, where the answer is what is learnt."""
     images = [
         image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
-        for image in row.get(settings.image_key) or ()
+        for image in _listed(row.get(settings.image_key))
     ]
     answers = [row.get(name) for name in sorted(_ANSWERS) if supervised]
     text = json.dumps([prompt, images, answers], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
 
 
 def _lacks_truth(row: Row) -> bool:

@@ -13,7 +13,6 @@ import random
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from hone.config.data import DataConfig
@@ -27,7 +26,8 @@ from hone.data.prompts import (
     without_nulls,
 )
 from hone.data.rows import BadRows, DataError, Row, read_rows
-from hone.data.schema import SchemaCheck
+from hone.data.schema import COLUMNS, SchemaCheck
+from hone.text import BadText, read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class RLHFDataset:
 
     def _checked_positions(self) -> list[int]:
         positions = []
-        columns = (self.config.prompt_key, "reward_model", "extra_info", "data_source")
+        columns = (self.config.prompt_key, *COLUMNS)
         position = 0
         for file in self.store.files:
             check = SchemaCheck(self.config.prompt_key, self.config.prompt_format)
@@ -289,11 +289,11 @@ def load_tool_schemas(config: DataConfig) -> list[dict[str, Any]] | None:
     path = config.tool_config_path
     if not path:
         return None
-    from omegaconf import OmegaConf
-
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"data.tool_config_path={path} does not exist")
-    loaded: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    tools = (loaded or {}).get("tools") or []
+    try:
+        loaded = read_yaml(path)
+    except BadText as error:
+        raise DataError(f"data.tool_config_path: {error}") from error
+    tools = (loaded.get("tools") if isinstance(loaded, Mapping) else None) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"data.tool_config_path={path}: `tools` is a list of objects")
     return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.text import shown
+
 Message = dict[str, Any]
 
 PROMPT_FORMATS = ("chat", "raw")
 TRUNCATIONS = ("left", "right", "middle", "error")
+
+
+ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
+"""Roles that chat templates know. Any other is a misspelling."""
 
 
 class PromptError(ValueError):
@@ -27,25 +33,48 @@ def as_messages(raw_prompt: Any) -> list[Message]:
         raw_prompt = raw_prompt.tolist()
     if not isinstance(raw_prompt, Sequence) or not raw_prompt:
         raise PromptError(
-            f"a prompt is a string or a non-empty list of messages, not {_short(raw_prompt)}"
+            f"a prompt is a string or a non-empty list of messages, not {shown(raw_prompt)}"
         )
     if not all(isinstance(part, Mapping) for part in raw_prompt):
-        raise PromptError(f"every message of a prompt is an object, got {_short(raw_prompt)}")
+        raise PromptError(f"every message of a prompt is an object, got {shown(raw_prompt)}")
     if all("type" in part and part.get("role") is None for part in raw_prompt):
-        return [{"role": "user", "content": [without_nulls(part) for part in raw_prompt]}]
+        return [_as_message({"role": "user", "content": list(raw_prompt)})]
     return [_as_message(part) for part in raw_prompt]
 
 
 def _as_message(part: Mapping[str, Any]) -> Message:
     message = without_nulls(part)
     if not isinstance(message.get("role"), str):
-        raise PromptError(f"a message needs a 'role' (system, user, assistant…): {_short(part)}")
+        raise PromptError(f"a message needs a 'role' (system, user, assistant…): {shown(part)}")
     content = message.get("content")
     if content is None and "tool_calls" in message:
         message["content"] = ""
     elif not isinstance(content, (str, list)):
-        raise PromptError(f"a message's 'content' is text or a list of parts: {_short(part)}")
+        raise PromptError(f"a message's 'content' is text or a list of parts: {shown(part)}")
+    elif isinstance(content, list) and not all(map(_is_part, content)):
+        raise PromptError(
+            "every part of a message's 'content' is an object with a 'type', and its 'text' is "
+            f"text: {shown(part)}"
+        )
     return message
+
+
+def _is_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and isinstance(part.get("type", ""), str)
+        and isinstance(part.get("text", ""), str)
+    )
+
+
+def refuse_unknown_roles(messages: Sequence[Message]) -> None:
+    """A role that no template knows is a bad row."""
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise PromptError(
+                f"message {number} has role {shown(message['role'])}, which no chat template knows;"
+                f" use one of {', '.join(ROLES)}"
+            )
 
 
 def without_nulls(value: Any) -> Any:
@@ -55,11 +84,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def render_prompt(
@@ -115,7 +139,7 @@ def _apply_template(
         )
     except (TemplateError, TypeError) as error:
         raise PromptError(
-            f"the tokenizer's chat template cannot render {_short(messages)}: {error}"
+            f"the tokenizer's chat template cannot render {shown(messages)}: {error}"
         ) from error
     return [int(token) for token in ids]
 
@@ -129,7 +153,7 @@ def raw_text(raw_prompt: Any) -> str:
     if len(messages) != 1 or not isinstance(content, str):
         raise PromptError(
             "data.prompt_format=raw needs a string or a single text message, got"
-            f" {_short(raw_prompt)}; use data.prompt_format=chat for conversations"
+            f" {shown(raw_prompt)}; use data.prompt_format=chat for conversations"
         )
     return content
 

@@ -10,12 +10,14 @@ import bisect
 import glob
 import gzip
 import hashlib
-import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from hone.text import BadText, clean_text, described, flaw_of, read_json
 
 Row = dict[str, Any]
 
@@ -48,6 +50,7 @@ class BadRows:
 
     def report(self, reason: str, message: str) -> None:
         """Raise `message`, or count it under `reason` and go on."""
+        message = clean_text(message)
         if self.policy == "raise":
             hint = f" ({self.skip_key}=skip skips and counts such rows)" if self.skip_key else ""
             raise DataError(f"{message}{hint}")
@@ -73,7 +76,10 @@ class Rows(Protocol):
 
 
 class _ArrowRows:
-    """Rows of an Arrow table, turned into Python objects only when asked for."""
+    """Rows of an Arrow table, turned into Python objects only when asked for.
+
+    Its values are known to be readable: `_readable_rows` has left the others out.
+    """
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -152,15 +158,17 @@ def _json_lines(lines: Iterable[str], path: str, bad: BadRows) -> Iterator[tuple
             continue
         number += 1
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            bad.report("not json", f"{path}, row {number}: not JSON: {error}")
+            row = read_json(line)
+        except BadText as error:
+            flaw = flaw_of(line)
+            reason = "not json" if flaw is None else "hostile text"
+            bad.report(reason, f"{path}, row {number}: {flaw or f'not JSON: {error}'}")
             continue
-        if not isinstance(row, dict):
-            kind = type(row).__name__
-            bad.report("not an object", f"{path}, row {number}: a {kind}, not an object of columns")
-            continue
-        yield number, row
+        # Only an escape, or a byte that was read by `surrogateescape`, can spoil the text.
+        if not line.isascii() or "\\u" in line:
+            yield from _sound(number, row, path, bad)
+        else:
+            yield from _object(number, row, path, bad)
 
 
 def _json_document(text: str, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
@@ -168,18 +176,31 @@ def _json_document(text: str, path: str, bad: BadRows) -> Iterator[tuple[int, Ro
     if not text.lstrip().startswith("["):
         yield from _json_lines(text.split("\n"), path, bad)  # U+2028 may stand inside a string
         return
-    for number, row in enumerate(json.loads(text)):
-        if isinstance(row, dict):
-            yield number, row
-        else:
-            kind = type(row).__name__
-            bad.report("not an object", f"{path}, row {number}: a {kind}, not an object of columns")
+    for number, row in enumerate(read_json(text)):
+        yield from _sound(number, row, path, bad)
+
+
+def _sound(number: int, row: Any, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
+    flaw = flaw_of(row, allow_nul=True)
+    if flaw is not None:
+        bad.report("hostile text", f"{path}, row {number}: {flaw}")
+    else:
+        yield from _object(number, row, path, bad)
+
+
+def _object(number: int, row: Any, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
+    if isinstance(row, dict):
+        yield number, row
+    else:
+        kind = type(row).__name__
+        bad.report("not an object", f"{path}, row {number}: a {kind}, not an object of columns")
 
 
 def _read_json(path: str, bad: BadRows) -> tuple[Rows, list[int]]:
     opener: Any = gzip.open if path.endswith(".gz") else open
     name = path.removesuffix(".gz")
-    with opener(path, "rt", encoding="utf-8") as file:
+    # Bytes that are not UTF-8 become lone surrogates, so that only their row is refused.
+    with opener(path, "rt", encoding="utf-8", errors="surrogateescape") as file:
         if name.endswith(".json"):
             numbered = list(_json_document(file.read(), path, bad))
         else:
@@ -187,14 +208,45 @@ def _read_json(path: str, bad: BadRows) -> tuple[Rows, list[int]]:
     return _JsonRows(row for _, row in numbered), [number for number, _ in numbered]
 
 
-def _read(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
-    if path.endswith(".parquet"):
-        import pyarrow.parquet as pq
+def _read_parquet(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
+    import pyarrow.parquet as pq
 
-        # partitioning=None: a folder called `split=train` must not become a column.
-        table = pq.read_table(path, partitioning=None)
-        return _ArrowRows(table), range(table.num_rows)
-    return _read_json(path, bad)
+    # partitioning=None: a folder called `split=train` must not become a column.
+    table = pq.read_table(path, partitioning=None)
+    numbers = _readable_rows(table, path, bad)
+    return _ArrowRows(table if len(numbers) == len(table) else table.take(numbers)), numbers
+
+
+def _readable_rows(table: Any, path: str, bad: BadRows) -> Sequence[int]:
+    """Numbers of the rows that Python can hold: text is UTF-8, times are within its range."""
+    import pyarrow as pa
+
+    if not any(map(_may_be_unreadable, table.schema.types)):
+        try:
+            table.validate(full=True)
+            return range(table.num_rows)
+        except pa.ArrowInvalid:  # names no row
+            pass
+    readable = []
+    for number in range(table.num_rows):
+        try:
+            table.slice(number, 1).to_pylist()
+            readable.append(number)
+        except (ValueError, OverflowError) as error:
+            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "unreadable value"
+            bad.report(reason, f"{path}, row {number}: {reason}: {error}")
+    return readable
+
+
+def _may_be_unreadable(kind: Any) -> bool:
+    import pyarrow as pa
+
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return pa.types.is_temporal(kind) or any(map(_may_be_unreadable, inner))
+
+
+def _read(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
+    return _read_parquet(path, bad) if path.endswith(".parquet") else _read_json(path, bad)
 
 
 def read_file(
@@ -209,19 +261,15 @@ def read_file(
     if not os.path.isfile(path):
         what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
         raise DataError(f"data file {path} {what}; check {keys}")
+    bad_before = bad.total
     try:
         rows, numbers = _read(path, bad)
-    except (
-        pa.ArrowException,
-        json.JSONDecodeError,
-        UnicodeDecodeError,
-        OSError,
-        EOFError,
-    ) as error:
-        bad.report("unreadable file", f"{path}: cannot be read: {error}")
+    except (pa.ArrowException, BadText, OSError, EOFError, zlib.error, MemoryError) as error:
+        bad.report("unreadable file", f"{path}: cannot be read: {described(error)}")
         return None
     if len(rows) == 0:
-        bad.report("empty file", f"{path}: has no rows")
+        if bad.total == bad_before:
+            bad.report("empty file", f"{path}: has no rows")
         return None
     return FileRows(path, rows, numbers, file_fingerprint(path))
 

@@ -6,11 +6,17 @@ Leaves out whether a data source has a scorer: rewards know that, and are told t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.data.prompts import PromptError, as_messages, raw_text
+from hone.data.prompts import PromptError, as_messages, raw_text, refuse_unknown_roles
+from hone.text import clean_text, flaw_of
+
+NAMES = ("data_source", "agent_name")
+OBJECTS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
+COLUMNS = (*NAMES, *OBJECTS)
+"""Columns, beside the prompt, that a check reads."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,12 @@ class SchemaCheck:
 
     def problem(self, row: Mapping[str, Any]) -> Problem | None:
         """What is wrong with the row, or None."""
-        return self._prompt_problem(row) or self._type_problem(row) or self._kind_problem(row)
+        return (
+            text_problem(row, (self.prompt_key, *NAMES))
+            or self._prompt_problem(row)
+            or self._type_problem(row)
+            or self._kind_problem(row)
+        )
 
     def _prompt_problem(self, row: Mapping[str, Any]) -> Problem | None:
         prompt = row.get(self.prompt_key)
@@ -62,21 +73,25 @@ class SchemaCheck:
         try:
             if self.prompt_format == "raw":
                 raw_text(prompt)
-            else:
-                as_messages(prompt)
+            messages = as_messages(prompt)
         except PromptError as error:
             return Problem("wrong type", str(error))
+        try:
+            refuse_unknown_roles(messages)
+        except PromptError as error:
+            return Problem("unknown role", str(error))
         return None
 
     def _type_problem(self, row: Mapping[str, Any]) -> Problem | None:
-        for name in ("reward_model", "extra_info"):
+        for name in OBJECTS:
             kind = kind_of(row.get(name))
             if kind not in ("object", "null"):
                 return Problem("wrong type", f"column {name!r} is an object of fields, got {kind}")
-        kind = kind_of(row.get("data_source"))
-        if kind not in ("text", "null"):
-            return Problem("wrong type", f"column 'data_source' is text, got {kind}")
-        return None
+        for name in NAMES:
+            kind = kind_of(row.get(name))
+            if kind not in ("text", "null"):
+                return Problem("wrong type", f"column {name!r} is text, got {kind}")
+        return _arguments_problem(row)
 
     def _kind_problem(self, row: Mapping[str, Any]) -> Problem | None:
         ground_truth = (row.get("reward_model") or {}).get("ground_truth")
@@ -92,3 +107,27 @@ class SchemaCheck:
                 )
         self._kinds.update(kinds)
         return None
+
+
+def text_problem(row: Mapping[str, Any], plain: Collection[str]) -> Problem | None:
+    """Text that is no Unicode or is nested too deeply; in the `plain` columns NUL is refused too."""
+    for name, value in row.items():
+        if flaw := flaw_of(value, allow_nul=name not in plain):
+            return Problem("hostile text", f"column {clean_text(str(name))!r} {flaw}")
+    return None
+
+
+def _arguments_problem(row: Mapping[str, Any]) -> Problem | None:
+    """Arguments of tools and interactions, at the top of the row or in extra_info."""
+    extra_info = row.get("extra_info") or {}
+    for place, fields in (("", row), ("extra_info.", extra_info)):
+        for name in ("tools_kwargs", "interaction_kwargs"):
+            given = fields.get(name)
+            values = {f"{place}{name}": given}
+            if name == "tools_kwargs" and isinstance(given, Mapping):
+                values |= {f"{place}{name}.{tool}": inner for tool, inner in given.items()}
+            for where, value in values.items():
+                if kind_of(value) not in ("object", "null"):
+                    got = kind_of(value)
+                    return Problem("wrong type", f"{where} is an object of arguments, got {got}")
+    return None

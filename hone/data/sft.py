@@ -7,7 +7,6 @@ Leaves out conversations (conversation.py), and padding: rows are lists, the eng
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 from array import array
@@ -18,22 +17,22 @@ from typing import Any, NamedTuple
 from hone.config.sft import SFTDataConfig
 from hone.data.conversation import Encoded, encode_conversation
 from hone.data.prompts import (
-    Message,
     PromptError,
     as_messages,
+    refuse_unknown_roles,
     render_prompt,
     truncate,
     without_nulls,
 )
 from hone.data.rows import BadRows, DataError, Row, read_rows
+from hone.data.schema import text_problem
+from hone.text import BadText, flaw_of, read_json
 
 THREADS = 4
 """Tokenizers let go of Python's lock, so that threads share their work."""
 BLOCK_ROWS = 256
 KEPT_TOKENS = 100_000_000
 """Encoded rows kept in memory, at 5 bytes a token; those beyond are encoded again at their turn."""
-ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
-"""Who may speak: what chat templates know. Any other is a misspelling whose turn nobody would learn."""
 
 
 class Unlearnable(PromptError):
@@ -52,13 +51,8 @@ def encode_single_turn(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Encoded:
     """A prompt as rollout renders it, then the response and the end token, both learnt."""
-    try:
-        prompt_ids = render_prompt(
-            prompt, tokenizer, prompt_format, template_kwargs=template_kwargs
-        )
-        written = tokenizer.encode(response, add_special_tokens=False)
-    except TypeError as error:  # what tokenizers say of half a surrogate pair
-        raise PromptError(f"the tokenizer cannot read the row's text: {error}") from error
+    prompt_ids = render_prompt(prompt, tokenizer, prompt_format, template_kwargs=template_kwargs)
+    written = tokenizer.encode(response, add_special_tokens=False)
     response_ids = [int(token) for token in written]
     if tokenizer.eos_token_id is not None:
         response_ids.append(int(tokenizer.eos_token_id))
@@ -165,6 +159,7 @@ class SFTDataset:
     def problem(self, row: Row) -> str | None:
         """Why the row cannot be learnt from, or None."""
         try:
+            refuse_hostile_text(row, self.config.prompt_key, self.config.response_key)
             prompt = looked_up(row, self.config.prompt_key, self.config.prompt_dict_keys)
             response = looked_up(row, self.config.response_key, self.config.response_dict_keys)
             refuse_unknown_roles(as_messages(prompt))
@@ -248,6 +243,7 @@ class MultiTurnSFTDataset(SFTDataset):
     def problem(self, row: Row) -> str | None:
         key = self.config.multiturn.messages_key
         try:
+            refuse_hostile_text(row, key)
             messages = as_messages(row.get(key))
             refuse_unknown_roles(messages)
         except PromptError as error:
@@ -266,9 +262,11 @@ class MultiTurnSFTDataset(SFTDataset):
         tools: Any = row.get(key)
         if isinstance(tools, str):
             try:
-                tools = json.loads(tools) if tools.strip() else None
-            except json.JSONDecodeError as error:
+                tools = read_json(tools) if tools.strip() else None
+            except BadText as error:
                 raise PromptError(f"column {key!r} is text that is not JSON: {error}") from error
+            if flaw := flaw_of(tools):
+                raise PromptError(f"column {key!r} {flaw}")
         else:
             tools = without_nulls(tools.tolist() if hasattr(tools, "tolist") else tools)
         if tools is None:
@@ -278,14 +276,11 @@ class MultiTurnSFTDataset(SFTDataset):
         return tools
 
 
-def refuse_unknown_roles(messages: Sequence[Message]) -> None:
-    """A role that no template knows is a bad row."""
-    for number, message in enumerate(messages):
-        if message["role"] not in ROLES:
-            raise PromptError(
-                f"message {number} has role {message['role']!r}, which no chat template knows; use"
-                f" one of {', '.join(ROLES)} (what the assistant says is learnt)"
-            )
+def refuse_hostile_text(row: Row, *columns: str) -> None:
+    """Text that is no Unicode, or a NUL in what is learnt, is a bad row."""
+    problem = text_problem(row, columns)
+    if problem is not None:
+        raise PromptError(str(problem))
 
 
 def looked_up(row: Row, key: str, dict_keys: Sequence[str] | None) -> Any:

@@ -44,9 +44,10 @@ def play(
             prompts,
             uid=[f"p{i // 3}" for i in order],
             sample_index=[i % 3 for i in order],
-            agent_name=[f"{LOOP}:TwoTurnAgentLoop"] * len(order),
         )
-        batch = runner(engine, "data.max_response_length=40", "data.max_prompt_length=24").run(data)
+        loop = f"actor_rollout_ref.rollout.agent.default_agent_loop='{LOOP}:TwoTurnAgentLoop'"
+        lengths = ("data.max_response_length=40", "data.max_prompt_length=24")
+        batch = runner(engine, loop, *lengths).run(data)
         engine.close()
         return batch
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
+from hone.agents.loops.single_turn import SingleTurnAgentLoop
 from hone.agents.runner import AgentLoopFailed, LoopRunner
 from hone.ops.counter_rng import fold_seed
 from hone.plugins import PluginError
@@ -54,6 +55,8 @@ class SlowOrRaising(AgentLoopBase):
 
 
 def here(name: str) -> str:
+    """Where a loop of this file is, and a name under which rows may ask for it."""
+    LOOPS.add(f"{__file__}:{name}", f"{__file__}:{name}")
     return f"{__file__}:{name}"
 
 
@@ -151,7 +154,9 @@ def test_a_misspelt_loop_is_told_the_listed_names_too(
     listing = tmp_path / "loops.yaml"
     listing.write_text(f"- name: polite\n  _target_: {here('FixedLoop')}\n")
     key = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listing}"
-    with pytest.raises(PluginError, match=r"Did you mean 'polite'\? Known: .*single_turn_agent"):
+    with pytest.raises(
+        PluginError, match=r"Did you mean 'polite'\? A row may name .*single_turn_agent"
+    ):
         runner(echo, key).run(rows(["a"], agent_name=["polit"]))
 
 
@@ -169,6 +174,31 @@ def test_an_unknown_loop_proposes_the_nearest_name(
 ) -> None:
     with pytest.raises(PluginError, match="Did you mean 'single_turn_agent'"):
         runner(echo).run(rows(["a"], agent_name=["single_turn_agnt"]))
+
+
+@pytest.mark.parametrize(
+    "name", [f"{__file__}:FixedLoop", "tests.agents.test_runner:BadLoop", "os:getcwd", 5, 0, ["x"]]
+)
+def test_a_row_cannot_name_a_place_to_import_a_loop_from(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOOPS, "_entries", {"single_turn_agent": SingleTurnAgentLoop})
+    monkeypatch.setattr("hone.plugins.load_module", _no_import)
+    with pytest.raises(PluginError, match="agent_name"):
+        runner(echo).run(rows(["a"], agent_name=[name]))
+
+
+def _no_import(path: str) -> None:
+    raise AssertionError(f"{path} was imported")
+
+
+def test_a_row_may_name_the_default_loop_whatever_it_is_called(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
+) -> None:
+    loop = f"{__file__}:FixedLoop"
+    key = f"actor_rollout_ref.rollout.agent.default_agent_loop='{loop}'"
+    batch = runner(echo, key).run(rows(["a", "b", "c"], agent_name=[loop, None, ""]))
+    assert decode(tokenizer, batch) == ["mine"] * 3
 
 
 def test_a_registered_loop_is_found_by_its_name(

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hone.config.data import DataConfig
 from hone.data.check import check_file, histogram
@@ -183,3 +186,43 @@ def test_an_answer_column_does_not_excuse_a_row_with_a_data_source(
     status, report = check_file(write_jsonl([row]), known_sources={"known"})
     assert status == 1
     assert "no scorer knows data_source 'mystery'" in report
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"agent_name": "evil.py:Loop"}, "never a place to import"),
+        ({"agent_name": "unheard_of"}, "known are single_turn_agent, tool_agent"),
+        ({"agent_name": 5}, "'agent_name' is text, got number"),
+        ({"prompt": "a\ud800"}, "lone surrogate"),
+        ({"extra_info": {"x": ["\udfff"]}}, "lone surrogate"),
+        ({"prompt": "a\0b"}, "NUL"),
+        ({"prompt": [{"role": "wizard", "content": "a"}]}, "role 'wizard'"),
+        ({"prompt": [{"role": "user", "content": ["a"]}]}, "every part"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "every part"),
+        ({"tools_kwargs": "abc"}, "tools_kwargs is an object|'tools_kwargs' is an object"),
+        ({"extra_info": {"tools_kwargs": {"t": 5}}}, "extra_info.tools_kwargs.t is an object"),
+    ],
+)
+def test_what_training_would_refuse_is_an_error(
+    write_jsonl: Callable[..., str], make_rows: Any, row: dict[str, Any], why: str
+) -> None:
+    rows = [*make_rows(1), {**make_rows(1)[0], **row}]
+    if isinstance(row.get("prompt"), list):
+        rows[0]["prompt"] = [{"role": "user", "content": "a"}]
+    status, report = check_file(write_jsonl(rows))
+    assert status == 1
+    assert re.search(f"row 1: .*({why})", report), report
+    assert "1 bad row" in report
+
+
+def test_deep_json_is_a_bad_row_of_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a"}\n' + "[" * 100_000 + "\n")
+    status, report = check_file(path)
+    assert (status, "row 1: not JSON: it is nested" in report) == (1, True)
+
+
+def test_loops_of_ones_own_may_be_named(write_jsonl: Callable[..., str], make_rows: Any) -> None:
+    path = write_jsonl([{**make_rows(1)[0], "agent_name": "mine"}])
+    assert check_file(path, known_loops=["mine"])[0] == 0

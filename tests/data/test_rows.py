@@ -72,7 +72,7 @@ def test_a_line_that_is_not_json_is_named_with_file_and_row(tmp_path: Path) -> N
         ("x.jsonl", b"", "has no rows"),
         ("x.jsonl.gz", b"not gzip", "cannot be read"),
         ("x.json", b"[1, ", "cannot be read"),
-        ("x.jsonl", b"\xff\xfe{}", "cannot be read"),
+        ("x.jsonl", b"\xff\xfe{}", "row 0: is not UTF-8"),
     ],
 )
 def test_an_unreadable_or_empty_file_is_named_or_skipped(
@@ -169,3 +169,67 @@ def test_an_unknown_policy_is_refused(write_jsonl: Callable[..., str]) -> None:
     policy: Any = "ignore"
     with pytest.raises(DataError, match="on_bad_row='ignore'"):
         BadRows(policy)
+
+
+HOSTILE_LINES = {
+    b'{"a": "\\ud800"}': "row 1: holds a lone surrogate",
+    b'{"\\uDFFF": 1}': "row 1: holds a lone surrogate",
+    b'{"a": "\xff"}': "row 1: is not UTF-8 .byte 0xff",
+    b'{"a": "\xed\xa0\x80"}': "row 1: is not UTF-8",
+    b'{"a": "\x00"}': "row 1: holds a NUL",
+    b"[" * 100_000: "row 1: not JSON: it is nested more than",
+    b'{"a":' + b"[" * 90 + b"]" * 90 + b"}": "row 1: not JSON: it is nested more than",
+    b'{"a": 1' + b"0" * 5000 + b"}": "row 1: not JSON: Exceeds the limit",
+    b"5": "row 1: a int, not an object",
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE_LINES, ids=lambda line: repr(line[:14]))
+def test_a_hostile_line_is_a_bad_row_with_its_number(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": "good"}\n' + line + b'\n{"a": "\xc3\xa9 \\ud83d\\ude00"}\n')
+    with pytest.raises(DataError, match=HOSTILE_LINES[line]):
+        read_rows(str(path), BadRows("raise"))
+    bad = BadRows("skip")
+    rows = read_rows(str(path), bad)
+    assert ([row["a"] for row in rows.scan()], bad.total) == (["good", "é 😀"], 1)
+    assert rows.where(1).endswith("row 2")
+
+
+def test_hostile_rows_of_a_json_list_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b'[{"a": 1}, {"a": "\\udc00"}, {"a": "\xfe"}]')
+    bad = BadRows("skip")
+    assert len(read_rows(str(path), bad)) == 1
+    assert [line.split(", row ")[1][:2] for line in bad.examples] == ["1:", "2:"]
+    path.write_bytes(b"[" * 100_000)
+    with pytest.raises(DataError, match=r"x\.json: cannot be read: .*nested"):
+        read_rows(str(path), BadRows("raise"))
+
+
+def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = pa.array([b"ok", b"\xed\xa0\x80", b"fine"], pa.binary()).view(pa.string())
+    talks = pa.ListArray.from_arrays([0, 1, 2, 3], pa.StructArray.from_arrays([texts], ["content"]))
+    days = pa.array([1, 2, 10**9], pa.date32())
+    for name, column in {"talks": talks, "days": days}.items():
+        pq.write_table(pa.table({"x": column}), tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"talks\.parquet, row 1: not UTF-8"):
+        read_rows(str(tmp_path / "talks.parquet"), BadRows("raise"))
+    bad = BadRows("skip")
+    rows = read_rows([str(tmp_path / f"{name}.parquet") for name in ("talks", "days")], bad)
+    assert [rows.where(i)[-5:] for i in range(len(rows))] == ["row 0", "row 2", "row 0", "row 1"]
+    assert bad.counts == {"not UTF-8": 1, "unreadable value": 1}
+    assert len(list(rows.scan())) == 4
+
+
+def test_a_corrupt_gzip_file_is_unreadable(tmp_path: Path) -> None:
+    import gzip
+
+    content = bytearray(gzip.compress(b'{"a": 1}\n' * 1000))
+    content[20:40] = b"\xff" * 20
+    (tmp_path / "x.jsonl.gz").write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(str(tmp_path / "x.jsonl.gz"), BadRows("raise"))

@@ -153,7 +153,8 @@ def test_a_role_that_no_template_knows_is_a_bad_row(tokenizer: Any, column: str)
 
 def test_bad_rows_are_counted_by_reason(tokenizer: Any) -> None:
     good = {"question": "a", "answer": "b"}
-    rows = [good, {"question": "a"}, {**good, "answer": "b" * 9}, {**good, "question": "\ud800"}]
+    talk = [{"role": "user", "content": "a"}] * 2
+    rows = [good, {"question": "a"}, {**good, "answer": "b" * 9}, {**good, "question": talk}]
     settings = settings_of(prompt_format="raw", max_length=8, on_bad_row="skip")
     data = SFTDataset(None, tokenizer, settings, rows=rows)
     data.encode_all()

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from hone.agents.loops.listing import LoopNames
 from hone.columns import COLUMNS, declared, reward_column, row_may_bring, write
 from hone.config.reward import RewardModelConfig
 from hone.data.dataset import SINGLE_TURN_AGENT
 from hone.data.rows import DataError
+from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
@@ -25,11 +27,28 @@ FAILURE = "reward_failure"
 _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 
 
-def check_rows(reward_fn: Any, dataset: Any, *, prompt_key: str, default_loop: str) -> None:
-    """Stop before the first step where rows bring a column of ours, or a source without a score."""
+def check_rows(reward_fn: Any, dataset: Any, *, prompt_key: str, loops: LoopNames) -> None:
+    """Stop before the first step where rows bring a column of ours, name a loop that is not known,
+    or have a source without a score."""
     if hasattr(dataset, "store"):
         check_columns(dataset.store, prompt_key)
-        check_sources(reward_fn, dataset, default_loop=default_loop)
+        check_loops(dataset, loops)
+        check_sources(reward_fn, dataset, default_loop=loops.default)
+
+
+def check_loops(dataset: Any, loops: LoopNames) -> None:
+    """A row names a loop of the configuration, never a place to import one from."""
+    kept = set(dataset.positions)
+    known: set[str | None] = {None}
+    for position, row in enumerate(dataset.store.scan(("agent_name",))):
+        name = row.get("agent_name")
+        if position not in kept or (isinstance(name, str | None) and name in known):
+            continue
+        try:
+            loops.of_row(name)
+            known.add(name)
+        except PluginError as error:
+            raise DataError(f"{dataset.store.where(position)}: {error}") from error
 
 
 def check_columns(store: Any, prompt_key: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hone.agents.loops.listing import LoopNames
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig, config_to_dict
@@ -103,11 +104,11 @@ class PPOTrainer:
 
     def _check_rows(self) -> None:
         """What the data may not bring stops the run here, not at the first reward."""
-        loop = self.config.actor_rollout_ref.rollout.default_loop
+        loops = LoopNames(self.config.actor_rollout_ref.rollout)
         key = self.config.data.prompt_key
-        check_rows(self.reward_fn, self.train_dataset, prompt_key=key, default_loop=loop)
+        check_rows(self.reward_fn, self.train_dataset, prompt_key=key, loops=loops)
         if self.val_loader is not None:
-            check_rows(self.val_reward_fn, self.val_dataset, prompt_key=key, default_loop=loop)
+            check_rows(self.val_reward_fn, self.val_dataset, prompt_key=key, loops=loops)
 
     # -- the loop -----------------------------------------------------------------------------
 

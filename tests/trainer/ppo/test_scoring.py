@@ -11,10 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hone.config import load_config
 from hone.data.rows import BadRows, DataError, read_rows, write_parquet
+from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
 from hone.trainer.ppo.scoring import check_columns, score_parts
+from hone.trainer.ppo.trainer import PPOTrainer
 
 from .. import rewards
 from ..runs import ALPHABET, Run, Task, said, task_row
@@ -124,10 +127,31 @@ def test_only_tokens_the_policy_wrote_are_learnt(train: Callable[..., Run]) -> N
 def test_rows_of_another_loop_need_no_known_source(
     train: Callable[..., Run], tmp_path: Path
 ) -> None:
-    rows = [task_row(i, i, agent_name=f"{LOOPS}:ScoresItself") for i in range(8)]
+    rows = [task_row(i, i, agent_name="game") for i in range(8)]
     (tmp_path / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = train(f"data.train_files={tmp_path / 'games.jsonl'}", "custom_reward_function.path=null")
+    (tmp_path / "loops.yaml").write_text(f"- name: game\n  _target_: {LOOPS}:ScoresItself\n")
+    run = train(
+        f"data.train_files={tmp_path / 'games.jsonl'}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+        "custom_reward_function.path=null",
+    )
     assert len(run.steps) == 2
+
+
+@pytest.mark.parametrize("column", ["train_files", "val_files"])
+@pytest.mark.parametrize("name", ["{folder}/own.py:Loop", "this:s", "games"])
+def test_a_row_that_names_code_stops_before_models_load(
+    task: Task, tmp_path: Path, name: str, column: str
+) -> None:
+    """A data set that ships a file beside its rows cannot have it run."""
+    (tmp_path / "own.py").write_text("raise AssertionError('the file of a data set was run')")
+    rows = [task_row(0, 0), task_row(1, 1, agent_name=name.format(folder=tmp_path))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = task.overrides(
+        tmp_path, f"data.{column}={tmp_path / 'rows.jsonl'}", "data.train_batch_size=1"
+    )
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: agent_name=.* names no agent loop"):
+        PPOTrainer(load_config(overrides), character_tokenizer("0123456789+="))
 
 
 SHADOWS = {"acc": 0.77, "score": 5.0, "pred": "z", "reward": 9.0, "format": 3.0}

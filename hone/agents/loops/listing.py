@@ -1,0 +1,85 @@
+"""Which agent loop plays a row: data may only name a loop that the configuration has made known.
+
+Known are the built-in loops, those that `@register` has named, those of the YAML list
+`agent_loop_config_path`, and the default loop. Import paths and files come from configuration alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+from hone.agents.contract import LOOPS, AgentLoopBase
+from hone.config.rollout import RolloutConfig
+from hone.plugins import PluginError, load_object, proposal
+from hone.text import BadText, read_yaml, shown
+
+LoopFactory = Callable[..., AgentLoopBase]
+
+
+class LoopNames:
+    """The loops of a run by name; nothing is imported before a loop is asked for."""
+
+    def __init__(self, rollout: RolloutConfig) -> None:
+        self.default = rollout.default_loop
+        self._path = rollout.agent.agent_loop_config_path
+        self._listed = _listed(self._path) if self._path else {}
+
+    def of_row(self, agent_name: Any) -> str:
+        """The name of the loop that plays a row with this `agent_name`; PluginError for any other."""
+        if agent_name is None or (isinstance(agent_name, str) and not agent_name):
+            return self.default
+        if not isinstance(agent_name, str):
+            raise PluginError(
+                f"agent_name is the name of an agent loop, got {shown(agent_name)}; write text, or "
+                "leave it out for the default loop"
+            )
+        if not self._knows(agent_name):
+            names = self._names()
+            hint = proposal(agent_name, names)
+            raise PluginError(
+                f"agent_name={shown(agent_name)} names no agent loop of this run.{hint} "
+                f"A row may name {', '.join(names)}; import paths and files are named by the "
+                "configuration alone (actor_rollout_ref.rollout.agent.agent_loop_config_path)"
+            )
+        return agent_name
+
+    def factory(self, name: str) -> LoopFactory:
+        """What makes the loop of a name that `of_row` gave."""
+        if name in self._listed:
+            return self._listed[name]()
+        return LOOPS.get(name) if name == self.default else LOOPS.get_registered(name)
+
+    def _names(self) -> list[str]:
+        return sorted({*LOOPS.names(), *self._listed, self.default})
+
+    def _knows(self, name: str) -> bool:
+        return name in self._names() or (self._all_imported and name in self._names())
+
+    @cached_property
+    def _all_imported(self) -> bool:
+        """The modules of configured loops are imported: they may register further names."""
+        for name in (*self._listed, self.default):
+            self.factory(name)
+        return True
+
+
+def _listed(path: str) -> dict[str, Callable[[], LoopFactory]]:
+    """Loops of a YAML list: `name`, `_target_` and further constructor arguments."""
+    try:
+        listed = read_yaml(path)
+    except BadText as error:
+        raise PluginError(str(error)) from error
+    loops: dict[str, Callable[[], LoopFactory]] = {}
+    for entry in listed if isinstance(listed, list) else [listed]:
+        arguments = {str(k): v for k, v in entry.items()} if isinstance(entry, dict) else {}
+        name, target = arguments.pop("name", None), arguments.pop("_target_", None)
+        if not name or not target:
+            raise PluginError(f"{path}: every loop needs `name` and `_target_`, got {shown(entry)}")
+        loops[str(name)] = partial(_factory, str(target), arguments)
+    return loops
+
+
+def _factory(target: str, arguments: dict[str, Any]) -> LoopFactory:
+    return partial(load_object(target), **arguments)

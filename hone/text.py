@@ -1,0 +1,164 @@
+"""Text from models, tools and files: made writable, checked, and read as JSON or YAML.
+
+Text that a model wrote or will read is cleaned; a data row that holds text of this kind is refused.
+Leaves out what the text means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 64
+"""Nesting of lists and objects in data; deeper values exceed the recursion limit of their readers."""
+LONGEST_INTEGER_BITS = 1024
+"""Larger integers are kept as hexadecimal text: Python refuses to write them in decimal."""
+SHOWN_CHARACTERS = 200
+
+
+class BadText(ValueError):
+    """Text that cannot be read; the message says why."""
+
+
+def clean_text(text: str) -> str:
+    """The text with a question mark for every lone surrogate, which UTF-8 cannot hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def clean_values(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """A copy of the value as JSON data that can be written, sent and rendered: text is cleaned."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if value is None or isinstance(value, float | bool):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= LONGEST_INTEGER_BITS else hex(value)
+    if depth == 0:
+        return "(nested too deeply)"
+    if isinstance(value, Mapping):
+        return {
+            clean_text(key) if isinstance(key, str) else shown(key): clean_values(item, depth - 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [clean_values(item, depth - 1) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch
+        return clean_values(value.tolist(), depth - 1)
+    return shown(value)
+
+
+def flaw_of(value: Any, *, allow_nul: bool = False) -> str | None:
+    """What makes a value of a data row unusable (lone surrogates, NUL, depth), or None."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            return f"is nested more than {MAX_DEPTH} levels deep"
+        inside: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                if flaw := _flaw_of_text(item, allow_nul):
+                    return flaw
+            elif isinstance(item, Mapping):
+                inside += item.keys()
+                inside += item.values()
+            elif isinstance(item, list | tuple):
+                inside += item
+        level, depth = inside, depth + 1
+    return None
+
+
+def _flaw_of_text(text: str, allow_nul: bool) -> str | None:
+    if not allow_nul and "\0" in text:
+        return "holds a NUL character"
+    if text.isascii():
+        return None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        if 0xDC80 <= code <= 0xDCFF:  # how `surrogateescape` reads a byte that is not UTF-8
+            return f"is not UTF-8 (byte 0x{code - 0xDC00:02x}) or holds a lone surrogate"
+        return f"holds a lone surrogate (\\u{code:04x}), which is not Unicode text"
+    return None
+
+
+def read_json(text: str | bytes, *, strict: bool = False) -> Any:
+    """The JSON value of a text; BadText for whatever is none, or is nested too deeply.
+
+    `strict` also refuses NaN, infinities and an object with one key twice.
+    """
+    options: dict[str, Any] = (
+        {"parse_constant": _no_constant, "object_pairs_hook": _distinct_keys} if strict else {}
+    )
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:  # also an integer of more digits than Python reads
+        raise BadText(clean_text(str(error))[:SHOWN_CHARACTERS]) from None
+    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(text.count(mark) for mark in brackets) > MAX_DEPTH and is_too_deep(value):  # type: ignore[arg-type]
+        raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def is_too_deep(value: Any) -> bool:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        if depth >= MAX_DEPTH:
+            return True
+        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
+        depth += 1
+    return False
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has one key twice")
+    return found
+
+
+def read_yaml(path: str) -> Any:
+    """The content of a YAML file of the configuration; BadText names the file and what is wrong."""
+    import yaml  # type: ignore[import-untyped]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise BadText(f"{path} does not exist (looked in {Path.cwd()})")
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except RecursionError:
+        raise BadText(f"{path} is nested too deeply") from None
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+        reason = " ".join(clean_text(str(error)).split())[:SHOWN_CHARACTERS]
+        raise BadText(f"{path} cannot be read as YAML: {reason}") from error
+    if flaw := flaw_of(content):
+        raise BadText(f"{path} {flaw}")
+    return content
+
+
+def shown(value: Any) -> str:
+    """`repr` of any object, shortened; one that cannot be shown is named by its type."""
+    try:
+        text = clean_text(repr(value))
+    except Exception:  # the object's own code
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def described(error: BaseException) -> str:
+    """`ValueError: reason` of any exception, also of one whose own text cannot be made."""
+    try:
+        reason = clean_text(str(error))
+    except Exception:  # the exception's own code
+        reason = "(its message cannot be shown)"
+    return f"{type(error).__name__}: {reason}"
