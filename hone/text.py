@@ -84,7 +84,7 @@ def _flaw_of_text(text: str, allow_nul: bool) -> str | None:
     return None
 
 
-def read_json(text: str | bytes, *, strict: bool = False) -> Any:
+def read_json(text: str, *, strict: bool = False) -> Any:
     """The JSON value of a text; BadText for whatever is none, or is nested too deeply.
 
     `strict` also refuses NaN, infinities and an object with one key twice.
@@ -98,13 +98,12 @@ def read_json(text: str | bytes, *, strict: bool = False) -> Any:
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:  # also an integer of more digits than Python reads
         raise BadText(clean_text(str(error))[:SHOWN_CHARACTERS]) from None
-    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    if sum(text.count(mark) for mark in brackets) > MAX_DEPTH and is_too_deep(value):  # type: ignore[arg-type]
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
-def is_too_deep(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         if depth >= MAX_DEPTH:
