@@ -10,10 +10,10 @@ from typing import Any
 from hone import __version__
 
 PROGRAMS = {
-    "train": ("hone.trainer.main_ppo", "RL training: PPO, GRPO and their kin"),
-    "sft": ("hone.trainer.main_sft", "supervised fine-tuning on answers or conversations"),
-    "generate": ("hone.trainer.main_generation", "responses for a file of prompts"),
-    "eval": ("hone.trainer.main_eval", "score responses, or a model on a benchmark"),
+    "train": ("hone.trainer.main_ppo:train", "RL training: PPO, GRPO and their kin"),
+    "sft": ("hone.trainer.main_sft:main", "supervised fine-tuning on answers or conversations"),
+    "generate": ("hone.trainer.main_generation:main", "responses for a file of prompts"),
+    "eval": ("hone.trainer.main_eval:main", "score responses, or a model on a benchmark"),
 }
 """Verbs with a command line of their own: `key=value` overrides of a config tree."""
 TREES = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
@@ -53,7 +53,8 @@ def _finish(program: Callable[[], int | None]) -> int:
 def _program(verb: str) -> Callable[[list[str]], int | None]:
     import importlib
 
-    return importlib.import_module(PROGRAMS[verb][0]).main
+    module, _, function = PROGRAMS[verb][0].partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -49,11 +49,19 @@ def compose(
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
     schema: str | None = None,
+    starting: Callable[[dict[str, Any]], list[Setting]] | None = None,
 ) -> Composed:
-    """Resolve a configuration and remember where each value came from."""
+    """Resolve a configuration and remember where each value came from.
+
+    `starting` gives values for keys that were not set, from those that were, by dotted key.
+    """
     found, settings = _from_files(OTHER_NAMES.get(config_name, config_name), config_path)
     tree = TREES[schema or found or "ppo_trainer"]
-    return compose_settings(tree, [*settings, *parse_overrides(overrides)])
+    settings = [*settings, *parse_overrides(overrides)]
+    if starting is not None:
+        given = {s.key: s.value for s in tree.translate(settings, [])}
+        settings = [*starting(given), *settings]
+    return compose_settings(tree, settings)
 
 
 def _from_files(

@@ -9,11 +9,13 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hone.config import Composed, compose
 from hone.config.compose import get
 from hone.config.errors import nearest
 from hone.config.keys import walk_fields
+from hone.config.sources import Setting
 from hone.config.trees import TREES
 
 EXIT_CODE = 2
@@ -51,10 +53,17 @@ _MISTAKES = (
 """Errors whose message says all. Only classes of modules that are loaded can have been raised."""
 
 
-def composed_of(arguments: Sequence[str], *, tree: str, program: str) -> Composed:
+def composed_of(
+    arguments: Sequence[str],
+    *,
+    tree: str,
+    program: str,
+    starting: Callable[[dict[str, Any]], list[Setting]] | None = None,
+) -> Composed:
     """The configuration a command line asks for, with the origin of each value.
 
-    `tree` is the schema, also of a user's YAML that names none in its defaults list.
+    `tree` is the schema, also of a user's YAML that names none in its defaults list. `starting` gives
+    values for keys that the command line leaves out; a user's YAML is taken as it is.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -72,6 +81,7 @@ def composed_of(arguments: Sequence[str], *, tree: str, program: str) -> Compose
         config_name=chosen.config_name,
         config_path=chosen.config_path,
         schema=tree,
+        starting=starting if chosen.config_name == tree else None,
     )
     _latest[:] = [composed]
     return composed

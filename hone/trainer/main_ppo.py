@@ -7,12 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hone.config import PPOTrainerConfig
+from hone.tracking.console import screen
 from hone.trainer.command_line import announce, composed_of, finish
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
-    composed = composed_of(given, tree="ppo_trainer", program="hone train")
+    composed = composed_of(given, tree="ppo_trainer", program="hone.trainer.main_ppo")
+    announce(composed)
+    run(composed.config, composed.origins)
+
+
+def train(arguments: Sequence[str]) -> None:
+    """`hone train`: the same program, with starting values for what the command line leaves out."""
+    from hone.trainer.starting_values import announcement, starting_values
+
+    composed = composed_of(
+        arguments, tree="ppo_trainer", program="hone train", starting=starting_values
+    )
+    for line in announcement(composed):
+        screen().line(line)
     announce(composed)
     run(composed.config, composed.origins)
 

@@ -1,0 +1,136 @@
+"""What `hone train` starts with where the command line says nothing: values that learn at the size at hand.
+
+`python -m hone.trainer.main_ppo` keeps verl's defaults. A config of the user's own (`--config-name`) is
+taken as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.config import Composed
+from hone.config.compose import get
+from hone.config.sources import Setting
+
+ORIGIN = "hone train"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+RESPONSES_PER_PROMPT = 8
+WITHOUT_GROUPS = ("gae", "remax", "reinforce_plus_plus")
+"""Estimators that learn from one response per prompt: they keep `rollout.n`."""
+PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
+RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
+LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
+"""(parameters or more, learning rate): smaller models take larger steps."""
+
+
+def starting_values(given: Mapping[str, Any]) -> list[Setting]:
+    """Settings for keys that are not in `given`, the user's own by dotted key."""
+    device = _device(given.get("trainer.device", "auto"))
+    model = _local_folder(given.get("actor_rollout_ref.model.path"))
+    values: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
+    if given.get("algorithm.adv_estimator", "grpo") not in WITHOUT_GROUPS:
+        values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
+    values["data.train_batch_size"] = _batch(given.get("data.train_files"), device)
+    batch = given.get("data.train_batch_size", values["data.train_batch_size"])
+    values[f"{ACTOR}.ppo_mini_batch_size"] = batch
+    values |= _lengths(given, device, _positions(model))
+    if (parameters := _parameters(model)) is not None:
+        values[f"{ACTOR}.optim.lr"] = next(
+            lr for least, lr in LEARNING_RATES if parameters >= least
+        )
+    return [Setting(key, value, ORIGIN) for key, value in values.items() if key not in given]
+
+
+def announcement(composed: Composed) -> list[str]:
+    """Three lines at most: what was chosen, and how to choose otherwise."""
+    keys = [key for key, origin in composed.origins.items() if origin == ORIGIN]
+    if not keys:
+        return []
+    words = [f"{key}={get(composed.config, key)}" for key in keys]
+    half = math.ceil(len(words) / 2)
+    return [
+        "starting values for this data, model and device (give a key to change it):",
+        *("  " + " ".join(part) for part in (words[:half], words[half:]) if part),
+    ]
+
+
+def _device(asked: Any) -> str:
+    import torch
+
+    return "cuda" if asked in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
+
+
+def _local_folder(path: Any) -> Path | None:
+    from hone.models.load import ModelNotFound, resolve_model_path
+
+    try:
+        folder = Path(resolve_model_path(str(path)))
+    except ModelNotFound:
+        return None
+    return folder if folder.is_dir() else None
+
+
+def _batch(files: Any, device: str) -> int:
+    """A power of two that the data can fill."""
+    rows = _rows([files] if isinstance(files, str) else list(files or ()))
+    return 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], rows))))
+
+
+def _rows(files: Sequence[str]) -> int:
+    """How many rows the files hold; what cannot be counted is the loader's to refuse."""
+    import pyarrow.lib
+    import pyarrow.parquet as pq
+
+    total = 0
+    for name in files:
+        path = Path(name).expanduser()
+        try:
+            if path.suffix == ".parquet":
+                total += pq.read_metadata(path).num_rows
+            else:
+                with path.open("rb") as lines:
+                    total += sum(1 for line in lines if line.strip())
+        except (OSError, pyarrow.lib.ArrowInvalid):
+            return max(PROMPTS_PER_STEP.values())
+    return total or max(PROMPTS_PER_STEP.values())
+
+
+def _lengths(given: Mapping[str, Any], device: str, positions: int | None) -> dict[str, int]:
+    """Responses by device; prompt and response together within the model's positions."""
+    prompt = given.get("data.max_prompt_length")
+    room = positions - prompt if positions and prompt else positions and positions // 2
+    response = min(RESPONSE_TOKENS[device], room) if room else RESPONSE_TOKENS[device]
+    lengths = {"data.max_response_length": max(1, response)}
+    if positions and prompt is None:
+        taken = given.get("data.max_response_length", response)
+        lengths["data.max_prompt_length"] = max(1, min(512, positions - taken))
+    return lengths
+
+
+def _positions(model: Path | None) -> int | None:
+    try:
+        config = json.loads((model / "config.json").read_text()) if model else {}
+    except (OSError, ValueError):
+        return None
+    inner = config.get("text_config") or config if isinstance(config, dict) else {}
+    positions = inner.get("max_position_embeddings")
+    return positions if isinstance(positions, int) and positions > 1 else None
+
+
+def _parameters(model: Path | None) -> int | None:
+    """How many numbers the weight files hold, read from their headers."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for file in model.glob("*.safetensors") if model else ():
+        try:
+            with safe_open(file, "pt") as weights:
+                shapes = (weights.get_slice(name).get_shape() for name in weights.keys())  # noqa: SIM118
+                total += sum(math.prod(shape) for shape in shapes)
+        except (OSError, SafetensorError):
+            return None
+    return total or None
