@@ -243,6 +243,8 @@ class RewardModelConfig:
     """Search scores: credit for a final answer in its tags."""
     retrieval_score: float = 0.0
     """Search scores: credit for retrieving a passage with the answer."""
+    score_observations: bool = False
+    """Score what tools and searches said together with the policy's words, as verl does."""
     scores: dict[str, str] = field(default_factory=dict)
     """More score functions: data source to `pkg.mod:function` or `file.py:function`."""
     score_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -26,7 +26,13 @@ FORMAT_ARGUMENTS = (
 )
 """Credit for form; config keys under `reward_model` that only some scorers know."""
 AMBIENT_ARGUMENTS = frozenset(
-    {*FORMAT_ARGUMENTS, "sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"}
+    {
+        *FORMAT_ARGUMENTS,
+        "score_observations",
+        "sandbox_fusion_url",
+        "concurrent_semaphore",
+        "memory_limit_mb",
+    }
 )
 """Offered to every scorer; those that do not know them are not given them."""
 

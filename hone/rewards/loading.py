@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import register_score
 
+logger = logging.getLogger(__name__)
+
 
 def load_reward_manager(
     config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any
@@ -33,6 +36,8 @@ def load_reward_manager(
     """
     for source, target in config.reward_model.scores.items():
         register_score(source, target)
+    if config.reward_model.score_observations:
+        _tell_of_observations()
     cls = _manager_class(config)
     scorer = get_custom_reward_fn(config)
     settings = {**_manager_settings(config), **reward_kwargs}
@@ -53,6 +58,14 @@ def load_reward_manager(
         compute_score=scorer,
         reward_fn_key=config.data.reward_fn_key,
         **settings,
+    )
+
+
+@functools.cache
+def _tell_of_observations() -> None:
+    logger.warning(
+        "reward_model.score_observations=true: scores are computed from the whole response, what "
+        "tools and searches said included, so a passage can earn a reward"
     )
 
 
@@ -100,6 +113,7 @@ def _manager_settings(config: Any) -> dict[str, Any]:
     settings = {field.name: getattr(kwargs, field.name) for field in dataclasses.fields(kwargs)}
     for name in ("on_failure", "failure_score", "timeout_s"):
         del settings[name]
+    settings["score_observations"] = config.reward_model.score_observations
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
     sandbox = config.reward_model.sandbox_fusion

@@ -9,7 +9,7 @@ import pytest
 from hone.config import load_config
 from hone.plugins import PluginError
 from hone.protocol import DataProto
-from hone.rewards import compute_reward, load_reward_manager
+from hone.rewards import compute_reward, load_reward_manager, loading
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
@@ -154,6 +154,19 @@ def test_repetitive_responses_lose_their_reward_when_told_so(
     assert result["reward_extra_info"]["acc"] == [1.0, 1.0]
     quiet, loud = result["reward_extra_info"]["repeat_score"]
     assert quiet < 0.2 < loud
+
+
+def test_scoring_observations_is_a_setting_and_is_told_once(
+    load: Callable[..., Any], make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loading._tell_of_observations.cache_clear()
+    data = make_batch(["ask #### 1"], "openai/gsm8k", ["1"], masks=["111100000000"])
+    assert load()(data).sum() == 0.0
+    assert caplog.records == []
+    for _ in range(2):
+        assert load("reward_model.score_observations=true")(data).sum() == 1.0
+    [record] = caplog.records
+    assert "reward_model.score_observations=true" in record.getMessage()
 
 
 def test_a_users_function_that_is_not_there_is_an_error(load: Callable[..., Any]) -> None:

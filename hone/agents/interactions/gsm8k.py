@@ -31,8 +31,8 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        spoken = [m["content"] for m in messages if m["role"] == "assistant"]
-        self._talks[instance_id]["said"] = spoken[-1] if spoken else ""
+        spoken = [m for m in messages if m.get("role") == "assistant"]
+        self._talks[instance_id]["said"] = text_of(spoken[-1].get("content")) if spoken else ""
         score = await self.calculate_score(instance_id)
         return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
 
@@ -42,3 +42,10 @@ class Gsm8kInteraction(BaseInteraction):
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         del self._talks[instance_id]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message: a string, a list of parts, or nothing (a turn of tool calls alone)."""
+    if isinstance(content, (list, tuple)):
+        return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""

@@ -1,18 +1,20 @@
 """From a batch to rows a scorer understands: text, ground truth, extra information.
 
-The scorer sees the response only: every token valid by attention (tools' words included), special
-tokens skipped. Where a score goes is another question: the last token that the policy wrote.
+The scorer reads the tokens that the policy wrote (`response_mask` 1), special tokens skipped. What
+tools, searches and users said is in `extra_info["transcript"]`, and in no scorer's text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from hone.protocol import DataProto
 from hone.rewards.outcome import Row
+from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
 
 _TURNS = ("__num_turns__", "num_turns")
 _ROLLOUT_SCORES = ("reward_scores", "rollout_reward_scores")
@@ -40,37 +42,69 @@ def valid_response_ids(data: DataProto) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(responses, attention.bool(), strict=True)]
 
 
+def policy_mask(data: DataProto) -> torch.Tensor:
+    """Which response tokens the policy wrote, [B, T]; all that exist where nothing says."""
+    if "response_mask" in tensors(data):
+        return tensors(data)["response_mask"].bool()
+    return response_attention(data).bool()
+
+
 def last_policy_tokens(data: DataProto) -> list[int | None]:
     """Position of the last token the policy wrote in each row; None where it wrote none."""
-    if "response_mask" in tensors(data):
-        mask = tensors(data)["response_mask"].bool()
-    else:
-        mask = response_attention(data).bool()
+    mask = policy_mask(data)
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     last = (mask * positions).max(dim=1).values if mask.shape[1] else torch.zeros(len(mask))
     return [int(value) - 1 if value > 0 else None for value in last.tolist()]
 
 
-def read_rows(data: DataProto, ids: list[list[int]], tokenizer: Any, key: str) -> list[Row]:
-    """One row a response."""
+def read_rows(
+    data: DataProto,
+    ids: list[list[int]],
+    tokenizer: Any,
+    key: str,
+    *,
+    score_observations: bool = False,
+) -> list[Row]:
+    """One row per response; `score_observations` puts what others said into the scored text too."""
     columns = data.non_tensor_batch
     if key not in columns:
         raise KeyError(
             f"the batch has no column {key!r} to choose a score by; it has "
             f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
         )
+    exists, written = response_attention(data).bool(), policy_mask(data)
     rows = []
     for index, token_ids in enumerate(ids):
         reward_model = _dict_at(columns, "reward_model", index)
+        transcript = tokenizer.decode(token_ids, skip_special_tokens=True)
+        by_policy = written[index][exists[index]].tolist()
+        segments = _segments(token_ids, by_policy, transcript, tokenizer)
+        extra = _extra_info(columns, reward_model, index)
+        extra |= {"transcript": transcript, "transcript_segments": segments}
         rows.append(
             Row(
                 data_source=str(columns[key][index]),
-                solution_str=tokenizer.decode(token_ids, skip_special_tokens=True),
+                solution_str=transcript if score_observations else policy_text(segments),
                 ground_truth=reward_model.get("ground_truth"),
-                extra_info=_extra_info(columns, reward_model, index),
+                extra_info=extra,
             )
         )
     return rows
+
+
+def _segments(
+    ids: list[int], by_policy: list[bool], transcript: str, tokenizer: Any
+) -> list[dict[str, str]]:
+    """The response as runs of one author: `{"role": "policy" or "observation", "text"}`."""
+    if all(by_policy):
+        return [{"role": POLICY, "text": transcript}]
+    segments, start = [], 0
+    for policy, run in groupby(by_policy):
+        end = start + len(list(run))
+        text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+        segments.append({"role": POLICY if policy else OBSERVATION, "text": text})
+        start = end
+    return segments
 
 
 def _extra_info(

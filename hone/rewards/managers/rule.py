@@ -35,6 +35,7 @@ class RuleRewardManager(AbstractRewardManager):
     """Scores every row by a rule. Keywords it does not know are handed to the scorer.
 
     `repeat_threshold` takes the reward from responses more repetitive than that (0 to 1).
+    `score_observations` lets the scorer read what tools and searches said as well.
     """
 
     def __init__(
@@ -46,12 +47,16 @@ class RuleRewardManager(AbstractRewardManager):
         *,
         policy: FailurePolicy | None = None,
         repeat_threshold: float | None = None,
+        score_observations: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.policy = policy or default_policy()
         self.repeat_threshold = repeat_threshold
+        self.score_observations = score_observations
         self.options = options
+        if score_observations and self.uses_table:
+            self.options = {**options, "score_observations": True}
 
     @abstractmethod
     def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
@@ -75,7 +80,13 @@ class RuleRewardManager(AbstractRewardManager):
     def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """Rewards [B, T] and the extra columns of a batch."""
         ids = valid_response_ids(data)
-        rows = read_rows(data, ids, self.tokenizer, self.reward_fn_key)
+        rows = read_rows(
+            data,
+            ids,
+            self.tokenizer,
+            self.reward_fn_key,
+            score_observations=self.score_observations,
+        )
         if self.uses_table:
             table.check_sources(row.data_source for row in rows)
         results = self.judge(rows, self.score_known(rows))

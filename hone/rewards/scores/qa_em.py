@@ -1,14 +1,14 @@
 """Open questions: the last `<answer>` equals one of the reference answers (Search-R1).
 
-The response alone is read, and not what a search put into `<information>`: neither the prompt's
-example nor a passage can answer. `reward_model.*_score` settings lead to `qa_em_format`.
+Neither the prompt's example nor an `<information>` block can answer, whoever wrote the block.
+`reward_model.*_score` settings lead to `qa_em_format`.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hone.rewards import ground_truth as truth
@@ -89,6 +89,8 @@ def judge(
     structure_format_score: float = 0.0,
     final_format_score: float = 0.0,
     retrieval_score: float = 0.0,
+    extra_info: Mapping[str, Any] | None = None,
+    score_observations: bool = False,
 ) -> dict[str, Any]:
     """Score and `acc` (exact match, whatever the form earned)."""
     if structure_format_score or final_format_score or retrieval_score:
@@ -101,6 +103,8 @@ def judge(
             final_format_score=final_format_score,
             retrieval_score=retrieval_score,
             score=score,
+            extra_info=extra_info,
+            score_observations=score_observations,
         )
     answer = extract_solution(solution_str)
     right = answer is not None and em_check(answer, golden_answers(ground_truth))

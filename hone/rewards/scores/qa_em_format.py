@@ -1,12 +1,14 @@
 """Search-R1 with credit for form: a right answer, a well-formed trajectory, a useful retrieval.
 
 Well formed is think, then any number of (search, information, think), then answer, and nothing
-but white space between. The chat template's markers are not needed and do not matter.
+but white space between. Information is what a search returned: a block that the policy wrote itself
+makes the trajectory ill-formed, and no tag inside a passage is read.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hone.rewards.scores.qa_em import (
@@ -15,9 +17,11 @@ from hone.rewards.scores.qa_em import (
     golden_answers,
     normalize_answer,
 )
+from hone.rewards.transcript import POLICY, Segments, segments_of
 
 _TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
+_OPEN, _CLOSE = "<information>", "</information>"
 _MARKER = "<|im_start|>assistant"
 _SPECIAL = re.compile(r"<\|[^|<>]{1,40}\|>$")
 _NEXT = {
@@ -30,7 +34,7 @@ _NEXT = {
 
 
 def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
-    """Whether the trajectory is well formed, and the reason when it is not.
+    """Whether a whole transcript is well formed, and the reason when it is not.
 
     `compat` asks for the ChatML marker and objects to a trailing end-of-turn token, as upstream.
     """
@@ -38,8 +42,26 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
         text = text.split(_MARKER, 1)[1]
     elif compat:
         return False, "missing assistant marker"
-    if not compat:
-        text = _without_trailing_special(text)
+    return _well_formed(text if compat else _without_trailing_special(text))
+
+
+def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
+    """As `is_valid_sequence`, where it is known who wrote what."""
+    parts = []
+    for segment in segments:
+        text = segment["text"]
+        if segment["role"] == POLICY:
+            if _OPEN in text or _CLOSE in text:
+                return False, "<information> written by the policy"
+            parts.append(text)
+        elif _passage(text) is not None:
+            parts.append(_OPEN + _CLOSE)  # what a passage says is not read as tags
+        elif text.strip():
+            return False, "an observation that is no <information>"
+    return _well_formed(_without_trailing_special("".join(parts)))
+
+
+def _well_formed(text: str) -> tuple[bool, str]:
     for tag in _TAGS:
         if text.count(f"<{tag}>") != text.count(f"</{tag}>"):
             return False, f"unbalanced <{tag}>"
@@ -74,16 +96,27 @@ def _follows_order(text: str) -> tuple[bool, str]:
 
 
 def extract_information_blocks(text: str) -> list[str]:
-    """What the searches returned."""
+    """The `<information>` blocks of a whole transcript, whoever wrote them."""
     found = re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
     return [block.strip() for block in found]
 
 
-def is_retrieval_correct(text: str, golden: list[str]) -> bool:
+def observed_passages(segments: Segments) -> list[str]:
+    """What the searches returned."""
+    passages = [_passage(s["text"]) for s in segments if s["role"] != POLICY]
+    return [passage for passage in passages if passage is not None]
+
+
+def _passage(observation: str) -> str | None:
+    """From the first opening to the last closing tag: a tag inside the passage does not end it."""
+    start, end = observation.find(_OPEN), observation.rfind(_CLOSE)
+    return observation[start + len(_OPEN) : end].strip() if 0 <= start < end else None
+
+
+def is_retrieval_correct(passages: Iterable[str], golden: list[str]) -> bool:
     """Whether a reference answer stands in something that was retrieved."""
     wanted = [answer for answer in map(normalize_answer, golden) if answer]
-    blocks = [normalize_answer(block) for block in extract_information_blocks(text)]
-    return any(answer in block for block in blocks for answer in wanted)
+    return any(answer in normalize_answer(passage) for passage in passages for answer in wanted)
 
 
 def judge(
@@ -93,13 +126,25 @@ def judge(
     final_format_score: float = 0.0,
     retrieval_score: float = 0.0,
     score: float = 1.0,
+    extra_info: Mapping[str, Any] | None = None,
+    score_observations: bool = False,
 ) -> dict[str, Any]:
-    """The score and what it is made of."""
+    """The score and what it is made of.
+
+    `extra_info["transcript_segments"]` tells a retrieved passage from one that the policy made up;
+    with `score_observations` the text alone is read, as upstream does.
+    """
     golden = golden_answers(ground_truth)
-    valid, _ = is_valid_sequence(solution_str)
+    if score_observations:
+        valid, _ = is_valid_sequence(solution_str)
+        passages = extract_information_blocks(solution_str)
+    else:
+        segments = segments_of(solution_str, extra_info)
+        valid, _ = is_valid_conversation(segments)
+        passages = observed_passages(segments)
     answer = extract_solution(solution_str)
     right = answer is not None and em_check(answer, golden)
-    retrieved = valid and is_retrieval_correct(solution_str, golden)
+    retrieved = valid and is_retrieval_correct(passages, golden)
     if right:
         value = score if valid else score - structure_format_score
     elif valid:
@@ -123,8 +168,10 @@ def compute_score(
     retrieval_score: float = 0.0,
     format_score: float = 0.0,
     score: float = 1.0,
+    extra_info: Mapping[str, Any] | None = None,
+    score_observations: bool = False,
 ) -> float:
-    """The score alone. `method` and `format_score` are in the family's signature and unused there."""
+    """The score alone. `method` and `format_score` are in Search-R1's signature and unused there."""
     value: float = judge(
         solution_str,
         ground_truth,
@@ -132,6 +179,8 @@ def compute_score(
         final_format_score,
         retrieval_score,
         score,
+        extra_info,
+        score_observations,
     )["score"]
     return value
 

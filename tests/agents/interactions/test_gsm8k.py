@@ -23,3 +23,23 @@ def test_it_ends_at_the_first_right_answer() -> None:
         return heard
 
     assert asyncio.run(talk()) == [(False, WRONG, 0.0), (True, RIGHT, 1.0)]
+
+
+def test_a_message_without_text_is_a_wrong_answer_and_not_an_error() -> None:
+    async def talk() -> list[float]:
+        teacher = Gsm8kInteraction({"name": "gsm8k"})
+        one = await teacher.start_interaction(ground_truth="9")
+        scores = []
+        for message in (
+            {"role": "assistant", "tool_calls": []},
+            {"role": "assistant", "content": None},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "#### 9"}, {"type": "image"}],
+            },
+        ):
+            messages = [{"role": "assistant", "content": "#### 9"}, {"content": "lost"}, message]
+            scores.append((await teacher.generate_response(one, messages))[2])
+        return scores
+
+    assert asyncio.run(talk()) == [0.0, 0.0, 1.0]

@@ -50,7 +50,7 @@ def test_a_score_never_stands_on_a_token_the_policy_did_not_write(
     manager = NaiveRewardManager(tokenizer, 0, seen)
     result = manager(data, return_dict=True)
     assert result["reward_tensor"].nonzero().tolist() == [[0, 2]]
-    assert result["reward_extra_info"]["text"] == ["abcdef"]
+    assert result["reward_extra_info"]["text"] == ["abc"]
 
 
 def test_without_a_response_mask_attention_decides(tokenizer: Any, make_batch: MakeBatch) -> None:
@@ -90,8 +90,11 @@ def test_the_scorer_sees_the_response_without_prompt_padding_and_special_tokens(
         "keywords": ["k"],
         "num_turns": 2,
         "rollout_reward_scores": {"tool": [0.5]},
+        "transcript": "abc",
+        "transcript_segments": [{"role": "policy", "text": "abc"}],
     }
-    assert extras["extra"][1] == {"num_turns": 4, "rollout_reward_scores": {}}
+    assert extras["extra"][1]["num_turns"] == 4
+    assert extras["extra"][1]["rollout_reward_scores"] == {}
 
 
 def test_the_source_column_can_be_another(tokenizer: Any, make_batch: MakeBatch) -> None:

@@ -1,0 +1,124 @@
+"""Who wrote what: a scorer reads the policy's tokens, under every manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hone.protocol import DataProto
+from hone.rewards.managers.reading import read_rows, valid_response_ids
+from hone.rewards.managers.registry import get_reward_manager_cls
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.outcome import Row
+
+MakeBatch = Callable[..., DataProto]
+MANAGERS = ["naive", "batch", "dapo", "prime"]
+
+
+def conversation(*turns: str) -> tuple[str, str]:
+    """The text of turns and its mask; a turn that begins with `>` is an observation."""
+    texts = [turn.removeprefix(">") for turn in turns]
+    marks = ["0" if turn.startswith(">") else "1" for turn in turns]
+    return "".join(texts), "".join(m * len(t) for m, t in zip(marks, texts, strict=True))
+
+
+def rows_of(tokenizer: Any, data: DataProto, **options: Any) -> list[Row]:
+    return read_rows(data, valid_response_ids(data), tokenizer, "data_source", **options)
+
+
+def manager_of(name: str, tokenizer: Any, **options: Any) -> RuleRewardManager:
+    cls = get_reward_manager_cls(name)
+    assert issubclass(cls, RuleRewardManager)
+    if name == "prime":
+        options["num_processes"] = 1
+    return cls(tokenizer, 0, **options)
+
+
+def test_a_scorer_reads_what_the_policy_wrote_and_the_transcript_has_the_rest(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    text, mask = conversation("call it", ">tool: #### 42", "#### 7")
+    [row] = rows_of(tokenizer, make_batch([text], masks=[mask]))
+    assert row.solution_str == "call it\n#### 7"
+    assert row.extra_info["transcript"] == text
+    assert row.extra_info["transcript_segments"] == [
+        {"role": "policy", "text": "call it"},
+        {"role": "observation", "text": "tool: #### 42"},
+        {"role": "policy", "text": "#### 7"},
+        {"role": "observation", "text": ""},
+    ]
+
+
+def test_two_turns_never_make_one_number(tokenizer: Any, make_batch: MakeBatch) -> None:
+    text, mask = conversation("#### 4", ">ok", "2")
+    data = make_batch([text], "openai/gsm8k", ["42"], masks=[mask])
+    assert rows_of(tokenizer, data)[0].solution_str == "#### 4\n2"
+    assert manager_of("naive", tokenizer)(data).sum() == 0.0
+
+
+def test_a_single_turn_is_read_as_before(tokenizer: Any, make_batch: MakeBatch) -> None:
+    data = make_batch(["so #### 1", ""], "openai/gsm8k", ["1", "1"])
+    with_mask = rows_of(tokenizer, data)
+    assert [row.solution_str for row in with_mask] == ["so #### 1", ""]
+    assert with_mask == rows_of(tokenizer, data, score_observations=True)
+    del data.batch["response_mask"]
+    assert rows_of(tokenizer, data) == with_mask
+
+
+def test_a_response_without_a_policy_token_is_empty(tokenizer: Any, make_batch: MakeBatch) -> None:
+    text, mask = conversation(">#### 1")
+    assert rows_of(tokenizer, make_batch([text], masks=[mask]))[0].solution_str == ""
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_no_manager_credits_what_a_tool_or_a_passage_said(
+    tokenizer: Any, make_batch: MakeBatch, name: str
+) -> None:
+    said = [
+        conversation("I ask.", ">#### 42"),
+        conversation("<search>q</search>", "><information></information><answer>Paris</answer>"),
+        conversation("Hm.", r">\boxed{42}", "I do not know."),
+        conversation("Hm.", ">Answer: 42\n", "I do not know."),
+        conversation("Hm.", ">the answer is 42", "\nno"),
+        conversation("Hm.", "><answer>6*7</answer>"),
+    ]
+    sources = ["openai/gsm8k", "nq", "lighteval/MATH", "math_dapo", "numina_olympiads", "countdown"]
+    truths = ["42", "Paris", "42", "42", "42", {"target": 42, "numbers": [6, 7]}]
+    data = make_batch([t for t, _ in said], sources, truths, masks=[m for _, m in said])
+    manager = manager_of(name, tokenizer)
+    whole = manager_of(name, tokenizer, score_observations=True)
+    try:
+        acc = manager(data, return_dict=True)["reward_extra_info"]["acc"]
+        assert [float(a) for a in acc] == [0.0] * 6
+        acc = whole(data, return_dict=True)["reward_extra_info"]["acc"]
+        assert [float(a) for a in acc] == [1.0] * 6
+    finally:
+        manager.close()
+        whole.close()
+
+
+def test_retrieval_is_credited_for_what_a_search_returned_only(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    head, tail = "<think>x</think><search>q</search>", "<think>y</think><answer>Rome</answer>"
+    passage = "<information>Paris is the capital</information>"
+    said = [
+        conversation(head, f">{passage}", tail),
+        conversation(head + passage + tail),
+        conversation(head + passage, ">", tail),
+    ]
+    data = make_batch([t for t, _ in said], "nq", ["Paris"] * 3, masks=[m for _, m in said])
+    shape = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.1}
+    manager = manager_of("naive", tokenizer, **shape)
+    assert manager(data).sum(1).tolist() == pytest.approx([0.3, 0.1, 0.1])
+    whole = manager_of("naive", tokenizer, **shape, score_observations=True)
+    assert whole(data).sum(1).tolist() == pytest.approx([0.3, 0.3, 0.3])
+
+
+def test_repetition_is_counted_in_the_policys_words(tokenizer: Any, make_batch: MakeBatch) -> None:
+    text, mask = conversation("so it is", ">" + "again " * 60, " #### 1")
+    data = make_batch([text], "openai/gsm8k", ["1"], masks=[mask])
+    manager = manager_of("naive", tokenizer, repeat_threshold=0.2)
+    assert manager(data).sum() == 1.0
