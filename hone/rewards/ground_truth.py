@@ -9,6 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+INVALID = "[INVALID]"
+"""What a scorer's `pred` says where a response has no answer."""
+
 
 class GroundTruthError(ValueError):
     """A row's ground truth does not have the form its scorer needs."""
@@ -22,6 +25,35 @@ def decode(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a ground truth says nothing: null, NaN, blank text, `[INVALID]`, or empty all the way in.
+
+    A scorer that compared a response with it would credit responses that say nothing either.
+    """
+    value = decode(plain(value))
+    if isinstance(value, Mapping):
+        return not value or ("target" in value and is_missing(value["target"]))
+    if isinstance(value, (list, tuple, set)):
+        return all(is_missing(item) for item in value)
+    if isinstance(value, str):
+        return value.strip() in ("", INVALID)
+    return value is None or value != value
+
+
+def integer(value: Any, name: str) -> int:
+    """`value` as the integer it is, or GroundTruthError: nothing is rounded."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or (not isinstance(value, str) and number != value):
+        raise GroundTruthError(
+            f"{name} of ground_truth must be an integer; got {value!r:.80}. "
+            "Check reward_model.ground_truth of the data row."
+        )
+    return number
 
 
 def mapping(value: Any, *keys: str) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from hone.rewards import failures
 from hone.rewards.calling import call_scorer, describe
 from hone.rewards.failures import Failed, Scored, SetupError
-from hone.rewards.ground_truth import plain
+from hone.rewards.ground_truth import INVALID, plain
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,6 @@ def read_result(result: Any) -> Scored | Failed:
     if math.isinf(score):
         return Failed("inf", f"the score is {score}")
     return Scored(score, extras)
-
-
-INVALID = "[INVALID]"
-"""What a scorer's `pred` says where a response has no answer."""
 
 
 def vote_of(pred: Any) -> str | None:

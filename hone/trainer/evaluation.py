@@ -171,17 +171,12 @@ def _scored(rows: Sequence[Row], scorer: Any, config: EvaluationConfig) -> list[
     """One result a row, in order; a rule that would compare with nothing is not asked."""
     if scorer is not default_compute_score:
         return _run_scorer(rows, scorer, config)
-    lacking = [_lacks_ground_truth(row) for row in rows]
+    lacking = [table.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
     known = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
     scored = iter(_run_scorer(known, scorer, config))
     column = f"{config.data.reward_model_key}.ground_truth"
-    absent = Failed("no_ground_truth", f"{column} is null, and the rule needs one")
+    absent = Failed("no_ground_truth", f"{column} is null or empty, and the rule needs one")
     return [absent if lacks else next(scored) for lacks in lacking]
-
-
-def _lacks_ground_truth(row: Row) -> bool:
-    entry = table.find(row.data_source)
-    return entry is not None and entry.needs_ground_truth and row.ground_truth is None
 
 
 def _run_scorer(

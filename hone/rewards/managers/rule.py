@@ -110,13 +110,16 @@ class RuleRewardManager(AbstractRewardManager):
         """Score the rows that have what their rule needs; the others fail without a call."""
         lacking = {index for index, row in enumerate(rows) if self.lacks_ground_truth(row)}
         scored = iter(self.score_rows([r for i, r in enumerate(rows) if i not in lacking]))
-        absent = Failed("no_ground_truth", "reward_model.ground_truth is null")
-        return [absent if index in lacking else next(scored) for index in range(len(rows))]
+        return [
+            Failed("no_ground_truth", f"reward_model.ground_truth is {row.ground_truth!r:.80}")
+            if index in lacking
+            else next(scored)
+            for index, row in enumerate(rows)
+        ]
 
     def lacks_ground_truth(self, row: Row) -> bool:
         """Whether a built-in rule would compare the response with nothing."""
-        entry = table.find(row.data_source) if self.uses_table else None
-        return entry is not None and entry.needs_ground_truth and row.ground_truth is None
+        return self.uses_table and table.lacks_ground_truth(row.data_source, row.ground_truth)
 
     @property
     def uses_table(self) -> bool:

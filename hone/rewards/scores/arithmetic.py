@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from hone.rewards import ground_truth as truth
 from hone.rewards.scores.answer_tag import all_answers, last_answer
 
 _INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)
@@ -44,4 +45,4 @@ def compute_score(
     answer = extract_solution(solution_str, compat=compat)
     if answer is None:
         return 0.0
-    return score if answer == int(ground_truth) else format_score
+    return score if answer == truth.integer(ground_truth, "the number") else format_score

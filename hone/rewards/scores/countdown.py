@@ -56,7 +56,8 @@ def compute_score(
     `method` is accepted because the family's signature has it; there is one method.
     """
     given = truth.mapping(ground_truth, "target", "numbers")
-    target, numbers = int(given["target"]), [int(number) for number in given["numbers"]]
+    target = truth.integer(given["target"], "target")
+    numbers = [truth.integer(number, "numbers") for number in given["numbers"]]
     answer = extract_solution(
         solution_str,
         compat=compat,

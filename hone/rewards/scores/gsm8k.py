@@ -14,18 +14,19 @@ TAIL_CHARS = 300
 """Only the end of a response is read: the answer stands there, and regex time stays bounded."""
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
-_NUMBER = re.compile(r"-?[0-9][0-9.,]*|-?\.[0-9]+")
+_NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|-?[0-9]*\.?[0-9]+")
+_GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """The answer's text without commas, or None when there is none."""
     tail = solution_str[-TAIL_CHARS:]
     if method == "strict":
-        found = _STRICT.findall(tail)
-        return found[-1].replace(",", "") if found else None
+        found = [text for text in _STRICT.findall(tail) if any(map(str.isdigit, text))]
+        return _plain(found[-1]) if found else None
     if method == "flexible":
         found = _NUMBER.findall(tail)
-        return found[-1].replace(",", "").rstrip(".") if found else None
+        return _plain(found[-1]) if found else None
     raise ValueError(f"gsm8k method={method!r} is not known; use 'strict' or 'flexible'")
 
 
@@ -40,10 +41,16 @@ def compute_score(
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    expected = str(ground_truth).replace(",", "")
+    expected = _plain(str(ground_truth).strip())
     if answer == expected or (method == "flexible" and _same_number(answer, expected)):
         return score
     return format_score
+
+
+def _plain(number: str) -> str:
+    """Without thousands separators; `42,43` is no number and stays as it is."""
+    number = number.rstrip(",")
+    return number.replace(",", "") if _GROUPED.fullmatch(number) else number
 
 
 def _same_number(left: str, right: str) -> bool:

@@ -48,48 +48,94 @@ def boxed_answer(text: str) -> str | None:
     return None if boxed is None else remove_boxed(boxed)
 
 
+_NOT_A_UNIT = re.compile(
+    r"\d|\b(?:or|and|to|through|not|plus|minus|times|over|mod|modulo|base|power|squared|cubed"
+    r"|factorial|remainder|pi|dozens?|(?:hundred|thousand|million|billion|trillion)(?:th|s|ths)?"
+    r"|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\b",
+    re.IGNORECASE,
+)
+"""Words after a number that change it; other words are a unit."""
+_WORDS = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"
+_TEXT = re.compile(_WORDS)
+_TRAILING = re.compile(rf"(?<=[\w}})\]])(?:\s|\\[,;:! ]|~)*{_WORDS}(?:\^\{{?\d\}}?)?\s*$")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\!|\\,|\\;|\\:|\\ |\\quad|~", ""),
+        (r",\s*\\!\s*", ","),
+        (r"\\!", ""),
+        (r"\\,|\\;|\\:|\\ |\\q?quad(?![a-zA-Z])|~", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:left|right)(?![a-zA-Z])", ""),
-        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°", ""),
-        (r"\\?\$", ""),
-        (r"\\?%", ""),
-        (r"(?<=[\d}\s])\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*$", ""),
-        (r"\\(?:text|mbox|textbf|mathrm|mathbf)\s*\{([^{}]*)\}", r"\1"),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°", " "),
+        (r"\\?\$", " "),
+        (r"\\?%", " "),
+        (_WORDS, r" \1 "),
         (r"\{,\}", ","),
-        (r"\s+", ""),
+        (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
+        (r"\s+", " "),
         (r"(?<![\d.])\.(?=\d)", "0."),
-        (r"\\sqrt([^{\[\\])", r"\\sqrt{\1}"),
-        (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac(\d)\{", r"\\frac{\1}{"),
-        (r"\\frac(\{[^{}]*\})(\d)", r"\\frac\1{\2}"),
-        (r"\.$", ""),
+        (r"\\sqrt ?([^{\[\\ ])", r"\\sqrt{\1}"),
+        (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac ?(\d) ?\{", r"\\frac{\1}{"),
+        (r"\\frac ?(\{[^{}]*\}) ?(\d)", r"\\frac\1{\2}"),
+        (r"\. ?$", ""),
     )
 )
-_SHORT_NAME = re.compile(r"[^=]{1,2}=(?!=)")
-_GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-_RATIO = re.compile(r"(-?)(\d+)/(\d+)")
-_DECIMAL = re.compile(r"-?\d{1,64}(?:\.\d{1,64})?", re.ASCII)
-_FRACTION = re.compile(r"(-?)\\frac\{(-?\d{1,64})\}\{(-?\d{1,64})\}", re.ASCII)
+_SHORT_NAME = re.compile(r"[^=\d\s][^=\s]? ?=(?!=)")
+_GROUPED = re.compile(r"[+-]? ?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
+_MIXED = re.compile(
+    r"(?<![\w.^}\\])(\d{1,64})(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
+)
+_LOOSE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
+_RATIO = re.compile(r"([+-]?)(\d+)/(\d+)")
+_DECIMAL = re.compile(r"[+-]?\d{1,64}(?:\.\d{1,64})?", re.ASCII)
+_FRACTION = re.compile(r"([+-]?)\\frac\{(-?\d{1,64})\}\{(-?\d{1,64})\}", re.ASCII)
 
 
 def strip_string(string: str) -> str:
-    """The normal form of an answer: units, spacing, `x=` and spelling variants removed."""
+    """The normal form of an answer: units, spacing, `x=` and spelling variants removed.
+
+    A percent sign is a unit. A mixed number (`1 1/2`) becomes one fraction. Two numbers that nothing
+    but space divides stay two: `4 2` is not `42`.
+    """
     text = string.strip()
     if len(text) > MAX_CHARS:
         return text
-    text = text.replace("\\\\", "\\").replace("\n", "")
+    text = without_unit(text.replace("\\\\", "\\").replace("\n", " "))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = text.strip()
     name = _SHORT_NAME.match(text)
     if name and name.end() < len(text):
-        text = text[name.end() :]
+        text = text[name.end() :].strip()
     if _GROUPED.fullmatch(text):
-        text = text.replace(",", "")
+        text = text.replace(",", "").replace(" ", "")
+    text = _LOOSE_SPACE.sub("", _MIXED.sub(_improper, text))
     return _RATIO.sub(r"\1\\frac{\2}{\3}", text) if _RATIO.fullmatch(text) else text
+
+
+def without_unit(text: str) -> str:
+    r"""The text without the `\text{…}` that ends it, where that is a unit (`5\text{ cm}^2`)."""
+    match = _TRAILING.search(text)
+    return text[: match.start()] if match and not _NOT_A_UNIT.search(match.group(1)) else text
+
+
+def has_one_reading(string: str) -> bool:
+    r"""False for what a symbolic reader would read in part: `42\text{ or 43}`, `4 2`."""
+    words = [text.strip() for text in _TEXT.findall(without_unit(string.strip()))]
+    if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
+        return False
+    return " " not in strip_string(string)
+
+
+def _improper(match: re.Match[str]) -> str:
+    whole, top, bottom = match.group(1), match.group(2), match.group(3)
+    top, bottom = top or match.group(4), bottom or match.group(5)
+    if int(top) >= int(bottom):
+        return match.group()
+    return rf"\frac{{{int(whole) * int(bottom) + int(top)}}}{{{bottom}}}"
 
 
 def as_number(normal: str) -> Fraction | None:
@@ -100,4 +146,38 @@ def as_number(normal: str) -> Fraction | None:
     if match is None or int(match.group(3)) == 0:
         return None
     value = Fraction(int(match.group(2)), int(match.group(3)))
-    return -value if match.group(1) else value
+    return -value if match.group(1) == "-" else value
+
+
+def decimals_of(normal: str) -> int | None:
+    """Digits after the point of a decimal number; None for what is not one."""
+    _, point, rest = normal.partition(".")
+    return len(rest) if point and _DECIMAL.fullmatch(normal) else None
+
+
+def collection_of(normal: str) -> str | None:
+    """What an answer with commas is: `set`, `tuple`, `interval`, `list` (without brackets); or None."""
+    if _closes_at_end(normal):
+        if normal.startswith("\\{"):
+            return "set"
+        if "," in normal:
+            return "tuple" if normal[0] == "(" and normal[-1] == ")" else "interval"
+        return None
+    depth = 0
+    for character in normal:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            return "list"
+    return None
+
+
+def _closes_at_end(normal: str) -> bool:
+    """Whether the bracket that opens the text is closed by its last character."""
+    if not normal.startswith(("(", "[", "\\{")):
+        return False
+    depth = 0
+    for index, character in enumerate(normal):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0 and character in ")]}":
+            return index == len(normal) - 1
+    return False

@@ -1,7 +1,7 @@
-"""DAPO and AIME: the text after the last `Answer:` near the end, compared after normalisation.
+r"""DAPO and AIME: the text after the last `Answer:` near the end, else the last `\boxed{}` there.
 
 Gives +1 or -1, with `acc` and `pred`. `strict_box_verify=True` reads the last box of the last
-hundred characters instead. No symbolic check: the references are integers or short expressions.
+hundred characters alone. No symbolic check: the references are integers or short expressions.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hone.rewards.outcome import INVALID
+from hone.rewards.ground_truth import INVALID
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_NUMBER = re.compile(r"\d")
 _UNIT_WORDS = re.compile(
     r"(?<![A-Za-z\\])(?:square|cubic|units?|ways?|integers?|dollars?|cents?|mph|inch(?:es)?|feet|ft"
     r"|hours?|minutes?|seconds?|days?|km|cm|mm|gm|kg|meters?|points?|digits?|degrees?|pounds?|edges?"
@@ -31,7 +32,9 @@ def normalize_final_answer(final_answer: str) -> str:
     if boxed is not None:
         text = boxed
     elif text.count("$") >= 2:
-        text = text[text.index("$") + 1 : text.rindex("$")]
+        start, end = text.index("$"), text.rindex("$")
+        if not _NUMBER.search(text[:start] + " " + text[end + 1 :]):  # `43 or $42$` is no answer
+            text = text[start + 1 : end]
     text = _UNIT_WORDS.sub(" ", text.replace("**", " "))
     return strip_string(text)
 
@@ -42,8 +45,12 @@ def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> t
         boxed = boxed_answer(solution_str[-BOX_TAIL_CHARS:])
         pred = INVALID if boxed is None else boxed
         return boxed is not None and _same(pred.strip(), answer.strip()), pred
-    found = _ANSWER.findall(solution_str[-TAIL_CHARS:])
-    pred = normalize_final_answer(found[-1]) if found else INVALID
+    tail = solution_str[-TAIL_CHARS:]
+    announced = _ANSWER.findall(tail)
+    given = announced[-1] if announced else boxed_answer(tail)
+    if given is None:
+        return False, INVALID
+    pred = normalize_final_answer(given)
     return _same(pred, normalize_final_answer(answer)), pred
 
 

@@ -6,16 +6,20 @@ under a hard limit in another process.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hone.rewards.scores.latex import (
     as_number,
     boxed_answer,
+    collection_of,
+    has_one_reading,
     last_boxed_only_string,
     remove_boxed,
     strip_string,
+    without_unit,
 )
-from hone.rewards.scores.symbolic import symbolically_equal
+from hone.rewards.scores.symbolic import MAX_CHARS, symbolically_equal
 
 __all__ = [
     "compute_score",
@@ -24,6 +28,10 @@ __all__ = [
     "remove_boxed",
     "strip_string",
 ]
+
+_UNORDERED = {"list": "set"}
+_BASE = re.compile(r"\d_")
+_PERCENT = re.compile(r"\\?%")
 
 
 def compute_score(solution_str: str, ground_truth: Any, symbolic: bool = True) -> float:
@@ -35,13 +43,26 @@ def compute_score(solution_str: str, ground_truth: Any, symbolic: bool = True) -
 
 
 def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bool:
-    """Whether answer `str1` equals reference `str2`; an empty answer equals nothing."""
+    """Whether answer `str1` equals reference `str2`; what is empty equals nothing."""
     if str1 is None or str2 is None:
         return False
     answer, truth = strip_string(str1), strip_string(str2)
-    if not answer or answer == truth:
-        return bool(answer)
+    if not answer or not truth or answer == truth:
+        return bool(answer and truth)
     left, right = as_number(answer), as_number(truth)
     if left is not None and right is not None:
         return left == right
-    return symbolic and symbolically_equal(str1.strip(), str2.strip())
+    return symbolic and _comparable(answer, truth) and _ask(str1, str2)
+
+
+def _comparable(answer: str, truth: str) -> bool:
+    """False where math-verify would be kinder than mathematics: a set for a pair, `42_8` for 42."""
+    kinds = {_UNORDERED.get(kind, kind) for kind in map(collection_of, (answer, truth)) if kind}
+    return len(kinds) < 2 and not _BASE.search(answer) and not _BASE.search(truth)
+
+
+def _ask(answer: str, truth: str) -> bool:
+    if max(len(answer), len(truth)) > MAX_CHARS or not has_one_reading(answer):
+        return False
+    forms = (_PERCENT.sub("", without_unit(text.strip())) for text in (answer, truth))
+    return symbolically_equal(*forms)

@@ -1,7 +1,7 @@
 r"""Numina problems: the answer is looked for in a box or after words, and graded as mathematics.
 
-More lenient than MATH: `\boxed` is not required, and decimals are compared to four figures. Gives
-`(correct, well formed, extracted answer)`; the first item is the score.
+More lenient than MATH: `\boxed` is not required, and of two numbers that are not integers the rounded
+one may stand for the other. Gives `(correct, well formed, extracted answer)`; the first is the score.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
+from hone.rewards.scores.latex import as_number, boxed_answer, decimals_of, strip_string
 from hone.rewards.scores.math_reward import is_equiv
 
 RELATIVE_TOLERANCE = Fraction(1, 10_000)
 TAIL_CHARS = 2000
 
 _AFTER = re.compile(r"answers?\s*(?::|(?:is|are)\b:?)", re.IGNORECASE)
+_ENVIRONMENT = re.compile(r"\\end\{([a-zA-Z]{1,20}\*?)\}[\s$.\\\])]*$")
 _CONNECTIVES = re.compile(r"^.*(?:\b(?:be|is|are|get|gives?)\b|=|:\s)", re.DOTALL)
 
 
@@ -26,6 +27,9 @@ def extract_answer(text: str) -> tuple[str, bool]:
     if boxed is not None:
         return boxed.strip(), True
     tail = text[-TAIL_CHARS:]
+    environment = last_environment(tail)
+    if environment is not None:
+        return environment, bool(_AFTER.search(tail))
     marks = list(_AFTER.finditer(tail))
     sentence = tail[marks[-1].end() :] if marks else tail.strip().split("\n")[-1]
     sentence = sentence.strip().split("\n")[0]
@@ -35,17 +39,36 @@ def extract_answer(text: str) -> tuple[str, bool]:
     return sentence.strip(" $*"), bool(marks)
 
 
+def last_environment(text: str) -> str | None:
+    r"""The `\begin{…}…\end{…}` that ends the text (a matrix over several lines), or None."""
+    match = _ENVIRONMENT.search(text)
+    start = text.rfind(f"\\begin{{{match.group(1)}}}") if match else -1
+    return text[start : match.end(1) + 1] if match and start >= 0 else None
+
+
 def grade_answer(given: str, truth: str) -> bool:
-    """Equal as text, number or mathematics; decimals and percentages to four figures."""
+    """Equal as text, number or mathematics; or one is the other, rounded."""
     if is_equiv(given, truth, symbolic=False):
         return True
-    left, right = as_number(strip_string(given)), as_number(strip_string(truth))
-    if left is None or right is None:
+    left, right = strip_string(given), strip_string(truth)
+    if as_number(left) is None or as_number(right) is None:
         return is_equiv(given, truth)
-    if "." not in given + truth and "%" not in given + truth:
+    return _rounds_to(left, right)
+
+
+def _rounds_to(left: str, right: str) -> bool:
+    """Whether two numbers agree to the decimals of the shorter one, and to four figures at least.
+
+    An integer is exact: nothing rounds to it and it rounds to nothing.
+    """
+    given, truth = as_number(left), as_number(right)
+    decimals = [places for places in map(decimals_of, (left, right)) if places is not None]
+    if given is None or truth is None or not decimals:
         return False
-    candidates = [right, right / 100, right * 100] if "%" in given + truth else [right]
-    return any(abs(left - value) <= RELATIVE_TOLERANCE * abs(value) for value in candidates)
+    if given.denominator == 1 or truth.denominator == 1:
+        return False
+    half_a_unit = Fraction(1, 2 * 10 ** min(decimals))
+    return abs(given - truth) <= min(half_a_unit, RELATIVE_TOLERANCE * abs(truth))
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> tuple[bool, bool, str]:

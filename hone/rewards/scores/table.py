@@ -14,11 +14,13 @@ from typing import Any
 from hone.plugins import load_object
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
+from hone.rewards.ground_truth import GroundTruthError, is_missing
 
 _HERE = "hone.rewards.scores"
 _MATCHES = ("exact", "prefix", "substring")
 _SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _BOXED_SETS = ("math500", "amc23", "olympiadbench", "minerva_math", "svamp", "asdiv", "mawps")
+_AIME_SETS = ("Maxwell-Jia/AIME_2024", "yentinglin/aime_2025", "HuggingFaceH4/aime_2024")
 _NUMINA_SETS = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 
 
@@ -48,7 +50,7 @@ _EXACT: dict[str, Entry] = {
     **_rows("gsm8k", "openai/gsm8k", "gsm8k"),
     **_rows("math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"),
     **_rows("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS),
-    **_rows("math_dapo", "math_dapo", "math", "math_dapo_reasoning"),
+    **_rows("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
     **_rows("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS)),
     **_rows(
         "prime_code",
@@ -127,6 +129,12 @@ def find(data_source: str) -> Entry | None:
     return None
 
 
+def lacks_ground_truth(data_source: str, ground_truth: Any) -> bool:
+    """Whether the rule of `data_source` would compare a response with nothing."""
+    entry = find(data_source)
+    return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
+
+
 def scorer_of(data_source: str) -> tuple[Entry, Callable[..., Any]]:
     """The table's line and the scorer itself, imported; UnknownSourceError when there is none."""
     if data_source not in _resolved:
@@ -147,6 +155,11 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """Score one response by the rule of its data source; `options` go to that rule."""
     _, scorer = scorer_of(data_source)
+    if lacks_ground_truth(data_source, ground_truth):
+        raise GroundTruthError(
+            f"ground_truth is {ground_truth!r:.80}, which no response can equal. "
+            "Check reward_model.ground_truth of the data row."
+        )
     arguments = {
         "data_source": data_source,
         "solution_str": solution_str,

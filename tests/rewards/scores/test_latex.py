@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hone.rewards.scores.latex import (
     as_number,
     boxed_answer,
+    collection_of,
     last_boxed_only_string,
     remove_boxed,
     strip_string,
@@ -58,6 +59,14 @@ def test_the_familys_two_steps_are_there() -> None:
         ("10{,}000", "10000"),
         (r"3\,\text{m}", "3"),
         ("12.", "12"),
+        ("1 1/2", "3/2"),
+        (r"-1\frac12", "-3/2"),
+        (r"\frac 1 2", "1/2"),
+        ("10 000", "10000"),
+        (r"10,\!000", "10000"),
+        (r"5\text{ cm}^2", "5"),
+        ("(1, 2)", "(1,2)"),
+        ("101_{2}", "101_2"),
     ],
 )
 def test_spellings_of_one_answer_have_one_normal_form(left: str, right: str) -> None:
@@ -66,7 +75,25 @@ def test_spellings_of_one_answer_have_one_normal_form(left: str, right: str) -> 
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [("(1,2)", "12"), ("1,2", "12"), (r"\frac12", "12"), ("xyz=5", "5"), ("-1/2", "1/2")],
+    [
+        ("(1,2)", "12"),
+        ("1,2", "12"),
+        (r"\frac12", "12"),
+        ("xyz=5", "5"),
+        ("-1/2", "1/2"),
+        ("4 2", "42"),
+        (r"4\,2", "42"),
+        ("4$2", "42"),
+        (r"4\text{}2", "42"),
+        ("4\n2", "42"),
+        ("4. 2", "4.2"),
+        ("1, 234", "1234"),
+        ("1 1/2", "11/2"),
+        ("1 3/2", "13/2"),
+        (r"42\text{ or 43}", "42"),
+        (r"42\text{ or so}", "42"),
+        (r"3\text{ million}", "3"),
+    ],
 )
 def test_different_answers_stay_different(left: str, right: str) -> None:
     assert strip_string(left) != strip_string(right)
@@ -95,3 +122,24 @@ def test_any_text_has_a_normal_form_and_a_box_is_balanced(text: str) -> None:
     answer = boxed_answer(text)
     if answer is not None:
         assert answer.count("{") == answer.count("}") or "{" not in answer
+
+
+@pytest.mark.parametrize(
+    ("normal", "kind"),
+    [
+        (r"\{1,2\}", "set"),
+        (r"\{1\}", "set"),
+        ("(1,2)", "tuple"),
+        ("(1,2]", "interval"),
+        ("[1,2]", "interval"),
+        ("1,2", "list"),
+        ("(1,2),(3,4)", "list"),
+        (r"(1,2)\cup(3,4)", None),
+        ("(x+1)(x+2)", None),
+        ("(1)", None),
+        ("42", None),
+        ("", None),
+    ],
+)
+def test_sets_pairs_intervals_and_lists_are_told_apart(normal: str, kind: str | None) -> None:
+    assert collection_of(normal) == kind

@@ -17,7 +17,11 @@ from hone.rewards.scores import prime_math
         (r"\boxed{33.333}", "33.3333", True),
         (r"\boxed{33.3}", "33.3333", False),
         (r"\boxed{10000}", "10001", False),
-        (r"\boxed{50\%}", "0.5", True),
+        (r"\boxed{50\%}", "50", True),
+        (r"\boxed{50\%}", "0.5", False),
+        (r"\boxed{3.1416}", "3.14159265", True),
+        (r"\boxed{0.3333}", r"\frac{1}{3}", True),
+        (r"\boxed{0.3334}", r"\frac{1}{3}", False),
         (r"\boxed{50}", "0.5", False),
         ("", "3", False),
     ],
@@ -29,3 +33,16 @@ def test_the_answer_is_found_in_a_box_or_after_words(text: str, truth: str, righ
 def test_the_form_and_the_extracted_answer_are_told() -> None:
     assert prime_math.compute_score(r"\boxed{8}", "8") == (True, True, "8")
     assert prime_math.compute_score("it is 8", "8") == (True, False, "8")
+
+
+MATRIX = "\\begin{bmatrix}\n -7 & 6 \\\\\n 11 & -9 \n\\end{bmatrix}"
+
+
+@pytest.mark.parametrize(
+    "text", [MATRIX, f"so\n$$A = {MATRIX}$$", f"The answer is\n\\[{MATRIX}\\].\n"]
+)
+def test_a_matrix_over_several_lines_needs_no_box(text: str) -> None:
+    assert prime_math.compute_score(text, MATRIX)[0] is True
+    assert prime_math.compute_score(text, MATRIX.replace("\n", ""))[0] is True
+    assert prime_math.compute_score(text, MATRIX.replace("11", "12"))[0] is False
+    assert prime_math.compute_score(text + "\nwhich is 5", MATRIX)[0] is False
