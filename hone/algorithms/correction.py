@@ -50,8 +50,8 @@ def correct(
     level, threshold = option("rollout_is"), option("rollout_is_threshold")
     if level is not None:
         weights = importance_weights(log_ratio, mask, level, threshold)
-        raw = _ratio(log_ratio, mask, level)
-        metrics |= weight_metrics(raw, mask, thresholds.ratio_band(threshold, _THRESHOLD))
+        bounds = thresholds.numbers(threshold, _THRESHOLD)
+        metrics |= weight_metrics(weights, log_ratio, mask, level, bounds)
         if option("rollout_is_batch_normalize"):
             weights, factor = _normalise(weights, mask, level)
             metrics["rollout_is_batch_norm_factor"] = factor

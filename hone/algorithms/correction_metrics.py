@@ -1,10 +1,12 @@
 """What is reported about rollout/training agreement, importance weights and rejection.
 
-Names are the family's, here without the prefix `rollout_corr/`. Nothing here changes training.
+Names and quantities are verl's, here without the prefix `rollout_corr/`; rows without a policy
+token do not count. Nothing here changes training.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -40,25 +42,42 @@ def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     }
 
 
-def weight_metrics(ratio: Tensor, mask: Tensor, band: tuple[float, float]) -> Metrics:
-    """Of the ratios before truncation; deviation and effective sample size of those in the band."""
-    low, high = band
+def weight_metrics(
+    weights: Tensor, log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float, ...]
+) -> Metrics:
+    """Of the weights as they are applied; the fractions say how many ratios were out of bounds.
+
+    By sequence, the largest and smallest are of the ratios before truncation.
+    """
+    low, high = (1 / bounds[0], bounds[0]) if len(bounds) == 1 else bounds
     rows = mask.any(-1)
-    of_row = masked_mean(ratio, mask, -1)
-    bounded = ratio.clamp(low, high)
-    squares = masked_mean(bounded**2, mask)
-    return {
-        **_summary("rollout_is", ratio, mask),
-        "rollout_is_std": masked_var(bounded, mask).sqrt(),
-        "rollout_is_eff_sample_size": masked_mean(bounded, mask) ** 2
+    squares = masked_mean(weights**2, mask)
+    ratio, counted = _exp(log_ratio), mask
+    if level == "sequence":
+        of_row = masked_sum(log_ratio, mask, -1)
+        ratio, counted = _exp(of_row), rows
+        extremes = {"_max": _largest(ratio, rows), "_min": (-_largest(-of_row, rows)).exp()}
+    else:
+        extremes = {"_max": _largest(weights, mask), "_min": -_largest(-weights, mask)}
+    raw_of_row = ratio if level == "sequence" else masked_mean(ratio, mask, -1)
+    applied = masked_mean(weights, mask, -1)
+    metrics = {
+        "rollout_is_mean": masked_mean(weights, mask),
+        "rollout_is_std": masked_var(weights, mask, unbiased=False).sqrt(),
+        **{f"rollout_is{key}": _where_any(rows, value) for key, value in extremes.items()},
+        "rollout_is_eff_sample_size": masked_mean(weights, mask) ** 2
         / torch.where(squares > 0, squares, 1),
-        "rollout_is_ratio_fraction_high": _share(ratio > high, mask),
-        "rollout_is_ratio_fraction_low": _share(ratio < low, mask),
-        **_summary("rollout_is_seq", of_row, rows),
-        "rollout_is_seq_max_deviation": _largest((of_row - 1).abs(), rows),
-        "rollout_is_seq_fraction_high": _share(of_row > high, rows),
-        "rollout_is_seq_fraction_low": _share(of_row < low, rows),
+        "rollout_is_ratio_fraction_high": _share(ratio > high, counted),
+        "rollout_is_ratio_fraction_low": _share(ratio < low, counted),
+        **_summary("rollout_is_seq", applied, rows),
+        "rollout_is_seq_max_deviation": _largest((applied - 1).abs(), rows),
+        "rollout_is_seq_fraction_high": _share(raw_of_row > high, rows),
+        "rollout_is_seq_fraction_low": _share(raw_of_row < low, rows),
     }
+    if len(bounds) == 2:  # IcePop
+        per_token = ratio.unsqueeze(-1).expand_as(mask) if level == "sequence" else ratio
+        metrics["rollout_is_oob_ratio"] = _share((per_token < low) | (per_token > high), mask)
+    return metrics
 
 
 def rejection_metrics(verdicts: Mapping[str, Verdict], keep: Tensor, mask: Tensor) -> Metrics:
@@ -68,16 +87,17 @@ def rejection_metrics(verdicts: Mapping[str, Verdict], keep: Tensor, mask: Tenso
     for option, verdict in verdicts.items():
         name = f"rollout_rs_{option}"
         values, low, high = verdict.values, verdict.low, verdict.high
-        if values.dim() == 2:
-            of_row = masked_mean(values, mask, -1)
-        else:
-            of_row = values
-            values = values.unsqueeze(-1).expand_as(mask)
+        judged = mask if values.dim() == 2 else rows
+        tokens = values if values.dim() == 2 else values.unsqueeze(-1).expand_as(mask)
+        of_row = masked_mean(values, mask, -1) if values.dim() == 2 else values
+        bounded = tokens.clamp(low if math.isfinite(low) else 0.0, high)
         metrics |= {
-            **_summary(name, values, mask),
-            f"{name}_fraction_high": _share(values > high, mask),
-            f"{name}_fraction_low": _share(values < low, mask),
+            **_summary(name, tokens, mask),
+            f"{name}_std": masked_var(bounded, mask, unbiased=False).sqrt(),
+            f"{name}_fraction_high": _share(values > high, judged),
+            f"{name}_fraction_low": _share(values < low, judged),
             **_summary(f"{name}_seq", of_row, rows),
+            f"{name}_seq_max_deviation": _largest(of_row.abs(), rows),
             f"{name}_seq_fraction_high": _share(of_row > high, rows),
             f"{name}_seq_fraction_low": _share(of_row < low, rows),
             **_rejected(name, verdict.keep, mask),
@@ -106,6 +126,10 @@ def _summary(name: str, values: Tensor, mask: Tensor) -> Metrics:
 def _exp(x: Tensor) -> Tensor:
     """Finite whatever x is."""
     return x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
+def _where_any(rows: Tensor, value: Tensor) -> Tensor:
+    return value if rows.any() else torch.zeros_like(value)
 
 
 def _share(flags: Tensor, mask: Tensor) -> Tensor:

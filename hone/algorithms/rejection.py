@@ -1,6 +1,6 @@
 """Rejection of tokens or sequences whose rollout and training log-probs disagree too much.
 
-`log_ratio` is log(train / rollout) at each token. k1 is the log-ratio itself and its bounds are
+`log_ratio` is log(train / rollout) at each token, bounded at ±20. k1 = −lr, and its bounds are
 bounds of the ratio train/rollout; k2 = ½·lr², k3 = e^lr − 1 − lr have one upper bound.
 """
 
@@ -42,7 +42,7 @@ def rejection_mask(
 ) -> tuple[Tensor, dict[str, Verdict]]:
     """The tokens of `mask` that pass every option, and each option's verdict."""
     keep = mask.bool()
-    log_ratio = masked_fill_zero(log_ratio, mask)
+    log_ratio = masked_fill_zero(log_ratio, mask).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     verdicts = {
         option: _judge(option, log_ratio, mask.bool(), bound)
         for option, bound in _pair(options, bounds)
@@ -90,7 +90,7 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Any) -> Verdict:
 def _limits(kind: str, bound: Any) -> tuple[float, float]:
     if kind == "k1":
         low, high = thresholds.ratio_band(bound, _KEY)
-        return math.log(low), math.log(high)
+        return -math.log(high), -math.log(low)  # k1 falls as the ratio rises
     limits = thresholds.numbers(bound, _KEY)
     if len(limits) != 1:
         raise ValueError(f"{_KEY}={bound!r}: {kind} takes one upper bound, such as 0.01")
@@ -99,7 +99,7 @@ def _limits(kind: str, bound: Any) -> tuple[float, float]:
 
 def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
     if kind == "k1":
-        return log_ratio
+        return -log_ratio
     if kind == "k2":
         return 0.5 * log_ratio**2
-    return log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp() - 1 - log_ratio
+    return log_ratio.exp() - 1 - log_ratio

@@ -234,6 +234,13 @@ def _correction(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"{key}.rollout_rs has no option '{option}'.{did_you_mean(nearest(option, REJECTIONS))}"
     if named and correction.rollout_rs_threshold is None:
         yield f"{key}.rollout_rs={','.join(named)} needs {key}.rollout_rs_threshold, for example 2.0"
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode" and not (
+        correction.bypass_mode
+    ):
+        yield (
+            f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode needs {key}.bypass_mode=true, "
+            "which chooses that loss by itself and takes the rollout's log-probs as the old ones"
+        )
     reads = correction.rollout_is is not None or bool(named) or correction.bypass_mode
     if reads and not config.actor_rollout_ref.rollout.calculate_log_probs:
         yield f"{key} reads rollout log-probs; use actor_rollout_ref.rollout.calculate_log_probs=true"
@@ -355,6 +362,26 @@ def find_idle(config: PPOTrainerConfig, origins: dict[str, str]) -> list[str]:
         say("algorithm.kl_ctrl", "algorithm.use_kl_in_reward=false")
     if not config.actor_rollout_ref.actor.use_kl_loss:
         say("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.use_kl_loss=false")
+    actor = config.actor_rollout_ref.actor
+    if config.algorithm.use_kl_in_reward and actor.use_kl_loss:
+        idle.append(
+            "the KL to the reference is in the reward (algorithm.use_kl_in_reward=true) and in the "
+            "loss (actor_rollout_ref.actor.use_kl_loss=true) at once: it counts twice"
+        )
+    correction, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if not correction.bypass_mode:
+        say(f"{section}.loss_type", f"{section}.bypass_mode=false")
+    else:
+        if actor.policy_loss.loss_mode not in ("vanilla", "bypass_mode"):
+            why = f"{section}.bypass_mode=true: {section}.loss_type chooses the loss"
+            say("actor_rollout_ref.actor.policy_loss.loss_mode", why)
+        if correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+            say(f"{section}.rollout_is", f"{section}.loss_type=ppo_clip: its ratio is the weight")
+    if correction.rollout_is is None:
+        say(f"{section}.rollout_is_threshold", f"{section}.rollout_is=null")
+        say(f"{section}.rollout_is_batch_normalize", f"{section}.rollout_is=null")
+    if correction.rollout_rs is None:
+        say(f"{section}.rollout_rs_threshold", f"{section}.rollout_rs=null")
     if not uses_critic(config):
         estimator = config.algorithm.adv_estimator
         for block in ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value"):

@@ -126,24 +126,30 @@ def test_metrics_of_token_and_sequence_options_by_hand():
     options = "token_k1,seq_mean_k2"
     keep, verdicts = rejection_mask(LOG_RATIO, MASK, options, "0.4_1.4,0.06")
     m = rejection_metrics(verdicts, keep, MASK)
-    tokens = LOG_RATIO[MASK].numpy()
+    tokens = -LOG_RATIO[MASK].numpy()  # k1 = log(rollout/train)
     name = "rollout_rs_token_k1"
     assert m[f"{name}_mean"] == pytest.approx(tokens.mean())
-    assert m[f"{name}_std"] == pytest.approx(tokens.std(ddof=1))
-    assert (m[f"{name}_max"], m[f"{name}_min"]) == (0.5, -1.2)
+    assert m[f"{name}_std"] == pytest.approx(tokens.clip(-math.log(1.4), -math.log(0.4)).std())
+    assert (m[f"{name}_max"], m[f"{name}_min"]) == (1.2, -0.5)
     assert m[f"{name}_fraction_high"] == pytest.approx(1 / 8)
     assert m[f"{name}_fraction_low"] == pytest.approx(1 / 8)
     assert m[f"{name}_masked_fraction"] == pytest.approx(2 / 8)
     assert m[f"{name}_seq_masked_fraction"] == pytest.approx(2 / 3)
-    assert m[f"{name}_seq_max"] == pytest.approx(0.4 / 3)
-    assert m[f"{name}_seq_fraction_low"] == pytest.approx(1 / 3)
-    assert m[f"{name}_seq_fraction_high"] == 0
+    assert m[f"{name}_seq_min"] == pytest.approx(-0.4 / 3)
+    assert m[f"{name}_seq_max_deviation"] == pytest.approx(1.2)
+    assert m[f"{name}_seq_fraction_high"] == pytest.approx(1 / 3)  # the ratio e^-1.2 is too small
+    assert m[f"{name}_seq_fraction_low"] == 0
     rows = np.array([0.15 / 3, (0.05**2 + 0.02**2 + 0.01**2) / 8, 0.72])
     name = "rollout_rs_seq_mean_k2"
     assert m[f"{name}_seq_mean"] == pytest.approx(rows.mean())
     assert m[f"{name}_seq_fraction_high"] == pytest.approx(1 / 3)
     assert m[f"{name}_masked_fraction"] == pytest.approx(1 / 8)
     assert m[f"{name}_mean"] == pytest.approx((3 * rows[0] + 4 * rows[1] + rows[2]) / 8)
-    assert m[f"{name}_fraction_high"] == pytest.approx(1 / 8)
+    assert m[f"{name}_fraction_high"] == pytest.approx(1 / 3)  # a share of sequences
+    cut = rows.clip(0, 0.06)
+    spread = (3 * cut[0] ** 2 + 4 * cut[1] ** 2 + cut[2] ** 2) / 8
+    spread -= ((3 * cut[0] + 4 * cut[1] + cut[2]) / 8) ** 2
+    assert m[f"{name}_std"] == pytest.approx(math.sqrt(spread))
+    assert m[f"{name}_seq_max_deviation"] == pytest.approx(0.72)
     assert m["rollout_rs_masked_fraction"] == pytest.approx(2 / 8)
     assert m["rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)

@@ -10,6 +10,7 @@ from hone.config.compose import get
 from hone.config.ranges import RANGES, Range
 
 ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CASES: dict[str, tuple[list[str], str, list[str]]] = {
@@ -205,6 +206,12 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "algorithm.rollout_correction.rollout_rs_threshold, for example 2.0",
         ["algorithm.rollout_correction.rollout_rs_threshold=2.0"],
     ),
+    "bypass loss without bypass mode": (
+        [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
+        f"{ACTOR}.policy_loss.loss_mode=bypass_mode needs {CORRECTION}.bypass_mode=true, which chooses "
+        "that loss by itself and takes the rollout's log-probs as the old ones",
+        [f"{CORRECTION}.bypass_mode=true"],
+    ),
     "correction reads rollout log-probs": (
         ["algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
         "algorithm.rollout_correction reads rollout log-probs; use "
@@ -320,6 +327,32 @@ def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> N
             f"{ACTOR}.fsdp_config.offload_policy",
             "there is one rank; param_offload and optimizer_offload work there",
         ),
+        ([f"{CORRECTION}.loss_type=reinforce"], f"{CORRECTION}.loss_type", "bypass_mode=false"),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=gspo"],
+            f"{ACTOR}.policy_loss.loss_mode",
+            "loss_type chooses the loss",
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            f"{CORRECTION}.rollout_is",
+            "loss_type=ppo_clip: its ratio is the weight",
+        ),
+        (
+            [f"{CORRECTION}.rollout_is_threshold=3"],
+            f"{CORRECTION}.rollout_is_threshold",
+            "rollout_is=null",
+        ),
+        (
+            [f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            "rollout_is=null",
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs_threshold=3"],
+            f"{CORRECTION}.rollout_rs_threshold",
+            "rollout_rs=null",
+        ),
     ],
 )
 def test_a_key_that_another_makes_idle_is_noted(overrides: list[str], key: str, why: str) -> None:
@@ -327,6 +360,13 @@ def test_a_key_that_another_makes_idle_is_noted(overrides: list[str], key: str, 
     assert note.startswith(key)
     assert " has no effect while " in note
     assert why in note
+
+
+def test_a_kl_in_the_reward_and_in_the_loss_at_once_is_noted() -> None:
+    (note,) = compose(["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"]).notes
+    assert "in the reward" in note
+    assert "in the loss" in note
+    assert "counts twice" in note
 
 
 def test_keys_that_take_effect_are_not_noted() -> None:

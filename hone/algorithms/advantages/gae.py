@@ -13,10 +13,12 @@ from torch import Tensor
 
 from hone.algorithms.advantages.chain import Chain, starts
 from hone.algorithms.advantages.outcome import Labels
+from hone.algorithms.keywords import estimator
 from hone.algorithms.settings import setting
 from hone.ops.masked import masked_fill_zero, masked_whiten
 
 
+@estimator
 def gae(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -27,7 +29,6 @@ def gae(
     trajectory_id: Labels | None = None,
     gamma: float | None = None,
     lam: float | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """δ_t = r_t + γ·V_next − V_t;  A_t = δ_t + γλ·A_next;  return = A + V."""
     gamma = setting(config, "gamma", "algorithm") if gamma is None else gamma

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from hone.algorithms.advantages.outcome import Labels, outcomes
+from hone.algorithms.keywords import estimator
 
 
+@estimator
 def gpg(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -17,7 +19,6 @@ def gpg(
     *,
     trajectory_id: Labels | None = None,
     f_norm: float = 1.0,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = α·(R − mean_g)/f_norm with α = trajectories / trajectories whose score is not 0."""
     outcome = outcomes("gpg", token_level_rewards, response_mask, index, trajectory_id)

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from hone.algorithms.advantages.outcome import Labels, outcomes
+from hone.algorithms.keywords import estimator
 
 
+@estimator
 def opo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -16,7 +18,6 @@ def opo(
     config: Any = None,
     *,
     trajectory_id: Labels | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = R − Σ len·R / Σ len over the group; a group of one keeps its raw score."""
     outcome = outcomes("opo", token_level_rewards, response_mask, index, trajectory_id)

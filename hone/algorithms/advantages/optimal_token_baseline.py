@@ -13,12 +13,14 @@ from torch import Tensor
 
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
 from hone.algorithms.advantages.outcome import Labels, labels_of
+from hone.algorithms.keywords import estimator
 from hone.ops.groups import factorise
 from hone.ops.masked import masked_fill_zero
 
 EPS = 1e-8
 
 
+@estimator
 def optimal_token_baseline(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -29,12 +31,14 @@ def optimal_token_baseline(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
     trajectory_id: Labels | None = None,
-    **_: Any,
+    handle_zero_tail: bool = True,
+    epsilon: float = EPS,
 ) -> tuple[Tensor, Tensor]:
     """B_t = Σ G·W / (Σ W + ε) over the group, W_t = Σ_{s≤t} (1 − 2π_s + Σπ²)·ρ_s²;  A = G − B.
 
     Where a trajectory is alone at a position (a group of one, or the tail of the longest) there is
-    no baseline: its own return as baseline would always give 0.
+    no baseline: its own return as baseline would always give 0. `handle_zero_tail=False` gives the
+    tail that baseline all the same.
     """
     width = response_mask.shape[-1]
     chain = Chain.of(index, trajectory_id, response_mask)
@@ -42,9 +46,12 @@ def optimal_token_baseline(
     if chain is not None:
         column = column + width * chain.rank.unsqueeze(-1)
     energy = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    return _advantages(token_level_rewards, response_mask, index, chain, column, energy)
+    return _advantages(
+        token_level_rewards, response_mask, index, chain, column, energy, handle_zero_tail, epsilon
+    )
 
 
+@estimator
 def tir_optimal_token_baseline(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -55,7 +62,8 @@ def tir_optimal_token_baseline(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
     trajectory_id: Labels | None = None,
-    **_: Any,
+    handle_zero_tail: bool = True,
+    epsilon: float = EPS,
 ) -> tuple[Tensor, Tensor]:
     """The same, with positions counted in tokens the policy wrote."""
     chain = Chain.of(index, trajectory_id, response_mask)
@@ -64,7 +72,9 @@ def tir_optimal_token_baseline(
     if chain is not None:
         nth = nth + chain.earlier(written.sum(-1)).unsqueeze(-1)
     energy = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    return _advantages(token_level_rewards, response_mask, index, chain, nth, energy)
+    return _advantages(
+        token_level_rewards, response_mask, index, chain, nth, energy, handle_zero_tail, epsilon
+    )
 
 
 def _energy(
@@ -84,6 +94,8 @@ def _advantages(
     chain: Chain | None,
     position: Tensor,
     energy: Tensor,
+    handle_zero_tail: bool,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     index = labels_of("optimal_token_baseline", index, len(response_mask))
     returns = rewards_to_go(token_level_rewards, response_mask, 1.0, chain)
@@ -100,7 +112,10 @@ def _advantages(
     weighted = zeros.index_add(0, place, g * w)
     weights = zeros.index_add(0, place, w)
     members = zeros.index_add(0, place, torch.ones_like(w))
-    baseline = torch.where(members > 1, weighted / (weights + EPS), zeros)
+    if not handle_zero_tail:  # only a group of one has no baseline
+        first_rows = group if chain is None else group[chain.rank == 0]
+        members = torch.bincount(first_rows)[torch.arange(places, device=mask.device) // positions]
+    baseline = torch.where(members > 1, weighted / (weights + epsilon), zeros)
     advantages = torch.zeros_like(returns)
     advantages[mask] = (g - baseline[place]).to(returns.dtype)
     return advantages, returns

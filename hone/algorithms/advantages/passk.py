@@ -9,9 +9,11 @@ from torch import Tensor
 
 from hone.algorithms.advantages.grpo import EPS
 from hone.algorithms.advantages.outcome import Labels, outcomes
+from hone.algorithms.keywords import estimator
 from hone.algorithms.settings import setting
 
 
+@estimator
 def grpo_passk(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -20,7 +22,7 @@ def grpo_passk(
     *,
     trajectory_id: Labels | None = None,
     norm_adv_by_std_in_grpo: bool | None = None,
-    **_: Any,
+    epsilon: float = EPS,
 ) -> tuple[Tensor, Tensor]:
     """A_best = (R_best − R_second) / (std_g + ε), others 0.
 
@@ -44,6 +46,6 @@ def grpo_passk(
     best, second = order[first], order[first + 1]
     margin = scores[best] - scores[second]
     if by_std:
-        margin = margin / (groups.std(scores)[compared] + EPS)
+        margin = margin / (groups.std(scores)[compared] + epsilon)
     spread = outcome.spread(torch.zeros_like(scores).index_copy_(0, best, margin))
     return spread, spread

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
 from hone.algorithms.advantages.outcome import Labels, outcomes
+from hone.algorithms.keywords import estimator
 from hone.algorithms.settings import setting
 from hone.ops.masked import masked_whiten
 
 
+@estimator
 def reinforce_plus_plus(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -24,7 +26,6 @@ def reinforce_plus_plus(
     *,
     trajectory_id: Labels | None = None,
     gamma: float | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """G_t = r_t + γ·G_next over the policy's tokens;  A = whiten(G)."""
     gamma = setting(config, "gamma", "algorithm") if gamma is None else gamma
@@ -33,6 +34,7 @@ def reinforce_plus_plus(
     return masked_whiten(returns, response_mask), returns
 
 
+@estimator
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -40,7 +42,6 @@ def reinforce_plus_plus_baseline(
     config: Any = None,
     *,
     trajectory_id: Labels | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = whiten(R − mean_g) over all tokens of the batch; a group of one enters with its raw R."""
     outcome = outcomes(

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
 from hone.algorithms.advantages.outcome import Labels
+from hone.algorithms.keywords import estimator
 from hone.ops.masked import masked_fill_zero
 
 
+@estimator
 def remax(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -19,7 +21,6 @@ def remax(
     *,
     reward_baselines: Tensor,
     trajectory_id: Labels | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """A_t = Σ_{s≥t} r_s − R_greedy."""
     chain = Chain.of(index, trajectory_id, token_level_rewards)

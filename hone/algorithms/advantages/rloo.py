@@ -1,6 +1,6 @@
 """Leave-one-out: each score is compared with the mean of the others of its group.
 
-A group of one keeps its raw score, under both of the family's names.
+A group of one keeps its raw score, under both of verl's names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.outcome import Labels, outcomes
+from hone.algorithms.keywords import estimator
 
 
+@estimator
 def rloo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -20,7 +22,6 @@ def rloo(
     config: Any = None,
     *,
     trajectory_id: Labels | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = R − mean of the group's other scores = (R − mean_g)·n/(n−1)."""
     outcome = outcomes("rloo", token_level_rewards, response_mask, index, trajectory_id)

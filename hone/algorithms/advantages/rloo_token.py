@@ -13,10 +13,12 @@ from torch import Tensor
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
 from hone.algorithms.advantages.outcome import Labels, outcomes
 from hone.algorithms.credit import STRICT_MIN, min_form
+from hone.algorithms.keywords import estimator
 from hone.algorithms.settings import setting
 from hone.ops.masked import masked_fill_zero
 
 
+@estimator
 def rloo_token(
     token_level_rewards: Tensor,
     response_mask: Tensor,

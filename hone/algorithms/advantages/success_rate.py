@@ -11,8 +11,10 @@ from torch import Tensor
 
 from hone.algorithms.advantages.grpo import EPS
 from hone.algorithms.advantages.outcome import Labels, outcomes
+from hone.algorithms.keywords import estimator
 
 
+@estimator
 def maxrl(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -20,7 +22,6 @@ def maxrl(
     config: Any = None,
     *,
     trajectory_id: Labels | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = (R − mean_g)/(mean_g + ε) (2602.02710): the rarer success is, the more it counts.
 
@@ -39,6 +40,7 @@ def maxrl(
     return spread, spread
 
 
+@estimator
 def lite_ppo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -46,7 +48,6 @@ def lite_ppo(
     config: Any = None,
     *,
     trajectory_id: Labels | None = None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = (R − mean_g)/(std_batch + ε) (2508.08221), std unbiased over the batch's trajectories."""
     outcome = outcomes("lite_ppo", token_level_rewards, response_mask, index, trajectory_id)

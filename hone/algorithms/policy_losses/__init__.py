@@ -1,4 +1,4 @@
-"""Policy losses by name, callable in the family's form.
+"""Policy losses by name, callable in verl's form.
 
 `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`
 returns `(loss, metrics)`: this micro-batch's share of the loss (aggregation.py), and token means.

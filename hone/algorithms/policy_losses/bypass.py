@@ -18,19 +18,22 @@ from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Token
 from hone.algorithms.policy_losses.reinforce import policy_gradient
 from hone.algorithms.policy_losses.vanilla import ppo_clip
 from hone.algorithms.rejection import rejection_mask
-from hone.algorithms.settings import setting
+from hone.algorithms.settings import given, setting
 
 _SECTION = "algorithm.rollout_correction"
+_KEYWORD = "rollout_correction"
 
 
 def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     """`ppo_clip`: PPO on the tokens rejection keeps; `reinforce`: −A·log π·w on them.
 
-    Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction).
+    Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),
+    or from the place where verl's trainer puts them, `config.policy_loss.rollout_correction`.
     """
+    settings = _settings(tokens)
 
     def option(key: str) -> Any:
-        return setting(tokens.extras.get("rollout_correction"), key, _SECTION)
+        return setting(settings, key, _SECTION)
 
     if option("rollout_is_batch_normalize"):
         raise ValueError(
@@ -41,24 +44,35 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     keep, _ = rejection_mask(
         log_ratio, tokens.mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
-    kind = option("loss_type")
-    weights = torch.ones_like(log_ratio)
+    kind, level = option("loss_type"), option("rollout_is")
+    weights = None
+    if level is not None:
+        weights = importance_weights(log_ratio, tokens.mask, level, option("rollout_is_threshold"))
     if kind == "reinforce":
         loss, metrics = policy_gradient(tokens)
-        if option("rollout_is") is not None:
-            weights = importance_weights(
-                log_ratio, tokens.mask, option("rollout_is"), option("rollout_is_threshold")
-            )
+        loss = loss if weights is None else loss * weights
     elif kind == "ppo_clip":  # the ratio already is the importance weight
         loss, metrics = ppo_clip(replace(tokens, weights=None))
     else:
         raise ValueError(
             f"algorithm.rollout_correction.loss_type={kind!r} is unknown; use ppo_clip or reinforce"
         )
-    loss = torch.where(keep, loss * weights, 0.0)
-    metrics["rollout_corr/rollout_is_mean"] = weights
+    if weights is not None:
+        metrics["rollout_corr/rollout_is_mean"] = weights
     metrics["rollout_corr/rollout_rs_masked_fraction"] = ~keep
-    return loss, metrics
+    return torch.where(keep, loss, 0.0), metrics
 
 
-bypass_mode = PolicyLoss("bypass_mode", corrected, weighs_itself=True)
+def _settings(tokens: Tokens) -> Any:
+    """From one of the two places; both at once is an error, as one of them would be ignored."""
+    by_keyword = tokens.extras.get(_KEYWORD)
+    in_config = given(tokens.config, f"policy_loss.{_KEYWORD}")
+    if by_keyword is not None and in_config is not None and by_keyword != in_config:
+        raise ValueError(
+            "bypass_mode got two different rollout_correction settings: as keyword argument and in "
+            "config.policy_loss.rollout_correction; give one"
+        )
+    return in_config if by_keyword is None else by_keyword
+
+
+bypass_mode = PolicyLoss("bypass_mode", corrected, weighs_itself=True, extra_keywords=(_KEYWORD,))

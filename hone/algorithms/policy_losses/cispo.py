@@ -14,12 +14,13 @@ from hone.algorithms.policy_losses.policy_loss import (
 
 
 def clipped_weight(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−sg(clip(r))·A·log π."""
+    """−sg(clip(r))·A·log π. Tokens clipped on either side count in pg_clipfrac."""
     low, high = tokens.clip_bounds()
-    ratio = clipped_log_ratio(tokens).exp().detach()
+    log_ratio = clipped_log_ratio(tokens).detach()
+    ratio = log_ratio.exp()
     weight = ratio.clamp(1 - low, 1 + high)
     loss = -weight * tokens.advantages * tokens.log_prob
-    return loss, standard_metrics(tokens, ratio > 1 + high, ratio < 1 - low)
+    return loss, standard_metrics(tokens, ratio != weight, log_ratio=log_ratio)
 
 
 cispo = PolicyLoss("cispo", clipped_weight)

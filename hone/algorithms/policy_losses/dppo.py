@@ -20,11 +20,15 @@ _TINY = 1e-8
 
 
 def _masked_gradient(tokens: Tokens, keep: Tensor) -> tuple[Tensor, Columns]:
-    """−A·sg(min(r, c))·log π on the kept tokens."""
-    ratio = clipped_log_ratio(tokens).exp().clamp(max=tokens.setting("clip_ratio_c")).detach()
-    loss = torch.where(keep, -tokens.advantages * ratio * tokens.log_prob, 0.0)
-    dropped, rising = ~keep, tokens.advantages > 0
-    return loss, standard_metrics(tokens, dropped & rising, dropped & ~rising)
+    """−A·sg(min(r, c))·log π on the kept tokens.
+
+    pg_clipfrac counts the dropped tokens, pg_clipfrac_lower the kept ones whose ratio was cut at c.
+    """
+    log_ratio = clipped_log_ratio(tokens).detach()
+    ratio, ceiling = log_ratio.exp(), tokens.setting("clip_ratio_c")
+    loss = -tokens.advantages * ratio.clamp(max=ceiling) * tokens.log_prob
+    loss = torch.where(keep, loss, 0.0)
+    return loss, standard_metrics(tokens, ~keep, keep & (ratio > ceiling), log_ratio)
 
 
 def total_variation(tokens: Tokens) -> tuple[Tensor, Columns]:

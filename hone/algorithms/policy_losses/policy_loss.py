@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.keywords import refuse_unknown
 from hone.algorithms.settings import given, setting
 from hone.ops.masked import masked_fill_zero, masked_mean
 
@@ -34,7 +35,7 @@ class Tokens:
     config: Any
     weights: Tensor | None = None  # rollout importance weights
     prepared: Columns = field(default_factory=dict)  # this batch's rows of what `prepare` made
-    extras: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the call
+    extras: Mapping[str, Any] = field(default_factory=dict)  # the loss's own keyword arguments
 
     @property
     def log_ratio(self) -> Tensor:
@@ -52,19 +53,25 @@ class Tokens:
         )
 
 
+_KEYWORDS = ("loss_agg_mode", "config", "rollout_is_weights", "prepared")
+
 PerToken = Callable[[Tokens], tuple[Tensor, Columns]]
 Prepare = Callable[[Tokens], Columns]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A per-token loss made callable in the family's form."""
+    """A per-token loss made callable in verl's form."""
 
     name: str
     per_token: PerToken
     """Tokens → per-token loss and per-token metrics."""
     agg_mode: str | None = None
     """Set where the aggregation is part of the loss's definition and `loss_agg_mode` has no say."""
+    default_agg_mode: str = "token-mean"
+    """The aggregation of a call that names none; a trainer always names the configured one."""
+    extra_keywords: tuple[str, ...] = ()
+    """Further keyword arguments the loss takes; it finds them in `Tokens.extras`."""
     weighs_itself: bool = False
     """The loss applies the rollout importance weights in its own way."""
     prepare_tokens: Prepare | None = None
@@ -96,7 +103,7 @@ class PolicyLoss:
         log_prob: Tensor,
         advantages: Tensor,
         response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
+        loss_agg_mode: str | None = None,
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
         *,
@@ -104,6 +111,8 @@ class PolicyLoss:
         **extras: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         """This micro-batch's share of the loss, and token means over this call's mask."""
+        known = (*_KEYWORDS, *self.extra_keywords)
+        refuse_unknown(f"policy loss {self.name}", set(extras) - set(known), known)
         if self.prepare_tokens is not None and prepared is None:
             prepared = self.prepare(old_log_prob, log_prob, advantages, response_mask, config)
         tokens = _clean(old_log_prob, log_prob, advantages, response_mask, config)
@@ -117,7 +126,7 @@ class PolicyLoss:
         total = agg_loss(
             loss,
             tokens.mask,
-            self.agg_mode or loss_agg_mode,
+            self.agg_mode or loss_agg_mode or self.default_agg_mode,
             loss_scale_factor=given(config, "loss_scale_factor"),
         )
         metrics = {
@@ -145,14 +154,17 @@ def clipped_log_ratio(tokens: Tokens) -> Tensor:
 
 
 def standard_metrics(
-    tokens: Tokens, clipped: Tensor | None = None, clipped_below: Tensor | None = None
+    tokens: Tokens,
+    clipped: Tensor | None = None,
+    clipped_below: Tensor | None = None,
+    log_ratio: Tensor | None = None,
 ) -> Columns:
-    """The family's three metrics, still per token."""
+    """The three metrics every loss reports, still per token; `log_ratio` as the loss bounded it."""
     none = torch.zeros_like(tokens.mask)
     clipped = none if clipped is None else clipped
     clipped_below = none if clipped_below is None else clipped_below
     return {
         "actor/pg_clipfrac": clipped,
-        "actor/ppo_kl": -tokens.log_ratio,
+        "actor/ppo_kl": -(tokens.log_ratio if log_ratio is None else log_ratio),
         "actor/pg_clipfrac_lower": clipped_below,
     }

@@ -13,4 +13,4 @@ def policy_gradient(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 gpg = PolicyLoss("gpg", policy_gradient)
-reinforce = PolicyLoss("reinforce", policy_gradient)
+reinforce = PolicyLoss("reinforce", policy_gradient, default_agg_mode="seq-mean-token-sum")

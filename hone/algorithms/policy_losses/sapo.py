@@ -19,10 +19,11 @@ def soft_gate(tokens: Tokens) -> tuple[Tensor, Columns]:
     positive, negative = tokens.setting("tau_pos"), tokens.setting("tau_neg")
     if positive <= 0 or negative <= 0:
         raise ValueError(f"sapo: tau_pos={positive} and tau_neg={negative} must both be above 0")
-    ratio = clipped_log_ratio(tokens).exp()
+    log_ratio = clipped_log_ratio(tokens)
+    ratio = log_ratio.exp()
     tau = torch.full_like(ratio, negative).masked_fill(tokens.advantages > 0, positive)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    return -tokens.advantages * gate, standard_metrics(tokens)
+    return -tokens.advantages * gate, standard_metrics(tokens, log_ratio=log_ratio)
 
 
 sapo = PolicyLoss("sapo", soft_gate, agg_mode="seq-mean-token-mean")

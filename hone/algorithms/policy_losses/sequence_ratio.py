@@ -23,7 +23,10 @@ def sequence_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def geometric_mean(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−mean(A)·exp(mean of log-ratios clipped in log space, on the side the advantage pushes to)."""
+    """−mean(A)·exp(mean of log-ratios clipped in log space, on the side the advantage pushes to).
+
+    pg_clipfrac counts tokens outside the band on either side where A > 0, _lower where A < 0.
+    """
     low, high = tokens.clip_bounds()
     sign = tokens.advantages.sign()
     log_ratio = tokens.log_ratio
@@ -33,12 +36,12 @@ def geometric_mean(tokens: Tokens) -> tuple[Tensor, Columns]:
     if tokens.weights is not None:
         log_weights = torch.where(tokens.mask, tokens.weights, torch.ones_like(loss[:, None])).log()
         loss = loss * masked_mean(log_weights, tokens.mask, -1).exp()
-    over, under = log_ratio > high, log_ratio < -low
-    metrics = standard_metrics(tokens, over & (sign > 0), under & (sign < 0))
+    outside = (log_ratio > high) | (log_ratio < -low)
+    metrics = standard_metrics(tokens, outside & (sign > 0), outside & (sign < 0))
     return loss.unsqueeze(-1).expand_as(log_ratio), metrics
 
 
-gspo = PolicyLoss("gspo", sequence_clip)
+gspo = PolicyLoss("gspo", sequence_clip, default_agg_mode="seq-mean-token-mean")
 luspo = PolicyLoss("luspo", sequence_clip, agg_mode="seq-mean-token-sum")
 geo_mean = PolicyLoss(
     "geo_mean", geometric_mean, agg_mode="seq-mean-token-mean", weighs_itself=True

@@ -24,14 +24,15 @@ def ppo_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
             "it bounds the ratio where the advantage is negative"
         )
     advantages = tokens.advantages
-    ratio = clipped_log_ratio(tokens).exp()
+    log_ratio = clipped_log_ratio(tokens)
+    ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     worse = torch.maximum(plain, clipped)
     ceiling = -advantages * dual
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(ceiling, worse), worse)
-    return loss, standard_metrics(tokens, clipped > plain, (worse > ceiling) & negative)
+    return loss, standard_metrics(tokens, clipped > plain, (worse > ceiling) & negative, log_ratio)
 
 
 vanilla = PolicyLoss("vanilla", ppo_clip)

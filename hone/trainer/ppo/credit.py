@@ -70,11 +70,11 @@ def estimate_advantages(
     failure_score = rewards.reward_kwargs.failure_score
     name = algorithm.adv_estimator
     columns = {c: _required(batch, c, failure_score) for c in advantages.needs(name, algorithm)}
-    if batch.has_column("step_mask"):
-        columns["credit_assignment"] = rewards.credit_assignment
     for column in advantages.optional(name):
         if batch.has_column(column):
             columns[column] = batch.column(column)
+    if "step_mask" in columns:
+        columns["credit_assignment"] = rewards.credit_assignment
     mask = require(batch, "response_mask")
     advantage, returns = advantages.get_adv_estimator_fn(name)(
         require(batch, "token_level_rewards"),

@@ -171,6 +171,15 @@ def test_missing_or_misfitting_labels_are_refused(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_keyword_is_refused_with_the_nearest_known_one(name):
+    b = batch(np.ones((2, 2)), np.ones((2, 2)), list("aa"))
+    with pytest.raises(TypeError, match=r"takes no argument 'trajectory_ids'.*'trajectory_id'"):
+        run(name, b, trajectory_ids=list("xy"))
+    with pytest.raises(TypeError, match="takes no argument 'step'"):
+        run(name, b, step=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_float32_in_gives_float32_out(name):
     b = batch(np.ones((2, 2)), np.ones((2, 2)), list("aa"))
     b.rewards = b.rewards.astype(np.float32)

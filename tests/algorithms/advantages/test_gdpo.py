@@ -63,3 +63,37 @@ def test_weights_default_to_one_and_must_fit_the_keys():
 def test_a_missing_part_is_named_with_those_there_are():
     with pytest.raises(ValueError, match=r"'reward/format'; it has reward/acc"):
         gdpo(ZERO, MASK, ["p"] * 4, config(["format"]), **parts(acc=[1.0, 0, 0, 1]))
+
+
+def test_parts_may_come_as_verl_hands_them_over():
+    acc, style = [1.0, 0, 0, 1], [0.0, 1, 0, 1]
+    names = config(["acc", "style"], [1.0, 0.5])
+    columns, _ = gdpo(ZERO, MASK, ["p"] * 4, names, **parts(acc=acc, style=style))
+    rows = {"acc": np.array(acc, dtype=object), "style": np.array(style, dtype=object)}
+    batch = {"prompts": torch.zeros(4, 2), "attention_mask": torch.ones(4, 3)}
+    whole, _ = gdpo(ZERO, MASK, ["p"] * 4, names, non_tensor_batch=rows, batch=batch)
+    assert torch.equal(whole, columns)
+    with pytest.raises(ValueError, match=r"no reward part 'reward/format'; it has acc, style"):
+        gdpo(ZERO, MASK, ["p"] * 4, config(["format"]), non_tensor_batch=rows, batch=batch)
+    rows["acc"][1] = None
+    with pytest.raises(ValueError, match="'acc' must hold a finite number in every row"):
+        gdpo(ZERO, MASK, ["p"] * 4, names, non_tensor_batch=rows, batch=batch)
+
+
+def test_epsilon_and_the_division_are_those_of_each_part():
+    """Two equal groups: whitening undoes one common factor, so the parts' own factors show."""
+    acc, style = [1.0, 0, 0, 0], [0.0, 4, 0, 0]
+    names = config(["acc", "style"])
+    given = parts(acc=acc, style=style)
+    wide, _ = gdpo(ZERO, MASK, ["p"] * 4, names, epsilon=3.0, **given)
+    std_acc, std_style = 0.5, 2.0
+    raw = np.array(
+        [
+            (a - 0.25) / (std_acc + 3) + (s - 1) / (std_style + 3)
+            for a, s in zip(acc, style, strict=True)
+        ]
+    )
+    np.testing.assert_allclose(wide[:, 0], raw / np.sqrt(raw.var(ddof=1) + 1e-8), rtol=1e-12)
+    plain, _ = gdpo(ZERO, MASK, ["p"] * 4, names, norm_adv_by_std_in_grpo=False, **given)
+    raw = np.array([a - 0.25 + s - 1 for a, s in zip(acc, style, strict=True)])
+    np.testing.assert_allclose(plain[:, 0], raw / np.sqrt(raw.var(ddof=1) + 1e-8), rtol=1e-12)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hone.algorithms.advantages.grpo import dr_grpo, grpo
+from hone.algorithms.advantages.passk import grpo_passk
 
 
 def column(scores):
@@ -59,3 +60,20 @@ def test_tiny_differences_are_not_drowned_by_a_variance_floor():
     rewards, mask = column([1e-4, 0])
     advantages, _ = grpo(rewards, mask, index=["p", "p"])
     assert advantages[0, 0].item() == pytest.approx(0.5e-4 / (1e-4 / np.sqrt(2) + 1e-6), rel=1e-6)
+
+
+def test_epsilon_is_honoured():
+    """(1 − 0.5)/(√0.5 + 0.5) = 0.4142; it used to be ignored in silence."""
+    rewards, mask = column([1, 0])
+    advantages, _ = grpo(rewards, mask, index=["p", "p"], epsilon=0.5)
+    assert advantages[0, 0].item() == pytest.approx(0.5 / (np.sqrt(0.5) + 0.5), rel=1e-12)
+    best, _ = grpo_passk(rewards, mask, index=["p", "p"], epsilon=0.5)
+    assert best[0, 0].item() == pytest.approx(1 / (np.sqrt(0.5) + 0.5), rel=1e-12)
+
+
+def test_a_misspelt_switch_is_refused():
+    rewards, mask = column([1, 0])
+    with pytest.raises(TypeError, match="Did you mean 'norm_adv_by_std_in_grpo'"):
+        grpo(rewards, mask, index=["p", "p"], norm_adv_by_std=False)
+    with pytest.raises(TypeError, match="dr_grpo takes no argument 'norm_adv_by_std_in_grpo'"):
+        dr_grpo(rewards, mask, index=["p", "p"], norm_adv_by_std_in_grpo=True)

@@ -65,3 +65,21 @@ def test_the_multi_turn_form_compares_the_nth_token_the_policy_wrote():
     np.testing.assert_allclose(compact, 0, atol=1e-7)
     by_column, _ = optimal_token_baseline(rewards, mask, ["p", "p"], **columns)
     np.testing.assert_allclose(by_column, [[0, 0, 1, 0], [0, 1, 0, 0]], atol=1e-7)
+
+
+def test_the_tail_of_the_longest_may_keep_its_own_return_as_baseline():
+    rewards, mask, probs, squares = tensors(
+        [[0, 0, 1], [0, 0.5, 0], [1, 0, 0]], [[1, 1, 1], [1, 1, 0], [1, 0, 0]],
+        np.full((3, 3), 0.5), np.full((3, 3), 0.5),
+    )  # fmt: skip
+    columns = {"old_log_probs": probs.log(), "sum_pi_squared": squares}
+    for estimator in (optimal_token_baseline, tir_optimal_token_baseline):
+        advantages, _ = estimator(
+            rewards, mask, ["p", "p", "alone"], handle_zero_tail=False, epsilon=0.5, **columns
+        )
+        # energy 0.5 per token: W is 0.5, 1, 1.5 at positions 1, 2, 3
+        first, second = 0.75 / (1 + 0.5), 1.5 / (2 + 0.5)
+        expected = [[1 - first, 1 - second, 1 - 1.5 / 2], [0.5 - first, 0.5 - second, 0], [1, 0, 0]]
+        np.testing.assert_allclose(advantages, expected, rtol=1e-12)
+        kept, _ = estimator(rewards, mask, ["p", "p", "alone"], **columns)
+        assert kept[0, 2] == 1

@@ -131,6 +131,37 @@ ROW: dict[str, Callable[..., Row]] = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
 }
+
+
+def clipped(name: str, old: Row, new: Row, adv: Row, cfg: dict[str, Any]) -> tuple[Row, Row]:
+    """What `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` count, token by token."""
+    low, high, c = cfg["clip_ratio_low"], cfg["clip_ratio_high"], cfg["clip_ratio_c"]
+    mean = sum(n - o for n, o in zip(new, old, strict=True)) / len(old)
+    first, second = [], []
+    for o, n, a in zip(old, new, adv, strict=True):
+        d = n - o
+        ratio = math.exp(mean if name in ("gspo", "luspo") else d)
+        outside = not 1 - low <= ratio <= 1 + high
+        if name in ("vanilla", "bypass_mode", "gspo", "luspo"):
+            pushed_out = (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 1 - low)
+            first.append(pushed_out)
+            second.append(a < 0 and ratio > c and name in ("vanilla", "bypass_mode"))
+        elif name == "geo_mean":
+            first.append(a > 0 and not -low <= d <= high)
+            second.append(a < 0 and not -low <= d <= high)
+        elif name == "cispo":
+            first.append(outside)
+            second.append(False)
+        elif name.startswith("dppo"):
+            dropped = ROW[name]([o], [n], [n], [a], cfg)[0] == 0
+            first.append(dropped)
+            second.append(not dropped and ratio > c)
+        else:
+            first.append(False)
+            second.append(False)
+    return [float(x) for x in first], [float(x) for x in second]
+
+
 FORCED = {
     "luspo": "seq-mean-token-sum",
     "geo_mean": "seq-mean-token-mean",

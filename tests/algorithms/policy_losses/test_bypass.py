@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_without_options_it_is_vanilla():
     loss, _, metrics = call()
     assert loss == pytest.approx(-(1.0 + 1.2 + 0.9 + 1.1) / 4)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
-    assert metrics["rollout_corr/rollout_is_mean"] == 1
+    assert "rollout_corr/rollout_is_mean" not in metrics  # there are no weights
 
 
 def test_ppo_clip_rejects_tokens_but_takes_no_weights():
@@ -41,6 +42,29 @@ def test_ppo_clip_rejects_tokens_but_takes_no_weights():
     assert loss == pytest.approx(-(1.0 + 0.9 + 1.1) / 4)
     assert gradient[0, 1] == 0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 2 + 0.9 + 1.1) / 4)
+
+
+def test_settings_in_the_policy_loss_config_are_honoured():
+    """verl's trainer puts them there; they must not fall back to the defaults in silence."""
+    settings = {"loss_type": "reinforce", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
+    by_keyword, gradient, _ = call(**settings)
+    for place in (settings, SimpleNamespace(**settings)):
+        new = (OLD + RATIO.log()).requires_grad_()
+        config = SimpleNamespace(**CFG, policy_loss={"rollout_correction": place})
+        loss, metrics = get_policy_loss_fn("bypass_mode")(OLD, new, ADV, MASK, "token-mean", config)
+        loss.backward()
+        assert loss.item() == by_keyword
+        torch.testing.assert_close(new.grad, gradient)
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
+
+
+def test_two_places_that_disagree_are_refused():
+    config = {**CFG, "policy_loss": {"rollout_correction": {"loss_type": "reinforce"}}}
+    with pytest.raises(ValueError, match="two different rollout_correction"):
+        get_policy_loss_fn("bypass_mode")(
+            OLD, OLD, ADV, MASK, "token-mean", config, rollout_correction={"loss_type": "ppo_clip"}
+        )
 
 
 def test_rejection_looks_at_train_over_rollout():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hone.algorithms.aggregation import MODES, BatchCounts, counted
 from hone.algorithms.policy_losses import TABLE, get_policy_loss_fn
 
-from .references import CFG, ROW, slope, whole
+from .references import CFG, ROW, clipped, slope, whole
 
 NAMES = TABLE.names()
 OF_BATCH = {"clip_cov", "kl_cov"}
@@ -127,6 +127,23 @@ def test_metrics_are_token_means_and_combine_by_tokens(name):
     kl = np.abs(difference).mean() if name == "kl_cov" else -difference.mean()
     assert float(together["actor/ppo_kl"]) == pytest.approx(kl)
     assert {"actor/pg_clipfrac", "actor/pg_clipfrac_lower"} <= set(together)
+
+
+@pytest.mark.parametrize("name", sorted(ROW))
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000))
+def test_clip_fractions_equal_the_slow_reference(name, seed):
+    b = MiniBatch(seed)
+    _, _, metrics = call(name, b)
+    first, second = [], []
+    for i in range(len(b.mask)):
+        if b.mask[i].any():
+            row = [x[i][b.mask[i]].tolist() for x in (b.old, b.new, b.adv)]
+            above, below = clipped(name, *row, CFG)
+            first += above
+            second += below
+    assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(np.mean(first))
+    assert float(metrics["actor/pg_clipfrac_lower"]) == pytest.approx(np.mean(second))
 
 
 @pytest.mark.parametrize("name", NAMES)

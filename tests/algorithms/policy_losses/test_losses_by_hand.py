@@ -146,7 +146,7 @@ def test_geo_mean_clips_in_log_space_and_averages_over_sequences():
     loss, metrics = get_policy_loss_fn("geo_mean")(old, new, adv, torch.ones(2, 2), config=CFG)
     expected = (-math.exp((0.2 - 1) / 2) + math.exp(0.1)) / 2
     assert loss.item() == pytest.approx(expected)
-    assert metrics["actor/pg_clipfrac"].item() == 0.25
+    assert metrics["actor/pg_clipfrac"].item() == 0.5  # both tokens of the first row
     assert metrics["actor/pg_clipfrac_lower"].item() == 0
 
 
@@ -158,10 +158,10 @@ def test_geo_mean_counts_tokens_clipped_from_above():
     assert metrics["actor/pg_clipfrac_lower"].item() == 0
 
 
-def test_geo_mean_counts_tokens_clipped_from_below():
-    old, adv = torch.zeros(1, 2, dtype=torch.float64), -torch.ones(1, 2, dtype=torch.float64)
-    new = torch.tensor([[-1.0, 1.0]], dtype=torch.float64)
-    _, metrics = get_policy_loss_fn("geo_mean")(old, new, adv, torch.ones(1, 2), config=CFG)
+def test_geo_mean_counts_tokens_of_negative_advantage_apart():
+    old, adv = torch.zeros(1, 4, dtype=torch.float64), -torch.ones(1, 4, dtype=torch.float64)
+    new = torch.tensor([[-1.0, 1.0, 0.1, -0.1]], dtype=torch.float64)
+    _, metrics = get_policy_loss_fn("geo_mean")(old, new, adv, torch.ones(1, 4), config=CFG)
     assert metrics["actor/pg_clipfrac"].item() == 0
     assert metrics["actor/pg_clipfrac_lower"].item() == 0.5
 
@@ -181,7 +181,8 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert gradient == pytest.approx(-1.2 * 2)
     assert (metrics["pg_clipfrac"], metrics["pg_clipfrac_lower"]) == (1, 0)
     assert one("cispo", 0.5, 2.0)[1] == pytest.approx(-0.8 * 2)
-    assert one("cispo", 0.5, 2.0)[2]["pg_clipfrac_lower"] == 1
+    below = one("cispo", 0.5, 2.0)[2]
+    assert (below["pg_clipfrac"], below["pg_clipfrac_lower"]) == (1, 0)
     inside = one("cispo", 1.0, 2.0)[2]
     assert (inside["pg_clipfrac"], inside["pg_clipfrac_lower"]) == (0, 0)
 
@@ -194,7 +195,9 @@ def test_dppo_tv_judges_the_probability_not_the_ratio():
     assert far[2]["pg_clipfrac"] == 1
     down = one("dppo_tv", 0.2, -1.0, old=0.5)  # 0.5 → 0.1
     assert down[1] == 0
-    assert (down[2]["pg_clipfrac"], down[2]["pg_clipfrac_lower"]) == (0, 1)
+    assert (down[2]["pg_clipfrac"], down[2]["pg_clipfrac_lower"]) == (1, 0)
+    assert (rare[2]["pg_clipfrac"], rare[2]["pg_clipfrac_lower"]) == (0, 1)  # kept, cut at c
+    assert far[2]["pg_clipfrac_lower"] == 0
     assert one("dppo_tv", 0.2, 1.0, old=0.5)[1] == pytest.approx(-0.2)  # moving back is kept
     for advantage in (1.0, -1.0):
         kept = one("dppo_tv", 1.0, advantage)[2]
@@ -243,6 +246,37 @@ def test_advantages_and_old_log_probs_get_no_gradient():
     get_policy_loss_fn("vanilla")(old, new, adv, torch.ones(1, 2), config=CFG)[0].backward()
     assert old.grad is None
     assert adv.grad is None
+
+
+def test_the_reported_kl_is_of_the_bounded_log_ratio_where_the_loss_bounds_it():
+    old = torch.tensor([[-50.0, -1.0]], dtype=torch.float64)
+    new = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    for name, bounded in (("vanilla", True), ("cispo", True), ("dppo_tv", True), ("gspo", False)):
+        _, metrics = get_policy_loss_fn(name)(
+            old, new, torch.ones(1, 2), torch.ones(1, 2), config=CFG
+        )
+        assert metrics["actor/ppo_kl"].item() == pytest.approx(((-20 if bounded else -49) + 1) / 2)
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest_known_one():
+    args = (torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2))
+    with pytest.raises(TypeError, match="Did you mean 'loss_agg_mode'"):
+        get_policy_loss_fn("vanilla")(*args, loss_agg="token-sum", config=CFG)
+    with pytest.raises(TypeError, match="takes no argument 'rollout_correction'"):
+        get_policy_loss_fn("vanilla")(*args, config=CFG, rollout_correction={})
+
+
+def test_a_call_without_a_mode_aggregates_as_the_loss_is_defined():
+    old = torch.zeros(2, 2, dtype=torch.float64)
+    new = torch.tensor([[0.1, 0.2], [0.3, 0.0]], dtype=torch.float64)
+    adv, mask = torch.ones(2, 2), torch.tensor([[1, 1], [1, 0]])
+    for name, mode in (
+        ("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean"),
+        ("reinforce", "seq-mean-token-sum"),
+    ):  # fmt: skip
+        bare, _ = get_policy_loss_fn(name)(old, new, adv, mask, config=CFG)
+        named, _ = get_policy_loss_fn(name)(old, new, adv, mask, mode, CFG)
+        assert bare == named
 
 
 def test_loss_scale_factor_of_the_config_reaches_the_aggregation():
