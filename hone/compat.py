@@ -19,6 +19,7 @@ _SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
 _ADVANTAGES = "hone.algorithms.advantages"
 _LOSSES = "hone.algorithms.policy_losses"
+_CORE = "hone.algorithms.core_algos"
 _AGENTS = "hone.agents.contract"
 _DATA = "hone.data"
 
@@ -101,28 +102,53 @@ _WORKER_NAMES = {
     "ProcessRewardModelWorker": "hone.workers.process_reward_model:ProcessRewardModelWorker",
 }
 _CORE_ALGOS = {
+    **{
+        name: f"{_CORE}:{name}"
+        for name in (
+            "ADV_ESTIMATOR_REGISTRY",
+            "POLICY_LOSS_REGISTRY",
+            "AdvantageEstimator",
+            "compute_gae_advantage_return",
+            "compute_gdpo_outcome_advantage",
+            "compute_gpg_outcome_advantage",
+            "compute_grpo_outcome_advantage",
+            "compute_grpo_passk_outcome_advantage",
+            "compute_multi_turn_optimal_token_baseline_advantage",
+            "compute_opo_outcome_advantage",
+            "compute_optimal_token_baseline_advantage",
+            "compute_pf_ppo_reweight_data",
+            "compute_policy_loss",
+            "compute_policy_loss_reinforce",
+            "compute_reinforce_plus_plus_baseline_outcome_advantage",
+            "compute_reinforce_plus_plus_outcome_advantage",
+            "compute_remax_outcome_advantage",
+            "compute_rewards",
+            "compute_rloo_outcome_advantage",
+        )
+    },
+    "compute_grpo_vectorized_outcome_advantage": f"{_CORE}:compute_grpo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage": f"{_CORE}:compute_rloo_outcome_advantage",
     "register_adv_est": f"{_ADVANTAGES}:register_adv_est",
     "get_adv_estimator_fn": f"{_ADVANTAGES}:get_adv_estimator_fn",
-    "compute_gae_advantage_return": f"{_ADVANTAGES}.gae:gae",
-    "compute_grpo_outcome_advantage": f"{_ADVANTAGES}.grpo:grpo",
-    "compute_grpo_passk_outcome_advantage": f"{_ADVANTAGES}.passk:grpo_passk",
-    "compute_rloo_outcome_advantage": f"{_ADVANTAGES}.rloo:rloo",
-    "compute_opo_outcome_advantage": f"{_ADVANTAGES}.opo:opo",
-    "compute_gpg_outcome_advantage": f"{_ADVANTAGES}.gpg:gpg",
-    "compute_remax_outcome_advantage": f"{_ADVANTAGES}.remax:remax",
-    "compute_reinforce_plus_plus_outcome_advantage": (
-        f"{_ADVANTAGES}.reinforce_plus_plus:reinforce_plus_plus"
-    ),
-    "compute_reinforce_plus_plus_baseline_outcome_advantage": (
-        f"{_ADVANTAGES}.reinforce_plus_plus:reinforce_plus_plus_baseline"
-    ),
     "register_policy_loss": f"{_LOSSES}:register_policy_loss",
     "get_policy_loss_fn": f"{_LOSSES}:get_policy_loss_fn",
     "compute_policy_loss_vanilla": f"{_LOSSES}.vanilla:vanilla",
+    "compute_policy_loss_gspo": f"{_LOSSES}.sequence_ratio:gspo",
+    "compute_policy_loss_sapo": f"{_LOSSES}.sapo:sapo",
+    "compute_policy_loss_gpg": f"{_LOSSES}.reinforce:gpg",
+    "compute_policy_loss_cispo": f"{_LOSSES}.cispo:cispo",
+    "compute_policy_loss_geo_mean": f"{_LOSSES}.sequence_ratio:geo_mean",
+    "compute_policy_loss_clip_cov": f"{_LOSSES}.covariance:clip_cov",
+    "compute_policy_loss_kl_cov": f"{_LOSSES}.covariance:kl_cov",
+    "compute_policy_loss_dppo_tv": f"{_LOSSES}.dppo:dppo_tv",
+    "compute_policy_loss_dppo_kl": f"{_LOSSES}.dppo:dppo_kl",
+    "compute_policy_loss_dro": f"{_LOSSES}.dro:dro",
+    "compute_policy_loss_bypass_mode": f"{_LOSSES}.bypass:bypass_mode",
     "compute_value_loss": "hone.algorithms.value_loss:compute_value_loss",
     "compute_entropy_loss": "hone.algorithms.entropy:compute_entropy_loss",
     "agg_loss": "hone.algorithms.aggregation:agg_loss",
     "kl_penalty": "hone.algorithms.kl:kl_penalty",
+    "kl_penalty_forward": "hone.algorithms.kl:kl_penalty_forward",
     "AdaptiveKLController": "hone.algorithms.kl:AdaptiveKLController",
     "FixedKLController": "hone.algorithms.kl:FixedKLController",
     "get_kl_controller": "hone.algorithms.kl:get_kl_controller",

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -35,15 +35,15 @@ class Table:
         return sorted(self._entries)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return plain_name(name) in self._entries
 
     def is_built_in(self, name: str) -> bool:
         """True for a name that points to a place in this package and has not been loaded for it."""
-        return isinstance(self._entries.get(name), str)
+        return isinstance(self._entries.get(plain_name(name)), str)
 
     def get(self, name: str) -> Any:
         """The object under a name of the configuration, which may also be an import path."""
-        name = getattr(name, "value", name)  # verl passes enum members too
+        name = plain_name(name)
         if name not in self._entries and ":" in name:
             return load_object(name)
         return self._named(name, '; or your own as "pkg.mod:object" or "file.py:object"')
@@ -63,12 +63,21 @@ class Table:
 
     def add(self, name: str, target: Any) -> None:
         """Register an object or "module:object"; another one under a taken name is an error."""
+        name = plain_name(name)
         taken = self._entries.get(name)
         if isinstance(taken, str) and not isinstance(target, str):
             taken = load_object(taken)
         if taken is not None and not _same(taken, target):
             raise PluginError(f"{self.kind} {name!r} is already {taken!r}; choose another name")
         self._entries.setdefault(name, target)
+
+    def replace(self, name: str, target: Any) -> None:
+        """Put an object under a name, taken or not."""
+        self._entries[plain_name(name)] = target
+
+    def remove(self, name: str) -> None:
+        """Take a name out; KeyError where it is not there."""
+        del self._entries[plain_name(name)]
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator form of `add`."""
@@ -84,6 +93,35 @@ def proposal(name: str, known: Iterable[str]) -> str:
     """` Did you mean …?` where a known name is close, else nothing."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+class TableView(MutableMapping[str, Any]):
+    """A table read and changed as a dict of names to objects."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._table:
+            raise KeyError(name)
+        return self._table.get(name)
+
+    def __setitem__(self, name: str, target: Any) -> None:
+        self._table.replace(name, target)
+
+    def __delitem__(self, name: str) -> None:
+        self._table.remove(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.names())
+
+    def __len__(self) -> int:
+        return len(self._table.names())
+
+
+def plain_name(name: Any) -> Any:
+    """A name, also where an enum member stands for it, as in verl."""
+    return getattr(name, "value", name)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -107,7 +145,7 @@ def load_object(target: str) -> Any:
 def load_extern_object(
     module_path: str, object_name: str | None = None, *, class_name: str | None = None
 ) -> Any:
-    """`object_name` (dotted names reach inside) of the module at `module_path`; the family's name."""
+    """`object_name` (dotted names reach inside) of the module at `module_path`; verl's name."""
     name = object_name or class_name
     if not name:
         raise PluginError(f"name the object to load from {module_path!r}")

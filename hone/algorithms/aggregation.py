@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hone.config.batch_info import announced
 from hone.ops.masked import masked_mean, masked_sum
 
 MODES = (
@@ -50,11 +51,13 @@ _counts: ContextVar[BatchCounts | None] = ContextVar("hone_batch_counts", defaul
 
 @contextmanager
 def counted(counts: BatchCounts) -> Iterator[None]:
-    """Inside, `agg_loss` divides by these counts."""
+    """Inside, `agg_loss` divides by these counts, and `config.global_batch_info` holds them."""
     token = _counts.set(counts)
+    info = announced.set({"batch_num_tokens": counts.tokens, "global_batch_size": counts.sequences})
     try:
         yield
     finally:
+        announced.reset(info)
         _counts.reset(token)
 
 

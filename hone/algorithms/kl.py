@@ -24,16 +24,17 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     gradient of the divergence.
     """
     straight_through = kl_penalty.endswith("+")
-    value = _estimate(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+    value = kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
     if not straight_through:
         return value
-    k2 = _estimate(logprob, ref_logprob, "k2")
+    k2 = kl_penalty_forward(logprob, ref_logprob, "k2")
     return value.detach() + k2 - k2.detach()
 
 
-def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The estimate with its own gradient."""
     difference = logprob - ref_logprob
-    match _ALIASES.get(kind, kind):
+    match _ALIASES.get(kl_penalty, kl_penalty):
         case "k1":
             return difference
         case "abs":
@@ -49,7 +50,7 @@ def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
                 "use 'k3' (low variance) or 'k1'"
             )
     raise NotImplementedError(
-        f"kl_penalty={kind!r} is unknown; use one of {', '.join(KINDS)}, "
+        f"kl_penalty={kl_penalty!r} is unknown; use one of {', '.join(KINDS)}, "
         "each also with a trailing '+'"
     )
 

@@ -16,9 +16,15 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """½·max((v−R)², (clip(v, V±c)−R)²) aggregated, and the share of tokens where clipping won."""
+    """½·max((v−R)², (clip(v, V±c)−R)²) aggregated, and the share of tokens where clipping won.
+
+    The counts are those of `agg_loss`.
+    """
     vpreds, returns, values = (
         masked_fill_zero(x, response_mask) for x in (vpreds, returns, values)
     )
@@ -29,7 +35,10 @@ def compute_value_loss(
         0.5 * torch.maximum(error, clipped_error),
         response_mask,
         loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
     )
     clipfrac = masked_mean((clipped_error > error).to(error.dtype), response_mask)
     return loss, clipfrac.detach()

@@ -6,8 +6,10 @@ Batch sizes are in prompts, sequences or tokens, as each docstring says; the der
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from hone.config.batch_info import announced
+from hone.config.block import Block
 from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
 from hone.config.keys import at_most, follows
 from hone.config.profiler import ProfilerConfig
@@ -22,7 +24,7 @@ LossAggMode = Literal[
 
 
 @dataclass(frozen=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Block):
     """Which policy loss and its own constants."""
 
     loss_mode: str = "vanilla"
@@ -42,7 +44,7 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
-class RouterReplayConfig:
+class RouterReplayConfig(Block):
     """Replay of expert routing for mixture-of-experts models."""
 
     mode: str = "disabled"
@@ -54,7 +56,7 @@ class RouterReplayConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(Block):
     """The policy update."""
 
     strategy: Literal["fsdp", "fsdp2", "megatron", "veomni"] = "fsdp2"
@@ -149,6 +151,11 @@ class ActorConfig:
     """Replay of expert routing."""
 
     @property
+    def global_batch_info(self) -> dict[str, Any]:
+        """What a custom policy loss hands to `agg_loss(..., **config.global_batch_info)`."""
+        return {"dp_size": 1, **announced.get(), "loss_scale_factor": self.loss_scale_factor}
+
+    @property
     def low_clip(self) -> float:
         """Distance below 1 at which the ratio is clipped."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
@@ -183,7 +190,7 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class RefConfig:
+class RefConfig(Block):
     """The reference policy: forward only."""
 
     strategy: str = field(default=follows("actor_rollout_ref.actor.strategy"))

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
+
 
 @dataclass(frozen=True)
-class KLControlConfig:
+class KLControlConfig(Block):
     """Weight of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
@@ -24,7 +26,7 @@ class KLControlConfig:
 
 
 @dataclass(frozen=True)
-class PFPPOConfig:
+class PFPPOConfig(Block):
     """PF-PPO: resample the batch by reward."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
@@ -34,7 +36,7 @@ class PFPPOConfig:
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Block):
     """Correction for rollout log-probs that differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
@@ -54,7 +56,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
-class FilterGroupsConfig:
+class FilterGroupsConfig(Block):
     """DAPO's dynamic sampling: drop groups without signal and generate more."""
 
     enable: bool = False
@@ -68,7 +70,7 @@ class FilterGroupsConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Block):
     """Advantages, KL in the reward, correction, filters."""
 
     gamma: float = 1.0
@@ -102,7 +104,7 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
-class CurriculumFilterConfig:
+class CurriculumFilterConfig(Block):
     """PURE's filter of groups that are too easy or too hard."""
 
     enable: bool = False

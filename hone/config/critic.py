@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hone.config.actor import LossAggMode
+from hone.config.block import Block
 from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
 from hone.config.keys import follows
 from hone.config.model import TiledMLPConfig
@@ -16,7 +17,7 @@ from hone.config.profiler import ProfilerConfig
 
 
 @dataclass(frozen=True)
-class CriticModelConfig:
+class CriticModelConfig(Block):
     """The value model."""
 
     path: str | None = None
@@ -52,7 +53,7 @@ class CriticModelConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(Block):
     """The value update."""
 
     enable: bool | None = None

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
 from hone.config.keys import follows
 
 
 @dataclass(frozen=True)
-class CustomClassConfig:
+class CustomClassConfig(Block):
     """A user's own class, in a file or module."""
 
     path: str | None = None
@@ -22,7 +23,7 @@ class CustomClassConfig:
 
 
 @dataclass(frozen=True)
-class SamplerConfig:
+class SamplerConfig(Block):
     """A user's own order of rows (curriculum)."""
 
     class_path: str | None = None
@@ -32,7 +33,7 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Block):
     """Prompts."""
 
     tokenizer: str | None = None

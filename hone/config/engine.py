@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
+
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Block):
     """Optimizer and learning-rate schedule."""
 
     optimizer: str = "AdamW"
@@ -46,7 +48,7 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class WrapPolicyConfig:
+class WrapPolicyConfig(Block):
     """Which modules become sharding units."""
 
     min_num_params: int = 0
@@ -54,7 +56,7 @@ class WrapPolicyConfig:
 
 
 @dataclass(frozen=True)
-class FSDPConfig:
+class FSDPConfig(Block):
     """How a model is held on the ranks: dtype, sharding, offload, sequence parallelism."""
 
     wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
@@ -100,7 +102,7 @@ class FSDPConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Block):
     """What a checkpoint holds and what is read back."""
 
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hone.config.block import Block
 from hone.config.reward import CustomRewardFunctionConfig, SandboxFusionConfig
 from hone.config.trainer import RayKwargs
 
 
 @dataclass(frozen=True)
-class EvaluationDataConfig:
+class EvaluationDataConfig(Block):
     """The file to score."""
 
     path: tuple[str, ...] = ("math_Qwen2-7B-Instruct.parquet",)
@@ -25,7 +26,7 @@ class EvaluationDataConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationMetricsConfig:
+class EvaluationMetricsConfig(Block):
     """What is computed from the scores."""
 
     pass_at: tuple[int, ...] | None = None
@@ -41,7 +42,7 @@ class EvaluationMetricsConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationOutputConfig:
+class EvaluationOutputConfig(Block):
     """Where the results go."""
 
     json_path: str | None = None
@@ -53,7 +54,7 @@ class EvaluationOutputConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Block):
     """Everything one evaluation reads."""
 
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
 from hone.config.rollout import SamplingConfig
 from hone.config.trainer import RayKwargs
 
 
 @dataclass(frozen=True)
-class GenerationDataConfig:
+class GenerationDataConfig(Block):
     """Prompts in, responses out."""
 
     path: tuple[str, ...] = ("~/data/rlhf/math/test.parquet",)
@@ -37,7 +38,7 @@ class GenerationDataConfig:
 
 
 @dataclass(frozen=True)
-class GenerationModelConfig:
+class GenerationModelConfig(Block):
     """The model."""
 
     path: str = "~/models/Qwen2-7B-Instruct"
@@ -114,7 +115,7 @@ class GenerationRolloutConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
-class GenerationActorFSDPConfig:
+class GenerationActorFSDPConfig(Block):
     """Sharding of the model."""
 
     fsdp_size: int = -1
@@ -124,7 +125,7 @@ class GenerationActorFSDPConfig:
 
 
 @dataclass(frozen=True)
-class GenerationActorConfig:
+class GenerationActorConfig(Block):
     """Keys of the family's file; nothing is trained here."""
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = "fsdp2"
@@ -140,7 +141,7 @@ class GenerationActorConfig:
 
 
 @dataclass(frozen=True)
-class GenerationTrainerConfig:
+class GenerationTrainerConfig(Block):
     """Devices and seed."""
 
     nnodes: int = 1
@@ -156,7 +157,7 @@ class GenerationTrainerConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
+class GenerationConfig(Block):
     """Everything one generation run reads."""
 
     trainer: GenerationTrainerConfig = field(default_factory=GenerationTrainerConfig)

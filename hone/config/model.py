@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
+
 
 @dataclass(frozen=True)
-class FusedKernelOptions:
+class FusedKernelOptions(Block):
     """Which fused kernels."""
 
     impl_backend: Literal["torch", "triton"] = "torch"
@@ -18,7 +20,7 @@ class FusedKernelOptions:
 
 
 @dataclass(frozen=True)
-class TiledMLPConfig:
+class TiledMLPConfig(Block):
     """MLP computed in slices of the sequence."""
 
     enabled: bool = False
@@ -28,7 +30,7 @@ class TiledMLPConfig:
 
 
 @dataclass(frozen=True)
-class MTPConfig:
+class MTPConfig(Block):
     """Multi-token prediction heads."""
 
     enable: bool = False
@@ -56,7 +58,7 @@ class MTPConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Block):
     """The policy's model."""
 
     path: str = "~/models/deepseek-llm-7b-chat"

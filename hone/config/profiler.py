@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.config.block import Block
 from hone.config.keys import follows
 
 
 @dataclass(frozen=True)
-class NsysToolConfig:
+class NsysToolConfig(Block):
     """NVIDIA Nsight Systems, per role."""
 
     discrete: bool = False
@@ -20,7 +21,7 @@ class NsysToolConfig:
 
 
 @dataclass(frozen=True)
-class NpuToolConfig:
+class NpuToolConfig(Block):
     """Ascend profiler, per role."""
 
     contents: tuple[str, ...] = ()
@@ -34,7 +35,7 @@ class NpuToolConfig:
 
 
 @dataclass(frozen=True)
-class TorchToolConfig:
+class TorchToolConfig(Block):
     """torch.profiler, per role."""
 
     contents: tuple[str, ...] = ()
@@ -44,7 +45,7 @@ class TorchToolConfig:
 
 
 @dataclass(frozen=True)
-class TorchMemoryToolConfig:
+class TorchMemoryToolConfig(Block):
     """CUDA memory snapshots, per role."""
 
     trace_alloc_max_entries: int = 100_000
@@ -54,7 +55,7 @@ class TorchMemoryToolConfig:
 
 
 @dataclass(frozen=True)
-class ProfilerToolConfig:
+class ProfilerToolConfig(Block):
     """Settings of each tool."""
 
     nsys: NsysToolConfig = field(default_factory=NsysToolConfig)
@@ -68,7 +69,7 @@ class ProfilerToolConfig:
 
 
 @dataclass(frozen=True)
-class ProfilerConfig:
+class ProfilerConfig(Block):
     """Profiling of one role."""
 
     tool: str | None = field(default=follows("global_profiler.tool"))
@@ -86,7 +87,7 @@ class ProfilerConfig:
 
 
 @dataclass(frozen=True)
-class GlobalNsysConfig:
+class GlobalNsysConfig(Block):
     """Nsight Systems for the whole run."""
 
     discrete: bool = False
@@ -98,7 +99,7 @@ class GlobalNsysConfig:
 
 
 @dataclass(frozen=True)
-class GlobalTorchMemoryConfig:
+class GlobalTorchMemoryConfig(Block):
     """CUDA memory snapshots for the whole run."""
 
     trace_alloc_max_entries: int = 100_000
@@ -114,7 +115,7 @@ class GlobalTorchMemoryConfig:
 
 
 @dataclass(frozen=True)
-class GlobalToolConfig:
+class GlobalToolConfig(Block):
     """Settings of each tool for the whole run."""
 
     nsys: GlobalNsysConfig = field(default_factory=GlobalNsysConfig)
@@ -124,7 +125,7 @@ class GlobalToolConfig:
 
 
 @dataclass(frozen=True)
-class GlobalProfilerConfig:
+class GlobalProfilerConfig(Block):
     """Which steps are profiled, with what, and where the profiles go."""
 
     tool: str | None = None

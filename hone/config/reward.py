@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
 from hone.config.engine import FSDPConfig, sequences_per_rank
 from hone.config.keys import follows
 from hone.config.profiler import ProfilerConfig
 
 
 @dataclass(frozen=True)
-class CustomRewardFunctionConfig:
+class CustomRewardFunctionConfig(Block):
     """A user's own score function."""
 
     path: str | None = None
@@ -26,7 +27,7 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass(frozen=True)
-class RewardManagerModuleConfig:
+class RewardManagerModuleConfig(Block):
     """A user's own manager class."""
 
     path: str | None = None
@@ -36,7 +37,7 @@ class RewardManagerModuleConfig:
 
 
 @dataclass(frozen=True)
-class RewardManagerConfig:
+class RewardManagerConfig(Block):
     """Which manager turns scores into token rewards."""
 
     source: Literal["register", "importlib"] = "register"
@@ -48,7 +49,7 @@ class RewardManagerConfig:
 
 
 @dataclass(frozen=True)
-class SandboxFusionConfig:
+class SandboxFusionConfig(Block):
     """A code-running service; null url runs code in the local sandbox."""
 
     url: str | None = None
@@ -60,7 +61,7 @@ class SandboxFusionConfig:
 
 
 @dataclass(frozen=True)
-class OverlongBufferConfig:
+class OverlongBufferConfig(Block):
     """DAPO's soft penalty for long responses."""
 
     enable: bool = False
@@ -74,7 +75,7 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True)
-class RewardKwargs:
+class RewardKwargs(Block):
     """Settings of the managers."""
 
     overlong_buffer_cfg: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
@@ -94,7 +95,7 @@ class RewardKwargs:
 
 
 @dataclass(frozen=True)
-class RewardModelModelConfig:
+class RewardModelModelConfig(Block):
     """The reward model itself."""
 
     input_tokenizer: str | None = field(default=follows("actor_rollout_ref.model.path"))
@@ -120,7 +121,7 @@ class RewardModelModelConfig:
 
 
 @dataclass(frozen=True)
-class RewardServerConfig:
+class RewardServerConfig(Block):
     """A generative reward model behind an inference server."""
 
     name: str | None = None
@@ -168,7 +169,7 @@ class RewardServerConfig:
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(Block):
     """Reward models (outcome or process) and the manager's legacy place."""
 
     enable: bool = False

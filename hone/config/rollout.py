@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
 from hone.config.engine import sequences_per_rank
 from hone.config.keys import follows
 from hone.config.profiler import ProfilerConfig
@@ -17,7 +18,7 @@ BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP)
 
 
 @dataclass(frozen=True)
-class ValKwargs:
+class ValKwargs(Block):
     """Sampling during validation."""
 
     top_k: int = -1
@@ -35,7 +36,7 @@ class ValKwargs:
 
 
 @dataclass(frozen=True)
-class MultiTurnConfig:
+class MultiTurnConfig(Block):
     """Limits and formats of loops with more than one turn."""
 
     enable: bool = False
@@ -76,7 +77,7 @@ class MultiTurnConfig:
 
 
 @dataclass(frozen=True)
-class CustomAsyncServerConfig:
+class CustomAsyncServerConfig(Block):
     """A user's own server class."""
 
     path: str | None = None
@@ -86,7 +87,7 @@ class CustomAsyncServerConfig:
 
 
 @dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(Block):
     """Agent loops."""
 
     num_workers: int = 8
@@ -100,7 +101,7 @@ class AgentConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointEngineConfig:
+class CheckpointEngineConfig(Block):
     """How weights reach a rollout engine that holds its own copy."""
 
     backend: str = "naive"
@@ -112,7 +113,7 @@ class CheckpointEngineConfig:
 
 
 @dataclass(frozen=True)
-class TraceConfig:
+class TraceConfig(Block):
     """Tracing of agent loops."""
 
     backend: str | None = None
@@ -124,7 +125,7 @@ class TraceConfig:
 
 
 @dataclass(frozen=True)
-class PrometheusConfig:
+class PrometheusConfig(Block):
     """Metrics endpoint of rollout servers."""
 
     enable: bool = False
@@ -138,7 +139,7 @@ class PrometheusConfig:
 
 
 @dataclass(frozen=True)
-class EngineKwargs:
+class EngineKwargs(Block):
     """Arguments passed through to other engines."""
 
     vllm: dict[str, Any] = field(default_factory=dict)
@@ -150,7 +151,7 @@ class EngineKwargs:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Block):
     """How one response is drawn in training."""
 
     temperature: float = 1.0

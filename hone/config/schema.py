@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hone.config.actor import ActorConfig, RefConfig
 from hone.config.algorithm import AlgorithmConfig, CurriculumFilterConfig
+from hone.config.block import Block
 from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
 from hone.config.model import ModelConfig
@@ -19,7 +20,7 @@ from hone.config.trainer import RayKwargs, RetrieverConfig, TrainerConfig, Trans
 
 
 @dataclass(frozen=True)
-class ActorRolloutRefConfig:
+class ActorRolloutRefConfig(Block):
     """Policy: its model, its update, its rollout, its reference."""
 
     hybrid_engine: bool = True
@@ -37,7 +38,7 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(frozen=True)
-class PPOTrainerConfig:
+class PPOTrainerConfig(Block):
     """Everything one RL run reads."""
 
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
 from hone.config.data import CustomClassConfig
 from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
 from hone.config.keys import follows
@@ -17,7 +18,7 @@ from hone.config.trainer import RayKwargs
 
 
 @dataclass(frozen=True)
-class MultiTurnDataConfig:
+class MultiTurnDataConfig(Block):
     """Rows that hold whole conversations."""
 
     enable: bool | None = None
@@ -31,7 +32,7 @@ class MultiTurnDataConfig:
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
+class SFTDataConfig(Block):
     """Examples."""
 
     train_batch_size: int = 256
@@ -97,7 +98,7 @@ class SFTDataConfig:
 
 
 @dataclass(frozen=True)
-class SFTTrainerSection:
+class SFTTrainerSection(Block):
     """The run."""
 
     seed: int = 1
@@ -147,7 +148,7 @@ def _optimizer() -> OptimConfig:
 
 
 @dataclass(frozen=True)
-class SFTConfig:
+class SFTConfig(Block):
     """Everything one supervised run reads."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.config.block import Block
+
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(Block):
     """The run."""
 
     seed: int = 1
@@ -78,7 +80,7 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
-class RayInitConfig:
+class RayInitConfig(Block):
     """Arguments of ray.init."""
 
     num_cpus: int | None = None
@@ -94,7 +96,7 @@ class RayInitConfig:
 
 
 @dataclass(frozen=True)
-class RayKwargs:
+class RayKwargs(Block):
     """Ray."""
 
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
@@ -104,7 +106,7 @@ class RayKwargs:
 
 
 @dataclass(frozen=True)
-class TransferQueueConfig:
+class TransferQueueConfig(Block):
     """The family's external data plane."""
 
     enable: bool = False
@@ -112,7 +114,7 @@ class TransferQueueConfig:
 
 
 @dataclass(frozen=True)
-class RetrieverConfig:
+class RetrieverConfig(Block):
     """The retrieval service of search loops."""
 
     url: str | None = None

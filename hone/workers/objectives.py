@@ -130,7 +130,7 @@ class ValueObjective:
             mask,
             config.cliprange_value,
             config.loss_agg_mode,
-            config.loss_scale_factor,
+            loss_scale_factor=config.loss_scale_factor,
         )
         predicted = masked_mean(outputs["values"].detach(), mask)
         means = {"critic/vf_clipfrac": clipfrac, "critic/vpred_mean": predicted}

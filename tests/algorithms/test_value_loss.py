@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hone.algorithms.aggregation import MODES, BatchCounts, counted
-from hone.algorithms.entropy import compute_entropy_loss
 from hone.algorithms.value_loss import compute_value_loss
 
 
@@ -60,10 +59,18 @@ def test_micro_batches_sum_to_the_mini_batch(mode, junk):
     assert torch.isfinite(gradient).all()
 
 
-def test_entropy_is_aggregated_like_the_policy_loss():
-    entropys = torch.tensor([[1.0, 3.0], [5.0, torch.nan]])
-    mask = torch.tensor([[1, 1], [1, 0]])
-    assert compute_entropy_loss(entropys, mask).item() == 3
-    assert compute_entropy_loss(entropys, mask, "seq-mean-token-mean").item() == 3.5
+def test_the_counts_of_the_mini_batch_may_be_given_as_arguments():
+    """½·(1 + 4) over 10 tokens, or over 4 sequences, on one of 2 ranks whose gradients are averaged."""
+    vpreds, zero = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
+    mask = torch.ones(1, 2)
+    loss, _ = compute_value_loss(vpreds, zero, vpreds, mask, 0.5, "token-mean", 2, 10)
+    assert loss.item() == pytest.approx(2.5 / 10 * 2)
+    loss, _ = compute_value_loss(
+        vpreds, zero, vpreds, mask, 0.5, "seq-mean-token-sum", dp_size=2, global_batch_size=4
+    )
+    assert loss.item() == pytest.approx(2.5 / 4 * 2)
     mode = "seq-mean-token-sum-norm"
-    assert compute_entropy_loss(entropys, mask, mode, loss_scale_factor=9).item() == 0.5
+    loss, _ = compute_value_loss(vpreds, zero, vpreds, mask, 0.5, mode, 1, None, 4, 5.0)
+    assert loss.item() == pytest.approx(2.5 / 4 / 5)
+    with pytest.raises(ValueError, match="no batch_num_tokens"):
+        compute_value_loss(vpreds, zero, vpreds, mask, 0.5, dp_size=2)

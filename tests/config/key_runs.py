@@ -267,11 +267,12 @@ def every_algorithm(ground: Ground) -> None:
     values, mask = torch.rand(4, 3), torch.ones(4, 3)
     for name in policy_losses.TABLE.names():
         loss = policy_losses.get_policy_loss_fn(name)
-        more = {"correction": config.algorithm.rollout_correction} if name == "bypass_mode" else {}
-        prepared = {}
+        more: dict[str, Any] = {}
+        if name == "bypass_mode":
+            more["rollout_correction"] = config.algorithm.rollout_correction
         if getattr(loss, "needs_batch_statistics", False):
-            prepared = loss.prepare(-values, -values, values, mask, actor)  # type: ignore[attr-defined]
-        loss(-values, -values, values, mask, "token-mean", actor, None, **more, **prepared)
+            more["prepared"] = loss.prepare(-values, -values, values, mask, actor)  # type: ignore[attr-defined]
+        loss(-values, -values, values, mask, "token-mean", actor, None, **more)
     for name in advantages.TABLE.names():
         columns = dict.fromkeys(advantages.needs(name, config.algorithm), values)
         if name == "remax":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hone.plugins import Table, load_object
+from hone.plugins import Table, load_object, plain_name
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ def register_adv_est(name: str, needs: tuple[str, ...] = ()) -> Callable[[T], T]
     def add(estimator: T) -> T:
         TABLE.add(name, estimator)
         if needs:
-            READS[name] = Reads(needs)
+            READS[plain_name(name)] = Reads(needs)
         return estimator
 
     return add
@@ -100,7 +100,7 @@ def optional(name: str) -> tuple[str, ...]:
 
 
 def _reads(name: str) -> Reads:
-    name = getattr(name, "value", name)
+    name = plain_name(name)
     if name in READS:
         return READS[name]
     if TABLE.is_built_in(name):

@@ -1,0 +1,45 @@
+"""What every block of a tree can do beside its fields: be read like a dict, as verl's configs are.
+
+`config.get("clip_ratio_c", 3.0)`, `config["clip_ratio"]`, `"lam" in config` and `**config` work in a
+user's loss, estimator or manager. Nothing can be written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hone.config.errors import did_you_mean, nearest
+
+
+class Block(Mapping[str, Any]):
+    """A frozen dataclass that is also a read-only mapping.
+
+    Derived values (properties) can be read by name too; iteration gives the fields alone.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self:
+            hint = did_you_mean(nearest(str(key), self))
+            raise KeyError(f"{type(self).__name__} has no key {key!r}.{hint}")
+        return getattr(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, `default` where the block has none of that name."""
+        return getattr(self, key) if key in self else default
+
+    def __contains__(self, key: object) -> bool:
+        return key in [*self, *_properties(type(self))]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([field.name for field in dataclasses.fields(self)])  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(dataclasses.fields(self))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _properties(cls: type) -> list[str]:
+    return [name for name in dir(cls) if isinstance(getattr(cls, name), property)]

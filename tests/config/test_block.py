@@ -1,0 +1,63 @@
+"""Blocks are read like dicts, as verl's configs are, and cannot be written."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Mapping
+
+import pytest
+
+from hone.config import load_config
+from hone.config.keys import block_type, hints
+from hone.config.trees import TREES
+
+ACTOR = load_config().actor_rollout_ref.actor
+
+
+def test_a_field_is_read_by_get_by_brackets_and_by_unpacking() -> None:
+    assert ACTOR.get("clip_ratio_c", 9.0) == ACTOR.clip_ratio_c == 3.0
+    assert ACTOR.get("no_such_key") is None
+    assert ACTOR.get("no_such_key", 7) == 7
+    assert ACTOR["clip_ratio"] == 0.2
+    assert ACTOR.policy_loss.get("loss_mode") == "vanilla"
+    assert {**ACTOR.policy_loss}["dro_beta"] is None
+    assert "clip_ratio" in ACTOR
+    assert "clip" not in ACTOR
+    assert list(ACTOR.policy_loss) == [f.name for f in dataclasses.fields(ACTOR.policy_loss)]
+
+
+def test_a_derived_value_is_read_by_name_and_is_no_item() -> None:
+    assert ACTOR.get("low_clip") == 0.2
+    assert "low_clip" not in list(ACTOR)
+
+
+def test_an_unknown_key_in_brackets_is_an_error_with_a_proposal() -> None:
+    with pytest.raises(KeyError, match=r"ActorConfig has no key 'clip_ratoi'.*'clip_ratio'"):
+        ACTOR["clip_ratoi"]
+
+
+def test_nothing_can_be_written() -> None:
+    with pytest.raises(TypeError):
+        ACTOR["clip_ratio"] = 0.3  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ACTOR.clip_ratio = 0.3  # type: ignore[misc]
+
+
+def test_every_block_of_every_tree_can_be_read_so() -> None:
+    waiting, seen = [tree.root for tree in TREES.values()], set()
+    while waiting:
+        cls = waiting.pop()
+        if cls not in seen:
+            seen.add(cls)
+            assert issubclass(cls, Mapping), cls
+            waiting += [b for b in map(block_type, hints(cls).values()) if b is not None]
+    assert len(seen) > 40
+
+
+def test_a_block_is_still_equal_copied_and_pickled_as_a_dataclass() -> None:
+    assert copy.deepcopy(ACTOR) == ACTOR == pickle.loads(pickle.dumps(ACTOR))
+    assert dataclasses.replace(ACTOR, clip_ratio=0.5) != ACTOR
+    assert ACTOR != {**ACTOR}
+    assert hash(ACTOR.policy_loss) == hash(copy.deepcopy(ACTOR.policy_loss))
