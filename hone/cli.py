@@ -163,6 +163,10 @@ def _add_folders(verbs: Any) -> None:
     export.add_argument(
         "--adapter", action="store_true", help="the LoRA adapter alone; else it is merged"
     )
+    export.add_argument("--external-lib", metavar="MODULE", help="import this module first")
+    export.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code in the model's folder"
+    )
     report = _verb(verbs, "report", _report, "one HTML page for a run, or several overlaid")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     report.add_argument("--out", default="report.html", help="file to write (report.html)")
@@ -281,7 +285,14 @@ def _config_check(chosen: Any, rest: list[str]) -> int:
 def _export(chosen: Any, rest: list[str]) -> None:
     from hone.trainer.export import export
 
-    _say(f"wrote {export(chosen.checkpoint, chosen.out, adapter_only=chosen.adapter)}")
+    out = export(
+        chosen.checkpoint,
+        chosen.out,
+        adapter_only=chosen.adapter,
+        external_lib=chosen.external_lib,
+        trust_remote_code=chosen.trust_remote_code,
+    )
+    _say(f"wrote {out}")
 
 
 def _report(chosen: Any, rest: list[str]) -> None:

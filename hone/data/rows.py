@@ -389,6 +389,8 @@ def write_parquet(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     table = as_table(rows)
     try:
         pq.write_table(table, temporary)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

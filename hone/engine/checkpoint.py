@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hone.engine.optimizer import Optimizer
+from hone.engine.saved_state import TABLE, load_state, read_table
 from hone.models.lora import is_lora
 
 _STRICT = StateDictOptions(strict=True)
@@ -72,7 +73,7 @@ def load_checkpoint(
     state = _state(module, optimizer, wanted)
     _refuse_other_tensors(folder, written, state)
     base = state["base"].clone() if "base" in state else None
-    dcp.load(state, checkpoint_id=str(folder))
+    load_state(state, folder)
     if base is not None and not torch.allclose(base, state["base"], rtol=_SAME_BASE):
         raise AnotherBase(
             f"{folder} holds LoRA adapters over another base model (its weights sum to "
@@ -144,9 +145,9 @@ def _size_of_frozen(module: nn.Module) -> Tensor:
 
 def _saved_leaves(folder: Path) -> Leaves:
     """Everything in the file, with the whole shape of a tensor, whatever ranks wrote it."""
-    if not (folder / ".metadata").is_file():
+    if not (folder / TABLE).is_file():
         return {}
-    found = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    found = read_table(folder).state_dict_metadata
     return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in found.items()}
 
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from hone.config.engine import FSDPConfig
+from hone.engine.rendezvous import meeting_place
 from hone.protocol import DataProto
 
 TIMEOUT_S = 600.0
@@ -91,11 +92,13 @@ class Shards:
 def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
     """This process's place among the ranks; joins on the first call, whose timeout holds."""
     if not dist.is_initialized():
+        timeout, world_size = timedelta(seconds=timeout_s), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=timeout_s),
+            world_size=world_size,
+            timeout=timeout,
+            **meeting_place(world_size, timeout),
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from hone.models import attention
 from hone.models.load import refuse_other_mixers
 from hone.models.writing import without_progress_bar
+from hone.tracking.atomic import grant_by_umask
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 TURN_TEMPLATE = (
@@ -139,4 +140,5 @@ def save_pretrained(lm: Any, tokenizer: Any, folder: str | Path) -> Path:
     with without_progress_bar():
         lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    grant_by_umask(folder)
     return folder

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hone.tracking.atomic import make_folder, rename_folder
+from hone.tracking.lock import lock_target
+
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
@@ -14,16 +17,17 @@ def whole_folder(target: Path) -> Iterator[Path]:
     written; on an error it goes away, and what a kill leaves of it the next writer removes."""
     target = target.resolve()  # "." has no name
     temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
-    except BaseException:
+    with lock_target(target):
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        make_folder(temporary)
+        try:
+            yield temporary
+            if target.exists():
+                target.rmdir()
+            rename_folder(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 @contextmanager

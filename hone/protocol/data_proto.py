@@ -388,5 +388,5 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Read what `save_to_disk` wrote. Only for files you trust: it is a pickle."""
+        """Read what `save_to_disk` wrote: plain values, arrays and tensors, and no other code."""
         return load(filepath, DataProto)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +19,16 @@ LEFTOVER_SUFFIX = ".tmp"
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write to; on success it becomes `path`, on failure it goes away."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = target.parent / f".{target.name}.{os.getpid()}{LEFTOVER_SUFFIX}"
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -50,7 +52,47 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     return leftovers
 
 
-def _sync(path: Path) -> None:
+def make_folder(folder: Path) -> list[Path]:
+    """Create a folder and its missing parents, on the disk; returns those created, deepest first."""
+    created = []
+    while not folder.is_dir():
+        created.append(folder)
+        folder = folder.parent
+    for new in reversed(created):
+        new.mkdir(exist_ok=True)
+        sync(new.parent)
+    return created
+
+
+def rename_folder(source: Path, target: Path) -> None:
+    """Rename a folder whose whole content is on the disk before, and whose new name is after."""
+    grant_by_umask(source)
+    for parent, _, files in os.walk(source, topdown=False):
+        for name in files:
+            file = Path(parent, name)
+            if not file.is_symlink():
+                sync(file)
+        sync(Path(parent))
+    os.rename(source, target)
+    sync(target.parent)
+
+
+def grant_by_umask(folder: Path) -> None:
+    """Give every file below the permissions that the umask grants: safetensors writes 0600."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".mode") as probe:
+        (Path(probe) / "file").touch()  # the umask itself cannot be read without setting it
+        granted = (Path(probe) / "file").stat().st_mode & 0o666
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            file = Path(parent, name)
+            mode = file.lstat().st_mode
+            if not file.is_symlink() and mode & granted != granted:
+                with contextlib.suppress(PermissionError):  # another user's, or no permissions here
+                    file.chmod((mode | granted) & 0o7777)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

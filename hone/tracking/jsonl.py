@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError
+from hone.tracking.lock import require_lock
 from hone.tracking.metrics_file import MetricsFile
 
 
@@ -21,4 +22,5 @@ class JsonlTracker(Tracker):
         self.file = MetricsFile(run.folder / "metrics.jsonl")
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
+        require_lock(self.file.path.parent)
         self.file.append(metrics, step)

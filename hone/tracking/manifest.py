@@ -36,24 +36,57 @@ def checkpoint_of(folder: Path) -> Path | None:
 def damage(folder: Path, within: Path | None = None) -> str | None:
     """What is wrong with a checkpoint, or None; `within` looks at the files of one folder in it."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"it has no {MANIFEST}, which is written last: it is not whole"
     except (OSError, ValueError) as error:
         return f"its manifest cannot be read: {error}"
-    if not isinstance(manifest, dict):
+    except RecursionError:
+        return f"its manifest cannot be read: {MANIFEST} is nested too deeply"
+    if not _is_manifest(manifest):
         return f"its manifest cannot be read: {MANIFEST} is no table of files"
-    inside = (within or folder).resolve().relative_to(folder.resolve()).parts
-    for name, expected in manifest.items():
-        file = folder / name
-        if Path(name).parts[: len(inside)] != inside:
-            continue
-        if not file.is_file():
-            return f"{name} is missing"
-        size, time = file.stat().st_size, file.stat().st_mtime_ns
-        if size != expected[0] or _remembered(file, size, time) != expected[1]:
-            return f"{name} is not what was written"
+    inside = _parts_within(folder, within)
+    names = [name for name in manifest if Path(name).parts[: len(inside)] == inside]
+    if not names:
+        return f"its manifest names no file in {'/'.join(inside)}"
+    for name in names:
+        if (problem := _damage_of(folder / name, manifest[name])) is not None:
+            return f"{name} {problem}"
     return None
+
+
+def _parts_within(folder: Path, within: Path | None) -> tuple[str, ...]:
+    try:
+        return (within or folder).resolve().relative_to(folder.resolve()).parts
+    except ValueError:  # a link that leads out of the checkpoint: all of it is looked at
+        return ()
+
+
+def _is_manifest(value: object) -> bool:
+    """File names inside the folder, each with a size and a checksum."""
+    return (
+        isinstance(value, dict)
+        and len(value) > 0
+        and all(
+            isinstance(entry, list)
+            and len(entry) == 2
+            and all(isinstance(number, int) for number in entry)
+            and not Path(name).is_absolute()
+            and ".." not in Path(name).parts
+            for name, entry in value.items()
+        )
+    )
+
+
+def _damage_of(file: Path, expected: list[int]) -> str | None:
+    try:
+        if not file.is_file():
+            return "is missing"
+        size, time = file.stat().st_size, file.stat().st_mtime_ns
+        whole = size == expected[0] and _remembered(file, size, time) == expected[1]
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return f"cannot be read: {error}"
+    return None if whole else "is not what was written"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from typing import Any
 from hone.plugins import Table
 from hone.tracking.contract import RunInfo, Tracker, as_numbers
 from hone.tracking.run_folder import RunFolder
+from hone.tracking.storage import storage_failure
 
 log = logging.getLogger(__name__)
 
@@ -106,4 +107,8 @@ class Tracking:
                 raise
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
-                log.warning("tracker %r failed (%r); the run goes on", name, error, exc_info=True)
+                # A full disk has no line of code to show.
+                traceback = storage_failure(error) is None
+                log.warning(
+                    "tracker %r failed (%r); the run goes on", name, error, exc_info=traceback
+                )

@@ -6,6 +6,7 @@ Also where a mistake of the user becomes one sentence and exit code 2; anything 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ from hone.config.errors import nearest
 from hone.config.keys import walk_fields
 from hone.config.sources import Setting
 from hone.config.trees import TREES
+from hone.tracking.storage import storage_sentence
+from hone.trainer.interrupt import NAMES, StoppedAtOnce, exit_code, stopping_at_once
+from hone.trainer.launcher import die_with_launcher
 
 EXIT_CODE = 2
 _latest: list[Composed] = []
@@ -36,12 +40,15 @@ _MISTAKES = (
     "hone.controller.failures:WaitTimeout",
     "hone.engine.checkpoint:AnotherBase",
     "hone.engine.checkpoint:CheckpointMissing",
+    "hone.engine.saved_state:ForeignState",
     "hone.rollout.contract:RolloutError",
     "hone.rewards.failures:SetupError",
     "hone.rewards.failures:RewardError",
     "hone.rewards.pool:PoolError",
     "hone.sandbox.result:SandboxError",
     "hone.tracking.contract:TrackerError",
+    "hone.tracking.lock:FolderLocked",
+    "hone.tracking.lock:LockLost",
     "hone.trainer.ppo.checkpoint:CheckpointError",
     "hone.trainer.ppo.collect:NotEnoughSignal",
     "hone.trainer.ppo.memory:OutOfMemory",
@@ -120,8 +127,14 @@ def finish(program: Callable[[], int | None]) -> int:
     # One process saves its checkpoint as one process: nothing to warn of.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
     _latest.clear()
+    die_with_launcher()
     try:
-        return program() or 0
+        with stopping_at_once():
+            return program() or 0
+    except (KeyboardInterrupt, StoppedAtOnce) as stopped:
+        number = signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else signal.SIGTERM
+        sys.stderr.write(f"stopped at once by {NAMES[number]}\n")
+        return exit_code(number)
     except Exception as error:
         sentence = mistake_in_words(error)
         if sentence is None:
@@ -134,6 +147,8 @@ def mistake_in_words(error: BaseException) -> str | None:
     """The sentence of an error that the user can mend; None for any other."""
     if isinstance(error, _mistakes()):
         return _with_key(str(error), getattr(error, "path", None))
+    if (sentence := storage_sentence(error)) is not None:
+        return sentence
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
     if isinstance(error, FileNotFoundError):

@@ -7,8 +7,11 @@ whatever the number of ranks that wrote them. LoRA comes merged, or as the adapt
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from hone.config import ConfigError
 from hone.config.convert import build
@@ -16,16 +19,17 @@ from hone.config.engine import FSDPConfig
 from hone.config.model import ModelConfig
 from hone.engine.build import build_engine, export_hf
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.saved_state import TABLE, read_table
 from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import EXPORT_FOLDER, load_causal_lm
 from hone.models.lora import ADAPTER_FOLDER
 from hone.models.policy import PolicyModel
 from hone.models.writing import whole_folder
 from hone.tracking import RunFolder
+from hone.tracking.console import screen
 from hone.tracking.manifest import checkpoint_of, damage
 from hone.trainer.ppo.checkpoint import newest_sound
 
-SHARDS = ".metadata"
 _VALUE_HEAD = "model.value_head."
 _TOKENS = 8192
 
@@ -34,8 +38,18 @@ class ExportError(ValueError):
     """A checkpoint that cannot be exported as asked."""
 
 
-def export(checkpoint: str | Path, out: str | Path, *, adapter_only: bool = False) -> Path:
-    """Write the model of a checkpoint to `out`, an empty or new folder."""
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    adapter_only: bool = False,
+    external_lib: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write the model of a checkpoint to `out`, an empty or new folder.
+
+    Code comes from the arguments alone: what the run's config.yaml names is not imported.
+    """
     source, target = find_model_folder(Path(checkpoint).expanduser()), Path(out).expanduser()
     if target.exists() and any(target.iterdir()):
         raise ExportError(f"{target} is not empty; name a new folder")
@@ -43,9 +57,9 @@ def export(checkpoint: str | Path, out: str | Path, *, adapter_only: bool = Fals
     with whole_folder(target) as temporary:
         if (source / wanted).is_dir():
             shutil.copytree(source / wanted, temporary, dirs_exist_ok=True)
-        elif (source / SHARDS).is_file():
+        elif (source / TABLE).is_file():
             gathered = temporary / "gathered"
-            _gather(source, gathered)
+            _gather(source, gathered, external_lib, trust_remote_code)
             _take(gathered, wanted, temporary, source)
         else:
             raise ExportError(_nothing_to_export(source, wanted))
@@ -108,16 +122,14 @@ def _is_critic(folder: Path) -> bool:
 
 def _saved_tensors(folder: Path) -> dict[str, Any]:
     """What the shards hold: dotted name to torch's description."""
-    if not (folder / SHARDS).is_file():
+    if not (folder / TABLE).is_file():
         return {}
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return read_table(folder).state_dict_metadata
 
 
-def _gather(source: Path, out: Path) -> None:
+def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code: bool) -> None:
     """Load the shards into the run's model in this process, and export it."""
-    model = _model_config(source)
+    model = _with_code(_model_config(source), external_lib, trust_remote_code)
     tokenizer = build_tokenizer(model)
     lm: Any = load_causal_lm(
         model.path,
@@ -143,6 +155,23 @@ def _gather(source: Path, out: Path) -> None:
     export_hf(engine, policy.lm, tokenizer, out, rank=0)
 
 
+def _with_code(
+    model: ModelConfig, external_lib: str | None, trust_remote_code: bool
+) -> ModelConfig:
+    """The model with the code that the command line names in place of what the run's config names."""
+    flags = []
+    if model.external_lib and not external_lib:
+        named = model.external_lib
+        flags.append(f"--external-lib {named if isinstance(named, str) else ','.join(named)}")
+    if model.trust_remote_code and not trust_remote_code:
+        flags.append("--trust-remote-code")
+    if flags:
+        screen().line(
+            f"the run used code that an export does not load by itself; if you trust it: {' '.join(flags)}"
+        )
+    return replace(model, external_lib=external_lib, trust_remote_code=trust_remote_code)
+
+
 def _dtype(source: Path) -> Any:
     """The dtype in which the weights were saved."""
     for name, saved in _saved_tensors(source).items():
@@ -154,13 +183,14 @@ def _dtype(source: Path) -> Any:
 def _model_config(source: Path) -> ModelConfig:
     """The model block of the run the checkpoint belongs to."""
     for folder in source.parents[:3]:
-        config = RunFolder(folder).read_config()
-        block = config.get("model") or config.get("actor_rollout_ref", {}).get("model")
-        if block:
-            try:
+        try:
+            config = RunFolder(folder).read_config()
+            block = config.get("model") or config.get("actor_rollout_ref", {}).get("model")
+            if block:
                 return build(ModelConfig, block, {})
-            except ConfigError as error:
-                raise ExportError(f"{folder}/config.yaml: {error}") from error
+        except (ConfigError, RecursionError, ValueError, AttributeError, YAMLError) as error:
+            said = " ".join(str(error).split())
+            raise ExportError(f"{folder}/config.yaml is not the config of a run: {said}") from error
     raise ExportError(
         f"{source} has only sharded weights, and no config.yaml of its run lies above it to say "
         "which model they belong to; keep the checkpoint in its run folder"

@@ -51,12 +51,12 @@ class Parts:
         """Row number to its new columns, from the files of all ranks."""
         found: dict[int, Row] = {}
         for file in sorted(self.folder.glob("rank_*.jsonl")):
-            for line in file.read_text(encoding="utf-8").splitlines():
+            for line in file.read_bytes().split(b"\n"):
                 try:
                     entry = json.loads(line)
-                except ValueError:  # what a killed writer left of its last line
-                    continue
-                found[entry["row"]] = entry["columns"]
+                    found[entry["row"]] = entry["columns"]
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    continue  # what a killed writer left of its last line
         return found
 
     def append(self, row: int, columns: Row) -> None:
@@ -105,7 +105,7 @@ class Output:
                 write_parquet(rows, temporary)
             else:
                 lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-                atomic_write_text(temporary, "".join(lines))
+                temporary.write_bytes("".join(lines).encode("utf-8", "backslashreplace"))
             atomic_write_text(self.record, json.dumps(self._facts(temporary)) + "\n")
 
     def _facts(self, file: Path) -> dict[str, str]:

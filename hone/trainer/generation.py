@@ -40,7 +40,8 @@ from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOu
 from hone.tracking import progress
 from hone.tracking.console import Bar, screen
 from hone.trainer.generated import GenerationError, Output, Parts, files_of
-from hone.trainer.ranks import Ranks
+from hone.trainer.interrupt import GracefulStop
+from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.workers.device import pick_device, pick_dtype
 
 
@@ -95,9 +96,11 @@ class Generation:
         self.ranks.wait_for_all()  # all have read before anyone writes: they share out one list
         todo = [i for i in range(self.count) if i not in done]
         mine = todo[self.ranks.rank :: self.ranks.world_size]
-        if mine:
-            self._generate(mine)
-        self.ranks.wait_for_all()
+        with GracefulStop("stopping when the started responses have ended; all are kept") as stop:
+            if mine:
+                self._generate(mine, stop)
+            stop.agree(sum_over_ranks)  # every rank is here
+            stop.raise_if_requested(len(done))
         if self.ranks.is_first:
             self._write()
         self._say(f"wrote {self.output}")
@@ -107,14 +110,14 @@ class Generation:
         if self.ranks.is_first:
             screen().line(text)
 
-    def _generate(self, rows: list[int]) -> None:
+    def _generate(self, rows: list[int], stop: GracefulStop) -> None:
         prompts = self._prompts(rows)
         engine = self._build_engine(prompts)
         alone = self.ranks.world_size == 1
         with self._bar(self.count if alone else len(rows)) as bar:
             bar.update(self.count - len(rows) if alone else 0)
             try:
-                engine.play(self._generate_all(engine, prompts, _Meter(bar)))
+                engine.play(self._generate_all(engine, prompts, _Meter(bar), stop))
             finally:
                 engine.close()
 
@@ -197,7 +200,11 @@ class Generation:
         return build_rollout(rollout, policy, self.tokenizer, ends, device)
 
     async def _generate_all(
-        self, engine: RolloutEngine, prompts: Sequence[tuple[int, list[int]]], meter: _Meter
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[tuple[int, list[int]]],
+        meter: _Meter,
+        stop: GracefulStop,
     ) -> None:
         """`data.batch_size` prompts in flight; a row is written when its last sample ends."""
         slots = asyncio.Semaphore(self.config.data.batch_size)
@@ -205,6 +212,8 @@ class Generation:
         async def one(number: int, ids: list[int]) -> None:
             requests = enumerate(self._samplings(number, len(ids)))
             async with slots:
+                if stop.requested:
+                    return
                 try:
                     outputs = await asyncio.gather(
                         *(

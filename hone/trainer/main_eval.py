@@ -88,8 +88,8 @@ def run(config: EvaluationConfig, title: str = "scores") -> Evaluation:
 
 def run_benchmarks(chosen: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Evaluation]:
     """Generate (over several processes where asked) and score each benchmark; files go to `--out`."""
-    from hone.trainer.benchmarks import RAW, benchmark_file, split_overrides
-    from hone.trainer.main_generation import main as generate
+    from hone.tracking.lock import lock_folder
+    from hone.trainer.benchmarks import split_overrides
     from hone.trainer.ranks import Ranks
 
     for name in ("model", "bench", "data"):
@@ -100,7 +100,16 @@ def run_benchmarks(chosen: argparse.Namespace, overrides: Sequence[str]) -> dict
             "hone eval --bench is one process that starts the others itself: run it without torchrun, "
             "with trainer.n_gpus_per_node=N"
         )
-    generating, scoring = split_overrides(overrides)
+    with lock_folder(chosen.out):
+        return _run_benchmarks(chosen, *split_overrides(overrides))
+
+
+def _run_benchmarks(
+    chosen: argparse.Namespace, generating: Sequence[str], scoring: Sequence[str]
+) -> dict[str, Evaluation]:
+    from hone.trainer.benchmarks import RAW, benchmark_file
+    from hone.trainer.main_generation import main as generate
+
     out = Path(chosen.out).expanduser()
     results = {}
     for bench in chosen.bench:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
+from hone.tracking.lock import lock_target
 from hone.trainer.command_line import announce, composed_of, finish
 from hone.trainer.given import require_given
-from hone.trainer.ranks import Ranks, launch, must_launch
+from hone.trainer.launcher import launch
+from hone.trainer.ranks import Ranks, must_launch
 
 _MODULE = "hone.trainer.main_generation"
 MUST_BE_GIVEN = {
@@ -40,14 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: GenerationConfig) -> Path:
     """Generate as configured, as this rank; the file that was written."""
-    from hone.trainer.generation import Generation
-
     ranks = Ranks.here()
-    ranks.join()
-    try:
-        return Generation(config, ranks).run()
-    finally:
-        ranks.leave()
+    with lock_target(config.data.output_path) if ranks.is_first else nullcontext():
+        from hone.trainer.generation import Generation
+
+        ranks.join()
+        try:
+            return Generation(config, ranks).run()
+        finally:
+            ranks.leave()
 
 
 if __name__ == "__main__":

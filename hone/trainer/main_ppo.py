@@ -33,17 +33,22 @@ def train(arguments: Sequence[str]) -> None:
 
 def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> None:
     """Train as configured, in this process or on Ray; `origins` say where values came from."""
-    from hone.models.from_config import build_tokenizer
-    from hone.trainer.ppo.trainer import PPOTrainer
+    from hone.tracking.lock import lock_folder
 
-    model = config.actor_rollout_ref.model
-    tokenizer = build_tokenizer(replace(model, trust_remote_code=config.data.trust_remote_code))
-    trainer = PPOTrainer(config, tokenizer)
-    trainer.init_workers()
-    try:
-        trainer.fit(origins)
-    finally:
-        trainer.shutdown()
+    with lock_folder(
+        config.trainer.default_local_dir
+    ):  # before the imports and models take minutes
+        from hone.models.from_config import build_tokenizer
+        from hone.trainer.ppo.trainer import PPOTrainer
+
+        model = config.actor_rollout_ref.model
+        tokenizer = build_tokenizer(replace(model, trust_remote_code=config.data.trust_remote_code))
+        trainer = PPOTrainer(config, tokenizer)
+        try:
+            trainer.init_workers()
+            trainer.fit(origins)
+        finally:
+            trainer.shutdown()
 
 
 if __name__ == "__main__":

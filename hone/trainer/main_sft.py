@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from hone.config.errors import ConfigError
 from hone.config.sft import SFTConfig
+from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import announce, composed_of, finish
-from hone.trainer.ranks import Ranks, launch, must_launch
+from hone.trainer.launcher import launch
+from hone.trainer.ranks import Ranks, must_launch
 
 _MODULE = "hone.trainer.main_sft"
 
@@ -35,18 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
     """Train as configured, as this rank."""
-    from hone.trainer.sft.run import SFTRun
-
     ranks = Ranks.here()
     if config.data.train_batch_size % ranks.world_size:
         raise ConfigError(
             f"data.train_batch_size={config.data.train_batch_size} is not divisible by "
             f"{ranks.world_size} ranks"
         )
-    try:
-        SFTRun(config, ranks, origins).fit()
-    finally:
-        ranks.leave()
+    # The first rank holds the folder for all: they live and die together.
+    with lock_folder(config.trainer.default_local_dir) if ranks.is_first else nullcontext():
+        from hone.trainer.sft.run import SFTRun
+
+        try:
+            SFTRun(config, ranks, origins).fit()
+        finally:
+            ranks.leave()
 
 
 if __name__ == "__main__":

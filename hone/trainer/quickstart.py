@@ -20,6 +20,7 @@ from hone.config import load_config
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.tracking import atomic_write_text, progress, read_metrics
 from hone.tracking.console import screen
+from hone.tracking.lock import lock_target
 
 SOURCE = "arithmetic"
 ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
@@ -197,15 +198,16 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
     files, model = {name: folder / file for name, file in DATA.items()}, folder / BASE
     config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
     Plan.of(config)  # an estimator by a wrong name is told here too
-    make_room(folder)
-    started = time.perf_counter()
-    write_data(files, seed)
-    build_base_policy(model, seed)
-    warmed = time.perf_counter()
-    train(config)
-    finished = time.perf_counter()
-    run = Path(config.trainer.default_local_dir)
-    summarise(folder, run, config, warm_up_s=warmed - started, train_s=finished - warmed)
+    with lock_target(folder):
+        make_room(folder)
+        started = time.perf_counter()
+        write_data(files, seed)
+        build_base_policy(model, seed)
+        warmed = time.perf_counter()
+        train(config)
+        finished = time.perf_counter()
+        run = Path(config.trainer.default_local_dir)
+        summarise(folder, run, config, warm_up_s=warmed - started, train_s=finished - warmed)
 
 
 def make_room(folder: Path) -> None:

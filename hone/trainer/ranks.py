@@ -1,13 +1,12 @@
 """Several processes of one program: each runs the same loop on its share of the rows.
 
-torchrun (or anything that sets RANK and WORLD_SIZE) starts them; `launch` does it where the user only
+torchrun (or anything that sets RANK and WORLD_SIZE) starts them; launcher.py does it where the user only
 asked for `trainer.n_gpus_per_node`. Leaves out sharding the model: that is the engine's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -99,16 +98,3 @@ def must_launch(wanted: int, nnodes: int, program: str) -> bool:
             f"-m {program} …"
         )
     return True
-
-
-def launch(count: int, module: str, arguments: Sequence[str]) -> None:
-    """Run `python -m module arguments` as `count` ranks of this machine, until all end."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    try:
-        torchrun(["--standalone", f"--nproc_per_node={count}", "-m", module, *arguments])
-    except ChildFailedError as error:
-        failed = min(error.failures)
-        code = error.failures[failed].exitcode
-        raise LaunchError(f"rank {failed} ended with code {code}; its message is above") from None

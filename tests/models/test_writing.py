@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,32 @@ def test_a_folder_is_there_when_all_is_written(tmp_path: Path) -> None:
         assert not list((tmp_path / "out").iterdir())
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["file"]
+
+
+def test_saved_models_are_readable_as_the_umask_says(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    before = os.umask(0o022)
+    try:
+        save_pretrained(tiny_lm(len(tokenizer)), tokenizer, tmp_path / "plain")
+        with whole_folder(tmp_path / "whole") as temporary:
+            (temporary / "model.safetensors").touch(mode=0o600)
+    finally:
+        os.umask(before)
+    files = [*(tmp_path / "plain").iterdir(), *(tmp_path / "whole").iterdir()]
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o644"}
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, hone.models.writing as w\n"
+        "with w.whole_folder(pathlib.Path(sys.argv[1])): pass"
+    )
+    with whole_folder(tmp_path / "out"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True
+        )
+    assert done.returncode != 0
+    assert "FolderLocked" in done.stderr
 
 
 def test_an_error_on_the_way_leaves_nothing(tmp_path: Path) -> None:

@@ -493,6 +493,40 @@ class TestDisk:
         with pytest.raises(ValueError, match="holds a list, not a DataProto"):
             DataProto.load_from_disk(tmp_path / "x")
 
+    def test_a_file_that_names_code_is_refused_and_runs_nothing(self, tmp_path: Path) -> None:
+        import os
+        import pickle
+
+        class Command:
+            def __reduce__(self) -> Any:
+                return os.system, (f"touch {tmp_path / 'ran'}",)
+
+        data = rows(2)
+        data.meta_info["x"] = Command()
+        (tmp_path / "batch").write_bytes(pickle.dumps(data))
+        with pytest.raises(ValueError, match=r"holds a posix\.system"):
+            DataProto.load_from_disk(tmp_path / "batch")
+        with pytest.raises(ValueError, match=r"holds a posix\.system"):
+            data.save_to_disk(tmp_path / "again")  # told when it is written, not when it is needed
+        assert [file.name for file in tmp_path.iterdir()] == ["batch"]
+
+    def test_plain_values_arrays_and_tensors_come_back(self, tmp_path: Path) -> None:
+        data = rows(2)
+        data.meta_info |= {
+            "tensor": torch.arange(3),
+            "array": np.arange(3.0),
+            "scalar": np.float32(2.5),
+            "set": {1, 2},
+            "complex": 1 + 2j,
+            "nested": {"a": [None, True, b"x", ("t",)]},
+        }
+        data.save_to_disk(tmp_path / "batch")
+        again = DataProto.load_from_disk(tmp_path / "batch").meta_info
+        assert torch.equal(again.pop("tensor"), torch.arange(3))
+        assert (again.pop("array") == np.arange(3.0)).all()
+        del data.meta_info["tensor"], data.meta_info["array"]
+        assert again == data.meta_info
+
     def test_to_moves_in_place(self) -> None:
         data = rows(2)
         assert data.to("meta") is data

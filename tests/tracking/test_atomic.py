@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import atomic_path, atomic_write_bytes, atomic_write_text
-from hone.tracking.atomic import remove_leftovers
+from hone.tracking.atomic import grant_by_umask, make_folder, remove_leftovers, rename_folder
 
 
 def test_text_and_bytes_arrive_whole_and_leave_nothing_else(tmp_path: Path) -> None:
@@ -56,6 +56,66 @@ def test_content_reaches_the_disk_before_the_rename(
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), real_replace(a, b))[1])
     atomic_write_text(tmp_path / "a.txt", "x")
     assert order == ["sync", "rename", "sync"]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Every sync and rename from here on, with the file's name."""
+    calls: list[tuple[str, str]] = []
+    real_sync, real_rename = os.fsync, os.rename
+
+    def sync(handle: int) -> None:
+        calls.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        real_sync(handle)
+
+    def rename(source: str, target: str) -> None:
+        calls.append(("rename", str(target)))
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    return calls
+
+
+def test_a_folder_is_on_the_disk_with_all_it_holds_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / ".new.tmp", tmp_path / "new"
+    (source / "a" / "b").mkdir(parents=True)
+    for name in ("top", "a/middle", "a/b/deep"):
+        (source / name).write_text("x")
+    (source / "link").symlink_to("/nowhere")
+    calls = recorded(monkeypatch)
+    rename_folder(source, target)
+    before = [
+        name for kind, name in calls[: calls.index(("rename", str(target)))] if kind == "sync"
+    ]
+    for name in ("top", "a/middle", "a/b/deep", "a/b", "a", ""):
+        assert str(source / name) in before
+    assert before.index(str(source / "a/b/deep")) < before.index(str(source / "a/b"))
+    assert calls[-1] == ("sync", str(tmp_path))
+
+
+def test_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded(monkeypatch)
+    assert make_folder(tmp_path / "a" / "b") == [tmp_path / "a" / "b", tmp_path / "a"]
+    assert calls == [("sync", str(tmp_path)), ("sync", str(tmp_path / "a"))]
+    assert make_folder(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_are_readable_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    private, script = tmp_path / "weights", tmp_path / "script"
+    for file, given in ((private, 0o600), (script, 0o755)):
+        file.touch()
+        file.chmod(given)
+    before = os.umask(umask)
+    try:
+        grant_by_umask(tmp_path)
+    finally:
+        os.umask(before)
+    assert private.stat().st_mode & 0o777 == mode
+    assert script.stat().st_mode & 0o777 == 0o755
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["script", "weights"]
 
 
 def test_leftovers_of_a_killed_writer_are_removed_and_nothing_else(tmp_path: Path) -> None:

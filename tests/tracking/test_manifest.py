@@ -51,13 +51,39 @@ def test_only_the_part_asked_for_is_looked_at(step: Path) -> None:
     assert damage(step, step / "actor") == "actor/shard is missing"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", None])
-def test_without_a_readable_manifest_nothing_is_sound(step: Path, text: str | None) -> None:
-    if text is None:
+NO_MANIFESTS: dict[str, bytes | None] = {
+    "absent": None,
+    "empty": b"",
+    "torn": b"{",
+    "list": b"[]",
+    "no file": b"{}",
+    "number": b"5",
+    "binary": b"\x80\x04\xff\x00",
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "size alone": b'{"actor/shard": 5}',
+    "text for a size": b'{"actor/shard": ["5", 1]}',
+    "three numbers": b'{"actor/shard": [5, 1, 1]}',
+    "null": b'{"actor/shard": null}',
+    "elsewhere": b'{"../../etc/hostname": [1, 1]}',
+    "absolute": b'{"/etc/hostname": [1, 1]}',
+    "another folder's": b'{"critic/shard": [5, 1]}',
+}
+
+
+@pytest.mark.parametrize("kind", NO_MANIFESTS)
+def test_without_a_readable_manifest_nothing_is_sound(step: Path, kind: str) -> None:
+    content = NO_MANIFESTS[kind]
+    if content is None:
         (step / MANIFEST).unlink()
     else:
-        (step / MANIFEST).write_text(text)
-    assert "manifest" in str(damage(step))
+        (step / MANIFEST).write_bytes(content)
+    assert damage(step) is not None
+    assert "manifest" in str(damage(step, step / "actor" / "huggingface"))
+
+
+def test_a_file_name_that_cannot_be_is_damage(step: Path) -> None:
+    (step / MANIFEST).write_text('{"a\\u0000b": [1, 1]}')
+    assert "cannot be read" in str(damage(step)) or "is missing" in str(damage(step))
 
 
 def test_the_checkpoint_is_found_from_what_lies_in_it(

@@ -143,6 +143,7 @@ def test_a_critic_is_refused_by_what_it_holds(tmp_path: Path) -> None:
 def test_the_actor_is_found_from_the_step_and_the_run(tmp_path: Path) -> None:
     actor = tmp_path / "run" / "global_step_3" / "actor"
     actor.mkdir(parents=True)
+    (actor / "state").touch()
     with pytest.raises(ExportError, match="damaged"):  # without a manifest it is no checkpoint
         find_model_folder(tmp_path / "run")
     seal(actor.parent)
@@ -189,6 +190,7 @@ def test_a_folder_that_never_was_a_checkpoint_is_said_to_be_none(
 def test_a_checkpoint_saved_without_weights_says_so(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
     step.mkdir(parents=True)
+    (step / "trainer_state.json").write_text("{}")
     seal(step)
     with pytest.raises(ExportError, match=r"saved without them \(checkpoint\.save_contents\)"):
         export(step, tmp_path / "out")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,12 @@ from hone.config import ConfigError, load_config
 from hone.data.rows import BadRows, DataError, read_rows
 from hone.rollout.contract import RolloutError
 from hone.tracking.console import screen
+from hone.tracking.lock import lock_target
 from hone.tracking.manifest import seal
 from hone.trainer import main_generation
 from hone.trainer.generated import GenerationError, Parts
 from hone.trainer.generation import Generation
+from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks
 
 from .around_fixtures import prompts, tiny_model, write_jsonl
@@ -264,6 +267,37 @@ def test_two_started_ranks_write_the_same_file(settings: list[str]) -> None:
     assert output.read_bytes() == whole
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_has_started_and_the_next_run_finishes(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    whole = taken_away(generation(settings).run())
+    made = generation(settings)
+    append = made.parts.append
+
+    def signalled(row: int, columns: Any) -> None:
+        append(row, columns)
+        os.kill(os.getpid(), number)
+        monkeypatch.setattr(made.parts, "append", append)
+
+    monkeypatch.setattr(made.parts, "append", signalled)
+    with pytest.raises(SystemExit) as caught:
+        made.run()
+    assert caught.value.code == code
+    assert 0 < len(made.parts.finished()) < COUNT
+    assert generation(settings).run().read_bytes() == whole
+
+
+def test_two_processes_do_not_write_one_output(settings: list[str]) -> None:
+    output = Path(settings[-1].partition("=")[2])
+    with lock_target(output):
+        command = [sys.executable, "-m", "hone.trainer.main_generation", *settings]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert f"FolderLocked: {output} is in use by" in done.stderr
+    assert not output.exists()
+
+
 def test_log_probs_are_kept_when_asked_for(settings: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     generation([*settings, "rollout.calculate_log_probs=true", f"data.output_path={out}"]).run()
@@ -361,7 +395,7 @@ def test_what_an_engine_refuses_names_the_row(
     made = generation(settings)
     meter: Any = None
     with pytest.raises(RolloutError, match=r"rows\.jsonl, row 2: request 0/0 is refused"):
-        asyncio.run(made._generate_all(cast(Any, Refusing()), [(2, [1])], meter))
+        asyncio.run(made._generate_all(cast(Any, Refusing()), [(2, [1])], meter, GracefulStop()))
 
 
 def test_a_missing_file_names_the_key_it_came_from(settings: list[str], tmp_path: Path) -> None:

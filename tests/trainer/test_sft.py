@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from hone.models.load import load_causal_lm, load_tokenizer
 from hone.tracking import read_metrics
 from hone.tracking.console import Bar
 from hone.trainer import main_sft
-from hone.trainer.ppo.interrupt import Interrupted
+from hone.trainer.interrupt import Interrupted
 from hone.trainer.ranks import LaunchError, Ranks, must_launch
 from hone.trainer.sft.run import SFTRun
 from hone.trainer.sft.trainer import collate
@@ -234,7 +235,7 @@ def test_skipped_rows_are_told_and_only_the_first_rank_tells_or_shows_progress(
 def test_an_interrupt_saves_and_ends_with_its_code(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.trainer.ppo.interrupt import GracefulStop
+    from hone.trainer.interrupt import GracefulStop
 
     run = SFTRun(sft_config(settings, tmp_path / "run"), Ranks())
     monkeypatch.setattr(GracefulStop, "__enter__", lambda self: _requested(self))
@@ -244,7 +245,7 @@ def test_an_interrupt_saves_and_ends_with_its_code(
 
 
 def _requested(stop: Any) -> Any:
-    stop.requested = True
+    stop.number = signal.SIGINT
     return stop
 
 

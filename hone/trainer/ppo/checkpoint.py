@@ -1,14 +1,16 @@
 """Checkpoints of a run: written under a temporary name, sealed with a manifest, renamed.
 
 A folder without a matching manifest is not a checkpoint: it is skipped with a warning and the one
-before it is used.
+before it is used. Where none is sound the run stops: starting anew is the user's decision.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hone.tracking import RunFolder, atomic_write_text
+from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
+from hone.tracking.lock import require_lock
 from hone.tracking.manifest import MANIFEST, damage, seal
+from hone.tracking.storage import reason, remedy, storage_failure
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +36,40 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def writing(run: RunFolder, step: int) -> Iterator[Path]:
-    """A folder to fill; on success it becomes `global_step_N` and the latest."""
+    """A folder to fill; on success it becomes `global_step_N` and the latest.
+
+    All of it, and the metrics up to it, are on the disk before it gets that name.
+    """
     final, temporary = run.checkpoint(step), unfinished(run, step)
+    require_lock(run.path)
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    make_folder(run.path)
     try:
+        temporary.mkdir()
         yield temporary
         seal(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
+        if run.metrics_file.exists():
+            sync(run.metrics_file)
+        require_lock(run.path)
+        _remove(final)
+        rename_folder(temporary, final)
     except BaseException as error:  # torch's own checkpoint errors are no Exception
         shutil.rmtree(temporary, ignore_errors=True)
-        if not _is_disk_full(error):
+        number = storage_failure(error)
+        if number is None:
             raise
-        raise CheckpointError(_disk_full(run, step)) from error
+        raise CheckpointError(_not_saved(run, step, number)) from error
     atomic_write_text(run.latest_file, str(step))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint of this run, or the link to one elsewhere; a kill midway leaves nothing that
+    looks whole."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def unfinished(run: RunFolder, step: int) -> Path:
@@ -60,8 +83,8 @@ def begin(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | Non
 
     What was logged after that step is forgotten: no step stands there twice.
     """
-    remove_unfinished(run)
     found = chosen(run, mode, path)
+    remove_unfinished(run)
     set_aside_after(run, 0 if found is None else found[0])
     run.cut_back(-1 if found is None else found[0])
     return found
@@ -71,7 +94,18 @@ def chosen(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | No
     """Step and folder that `trainer.resume_mode` and `resume_from_path` lead to; None starts anew."""
     if mode == "disable":
         return None
-    return newest_sound(run) if mode == "auto" else at_path(path)
+    if mode != "auto":
+        return at_path(path)
+    found = newest_sound(run)
+    if found is None and (folders := run.checkpoints()):
+        raise CheckpointError(
+            f"{run.path} has {len(folders)} checkpoints, and none can be resumed "
+            f"({folders[-1][1].name}: {damage(folders[-1][1])}); nothing was changed. Restore one from a "
+            "copy, set another trainer.default_local_dir, or start anew here with "
+            "trainer.resume_mode=disable, which keeps them as global_step_N.earlier and erases the "
+            "metrics and rollouts"
+        )
+    return found
 
 
 def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
@@ -108,7 +142,7 @@ def set_aside_after(run: RunFolder, step: int) -> None:
     for number, folder in run.checkpoints():
         if number > step:
             aside = folder.with_name(f"{folder.name}.earlier")
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             folder.rename(aside)
             log.warning("%s is not what this run continues from; kept as %s", folder, aside.name)
 
@@ -126,31 +160,44 @@ def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
 def at_path(path: str | None) -> tuple[int, Path]:
     """The checkpoint the user named; it must be sound."""
     folder = Path(path or "").expanduser()
-    if not path or not folder.name.startswith("global_step_"):
+    number = re.fullmatch(r"global_step_(\d+)", folder.name)
+    if number is None:
         raise CheckpointError(
             f"trainer.resume_from_path={path} must name a folder global_step_N (resume_mode=resume_path)"
         )
+    if not folder.is_dir():
+        raise CheckpointError(f"trainer.resume_from_path={path} does not exist")
     if (problem := damage(folder)) is not None:
         raise CheckpointError(f"{folder} cannot be resumed: {problem}")
-    return int(folder.name.removeprefix("global_step_")), folder
+    return int(number[1]), folder
 
 
 def prune(run: RunFolder, keep: int | None) -> None:
-    """Delete the oldest checkpoints beyond `keep`, also those of earlier processes."""
+    """Delete the oldest checkpoints beyond `keep`, also those of earlier processes.
+
+    A link to a checkpoint elsewhere is left alone, and so is what it leads to.
+    """
     if keep is None or keep < 1:
         return
-    for _, folder in run.checkpoints()[:-keep]:
-        # Without its manifest it is no checkpoint: a kill midway leaves nothing that looks whole.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    own = [folder for _, folder in run.checkpoints() if not folder.is_symlink()]
+    for folder in own[:-keep]:
+        _remove(folder)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps(state, default=_plain))
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE).read_text())
+def read_state(folder: Path, *keys: str) -> dict[str, Any]:
+    """What `write_state` wrote; it has these keys."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if isinstance(state, dict) and state.keys() >= set(keys):
+            return state
+    raise CheckpointError(
+        f"{folder / STATE} is not the state of a run (it needs {', '.join(keys) or 'a table'}); set "
+        "trainer.resume_from_path to another checkpoint"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -163,25 +210,16 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Also where torch or safetensors wrapped it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        ranks = getattr(error, "failures", None)  # torch.distributed.checkpoint: one a rank
-        if isinstance(ranks, dict) and any(_is_disk_full(found[0]) for found in ranks.values()):
-            return True
-        if "No space left on device" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _disk_full(run: RunFolder, step: int) -> str:
+def _not_saved(run: RunFolder, step: int, number: int) -> str:
     kept = run.checkpoints()
     left = f"{kept[-1][1].name} is untouched" if kept else "there is no earlier checkpoint"
+    advice = remedy(number).capitalize()
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        advice += (
+            ", set trainer.max_actor_ckpt_to_keep (or leave hf_model out of "
+            "actor_rollout_ref.actor.checkpoint.save_contents),"
+        )
     return (
-        f"the disk is full: step {step} could not be saved in {run.path}; {left}. Free space, set "
-        "trainer.max_actor_ckpt_to_keep (or leave hf_model out of "
-        "actor_rollout_ref.actor.checkpoint.save_contents), and start the same command again: it resumes"
+        f"{reason(number)}: step {step} could not be saved in {run.path}; {left}. {advice} and start "
+        "the same command again: it resumes"
     )

@@ -72,15 +72,15 @@ def start_workers(
     roles: Mapping[Role, type],
     pools: ResourcePoolManager,
     group_cls: type[WorkerGroup],
-) -> tuple[dict[Role, WorkerGroup], ExitStack]:
-    """One group a role; roles of one pool share its processes. Closing the stack stops them all."""
+    running: ExitStack,
+) -> dict[Role, WorkerGroup]:
+    """One group per role; roles of one pool share its processes. Closing `running` stops them all."""
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, cls in roles.items():
         arguments: dict[str, Any] = {"config": config}
         if role in (Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
             arguments["role"] = str(role)
         by_pool.setdefault(pools.mapping[role], {})[str(role)] = ClassWithInitArgs(cls, **arguments)
-    running = ExitStack()
     if group_cls is not LocalWorkerGroup:
         from hone.controller.ray import start_ray, stop_ray
 
@@ -97,7 +97,7 @@ def start_workers(
         running.callback(shared.shutdown)
         for name, group in shared.spawn(prefix_set=members).items():
             groups[Role.from_string(name)] = group
-    return groups, running
+    return groups
 
 
 def _uses_gpu(config: PPOTrainerConfig) -> bool:

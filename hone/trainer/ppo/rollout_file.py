@@ -65,7 +65,6 @@ def write_rollouts(path: Path, batch: DataProto, tokenizer: Any, *, step: int) -
     columns = rollout_columns(batch, tokenizer, step=step)
     arrays = {name: pa.array(values, type=_arrow_type(name)) for name, values in columns.items()}
     table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: str(SCHEMA_VERSION)})
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         pq.write_table(table, temporary)
 

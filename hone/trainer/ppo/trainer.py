@@ -6,7 +6,7 @@ Leaves out: how rows are packed (engine), what a role computes (workers), the fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from hone.data.create import create_rl_dataset, create_train_loader, create_val_
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
 from hone.tracking import RunFolder, Timers, Tracking, progress
+from hone.tracking.lock import lock_folder
+from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics
 from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.collect import collect
-from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
@@ -83,6 +84,7 @@ class PPOTrainer:
         self.timers = Timers()
         self.skipped_updates = metrics.SkippedUpdates()
         self.tracking: Tracking | None = None
+        self._running = ExitStack()
         self.global_step = 0
 
     # -- setting up ---------------------------------------------------------------------------
@@ -90,8 +92,8 @@ class PPOTrainer:
     def init_workers(self) -> None:
         """Start every role and load its model."""
         with progress("load models", len(self.roles)) as bar:
-            groups, self._running = start_workers(
-                self.config, self.roles, self.pools, self.group_cls
+            groups = start_workers(
+                self.config, self.roles, self.pools, self.group_cls, self._running
             )
             for role, group in groups.items():
                 group.init_model()
@@ -117,8 +119,12 @@ class PPOTrainer:
 
         `origins` say where the values of the config came from; they are kept beside it.
         """
+        with lock_folder(self.run.path):
+            self.resume()
+            self._go_on(origins)
+
+    def _go_on(self, origins: Mapping[str, str] | None) -> None:
         trainer = self.config.trainer
-        self.resume()
         takes_steps = self.global_step < self.total_steps and not trainer.val_only
         if self.global_step > 0 and not (takes_steps or trainer.val_only):
             return
@@ -376,7 +382,7 @@ class PPOTrainer:
         self.actor.load_checkpoint(str(folder / "actor"))
         if self.critic is not None:
             self.critic.load_checkpoint(str(folder / "critic"))
-        state = checkpoint.read_state(folder)
+        state = checkpoint.read_state(folder, "loader", "kl_controller")
         self.loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.global_step = step

@@ -25,8 +25,9 @@ from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import screen
+from hone.tracking.lock import lock_folder
+from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
-from hone.trainer.ppo.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.order import batches_in
 from hone.trainer.sft.trainer import SFTTrainer
@@ -134,7 +135,11 @@ class SFTRun:
 
     def fit(self) -> None:
         """Train to the last step; resumes where an earlier process stopped."""
-        self.resume()
+        with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
+            self.resume()
+            self._go_on()
+
+    def _go_on(self) -> None:
         if self.trainer.step_number >= self.total_steps:
             return
         with GracefulStop() as stop, self._tracking() as tracking:
@@ -143,11 +148,9 @@ class SFTRun:
                 step = self.trainer.step_number
                 if tracking is not None:
                     tracking.log(measured, step)
-                (stopping,) = sum_over_ranks(float(stop.requested))
-                self.save_if_due(now=stopping > 0)
-                if stopping:
-                    stop.requested = True
-                    stop.raise_if_requested(step)
+                stop.agree(sum_over_ranks)
+                self.save_if_due(now=stop.requested)
+                stop.raise_if_requested(step)
         if self.ranks.is_first and "console" in self.config.trainer.logger:
             checkpoint.tell_result(self.folder, self.trainer.step_number)
 
@@ -236,7 +239,7 @@ class SFTRun:
         if found is None:
             return
         step, folder = found
-        state = checkpoint.read_state(folder)
+        state = checkpoint.read_state(folder, "order")
         self.trainer.order.load_state_dict(state["order"])
         self._refuse_other_data(state, folder)
         self.trainer.engine.load(folder, self.config.checkpoint.load_contents)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hone.tracking.manifest import damage
+from hone.tracking import RunFolder
+from hone.tracking.manifest import damage, seal
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.checkpoint import CheckpointError
 
@@ -196,12 +199,122 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert damage(run.checkpoint(2)) is None  # written again
 
 
-def test_without_any_sound_checkpoint_the_run_starts_again(train: Callable[..., Run]) -> None:
-    first = train(*TWO)
-    before = first.numbers
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_without_any_sound_checkpoint_the_run_stops_and_changes_nothing(
+    train: Callable[..., Run],
+) -> None:
+    run = train(*TWO)
+    numbers = run.numbers
     for step in (1, 2):
-        delete(first.checkpoint(step) / "trainer_state.json")
-    assert train(*TWO).numbers == before
+        delete(run.checkpoint(step) / "trainer_state.json")
+    (run.folder / ".global_step_3.tmp").mkdir()
+    (run.folder / ".global_step_3.tmp" / "half").write_text("x")
+    before = contents(run.folder)
+    with pytest.raises(CheckpointError) as caught:
+        train(*TWO)
+    said = str(caught.value)
+    assert "has 2 checkpoints, and none can be resumed (global_step_2: trainer_state.json" in said
+    assert "nothing was changed" in said
+    assert "trainer.resume_mode=disable" in said
+    assert contents(run.folder) == before
+    assert train(*TWO, "trainer.resume_mode=disable").numbers == numbers
+
+
+def test_a_resealed_state_of_another_kind_is_a_sentence(train: Callable[..., Run]) -> None:
+    run = train(*TWO)
+    for text in ("[]", "{}", "5", "[" * 100_000):
+        (run.checkpoint(2) / "trainer_state.json").write_text(text)
+        seal(run.checkpoint(2))
+        with pytest.raises(CheckpointError, match="is not the state of a run"):
+            train(*FOUR)
+
+
+def test_pruning_leaves_a_link_and_what_it_leads_to_alone(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = train(*TWO)
+    archive = tmp_path / "archive" / "global_step_1"
+    archive.parent.mkdir()
+    run.checkpoint(1).rename(archive)
+    run.checkpoint(1).symlink_to(archive)
+    before = contents(archive)
+    train(*FOUR, "trainer.max_actor_ckpt_to_keep=1")
+    assert run.checkpoints() == ["global_step_1", "global_step_4"]
+    assert run.checkpoint(1).is_symlink()
+    assert contents(archive) == before
+    train(*TWO, "trainer.resume_mode=disable")  # set aside, then written again in its place
+    assert contents(archive) == before
+    assert damage(archive) is None
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_others_go(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+    sync, rename = os.fsync, os.rename
+
+    def synced(handle: int) -> None:
+        calls.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        sync(handle)
+
+    def renamed(source: Any, target: Any, **keywords: Any) -> None:
+        calls.append(("rename", str(target)))
+        rename(source, target, **keywords)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    run = train(*TWO)
+    final = run.checkpoint(2)
+    at = calls.index(("rename", str(final)))
+    before = {name for kind, name in calls[:at] if kind == "sync"}
+    temporary = checkpoint.unfinished(RunFolder(run.folder), 2)
+    for file in final.rglob("*"):
+        assert str(temporary / file.relative_to(final)) in before, file
+    assert str(run.folder / "metrics.jsonl") in before
+    assert ("sync", str(run.folder)) in calls[at:]
+
+
+def test_every_file_of_a_run_is_readable_as_the_umask_says(train: Callable[..., Run]) -> None:
+    before = os.umask(0o022)
+    try:
+        run = train(*TWO, "actor_rollout_ref.model.lora_rank=2")
+    finally:
+        os.umask(before)
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in run.folder.rglob("*") if p.is_file()}
+    assert "adapter_model.safetensors" in modes
+    assert set(modes.values()) == {"0o644"}
+
+
+class Command:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_resealed_checkpoint_of_others_runs_nothing(
+    train: Callable[..., Run], task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hone import cli
+
+    run = train(*TWO)
+    for file in ("actor/.metadata", "actor/__0_0.distcp"):
+        (run.checkpoint(2) / file).write_bytes(pickle.dumps(Command(tmp_path / "ran")))
+        seal(run.checkpoint(2))
+        if file == "actor/.metadata":
+            assert cli.main(["train", *task.overrides(run.folder, *FOUR)]) == 2
+            assert "nothing of it was run" in capsys.readouterr().err
+            shutil.rmtree(run.checkpoint(2) / "actor" / "huggingface")
+            seal(run.checkpoint(2))
+            assert cli.main(["export", str(run.folder), str(tmp_path / "out")]) == 2
+            assert "nothing of it was run" in capsys.readouterr().err
+    assert cli.main(["export", str(run.checkpoint(2)), str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_old_checkpoints_go_also_after_resuming(train: Callable[..., Run]) -> None:
@@ -246,7 +359,8 @@ def test_a_path_names_the_checkpoint_to_continue(train: Callable[..., Run], whol
 
 def test_a_path_to_nothing_is_told(train: Callable[..., Run], tmp_path: Path) -> None:
     for path, sentence in (("nowhere", "must name a folder global_step_N"),
-                           ("global_step_9", "cannot be resumed")):  # fmt: skip
+                           ("global_step_x", "must name a folder global_step_N"),
+                           ("global_step_9", "does not exist")):  # fmt: skip
         with pytest.raises(CheckpointError, match=sentence):
             train(
                 "trainer.resume_mode=resume_path",

@@ -1,0 +1,134 @@
+"""Reading torch's distributed checkpoints without running what a file says.
+
+Torch keeps the table of a checkpoint (`.metadata`) and its plain values as pickles, which can name any
+function to call. Here the table may name torch's own descriptions only, and values are loaded as data.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+TABLE = ".metadata"
+_DESCRIPTIONS = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+    )
+}
+_VALUES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
+    # Where the checkpoint was written to: kept as text.
+    ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
+    ("pathlib", "WindowsPath"): lambda *parts: "/".join(map(str, parts)),
+    ("pathlib._local", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class ForeignState(ValueError):
+    """A checkpoint that holds more than tensors and plain values: it is not read."""
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _DESCRIPTIONS:
+            return _DESCRIPTIONS[module, name]
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise ForeignState(f"it names {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise ForeignState("it refers to other objects")
+
+
+def read_table(folder: Path) -> Metadata:
+    """The table of what a checkpoint holds."""
+    file = folder / TABLE
+    try:
+        table = _TableUnpickler(io.BytesIO(file.read_bytes())).load()
+        _check(table)
+    except OSError:
+        raise
+    except Exception as error:  # a pickle of the wrong shape fails in any way
+        raise _foreign(file, error) from error
+    return table
+
+
+def _check(table: object) -> None:
+    """The shape that torch writes, with files that lie in the folder itself."""
+    if not isinstance(table, Metadata) or not isinstance(table.state_dict_metadata, dict):
+        raise ForeignState("it is no table of a checkpoint")
+    kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+    if not all(isinstance(entry, kinds) for entry in table.state_dict_metadata.values()):
+        raise ForeignState("it describes something else than tensors and values")
+    if not isinstance(table.storage_data, dict):
+        raise ForeignState("it does not say where the values lie")
+    for place in table.storage_data.values():
+        if not isinstance(place, filesystem._StorageInfo) or place.transform_descriptors:
+            raise ForeignState("it names a way of reading that hone does not use")
+        name = str(place.relative_path)
+        if name != Path(name).name:
+            raise ForeignState(f"it names the file {name!r} outside of the folder")
+
+
+class DataReader(dcp.FileSystemReader):
+    """Reads the table with `read_table`; tensors are loaded as data by torch itself."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        table = read_table(Path(self.path))
+        table.storage_meta = table.storage_meta or metadata.StorageMeta()
+        table.storage_meta.load_id = self.load_id
+        return table
+
+
+class DataPlanner(DefaultLoadPlanner):
+    """Loads plain values (numbers, text, lists) as data; torch's own would unpickle them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, map_location="cpu", weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def load_state(state: dict[str, Any], folder: Path) -> None:
+    """Fill a state with what a checkpoint holds, in place."""
+    read_table(folder)  # torch would bury its error under two of its own
+    try:
+        dcp.load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())
+    except CheckpointException as error:
+        for failure in error.failures.values():
+            cause = failure[0]
+            if isinstance(cause, (ForeignState, pickle.UnpicklingError)):
+                raise _foreign(folder, cause) from None
+        raise
+
+
+def _foreign(place: Path, error: BaseException) -> ForeignState:
+    first, _, _ = str(error).strip().partition("\n")
+    return ForeignState(
+        f"{place} was not written by hone ({first or type(error).__name__}); nothing of it was run. Use "
+        "a checkpoint from a source you know, or restore it from a copy"
+    )

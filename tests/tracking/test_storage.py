@@ -1,0 +1,82 @@
+"""Why a write failed, found under what libraries wrap around it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hone.tracking.storage import storage_failure, storage_sentence
+from hone.trainer.command_line import mistake_in_words
+
+
+def raised(action: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as caught:
+        action()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "quota"),
+        (errno.EIO, "input/output error"),
+        (errno.EROFS, "read-only"),
+        (errno.EFBIG, "larger than"),
+    ],
+)
+def test_each_failure_is_one_sentence_with_the_file_and_what_to_do(number: int, words: str) -> None:
+    said = str(mistake_in_words(OSError(number, os.strerror(number), "/runs/a/metrics.jsonl")))
+    assert words in said
+    assert "/runs/a/metrics.jsonl could not be written" in said
+    assert "start the same command again" in said
+    assert "\n" not in said
+
+
+def test_the_cause_is_found_behind_other_errors() -> None:
+    def wrapped() -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("the writer failed") from error
+
+    assert storage_failure(raised(wrapped)) == errno.ENOSPC
+    assert storage_failure(RuntimeError("I/O error: No space left on device (os error 28)"))
+    assert storage_failure(RuntimeError("something else")) is None
+    assert storage_sentence(ValueError("x")) is None
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@FULL
+@pytest.mark.parametrize("kind", ["parquet", "safetensors", "torch", "jsonl"])
+def test_what_libraries_raise_on_a_full_disk_is_a_sentence(kind: str) -> None:
+    full = "/dev/full"
+
+    def write() -> None:
+        if kind == "parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            with pa.OSFile(full, "wb") as sink:
+                pq.write_table(pa.table({"a": list(range(100_000))}), sink)
+        elif kind == "torch":
+            import torch
+
+            with open(full, "wb") as file:
+                torch.save(torch.zeros(100_000), file)
+        elif kind == "safetensors":
+            from safetensors.torch import save
+            from torch import zeros
+
+            Path(full).write_bytes(save({"a": zeros(100_000)}))
+        else:
+            with open(full, "ab", buffering=0) as file:
+                file.write(b"x")
+
+    assert "the disk is full" in str(mistake_in_words(raised(write)))

@@ -1,0 +1,141 @@
+"""Ctrl-C and SIGTERM: once finishes the step and saves, twice stops at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.trainer.command_line import finish
+from hone.trainer.interrupt import SIGNALS, GracefulStop, Interrupted
+from hone.trainer.ppo.trainer import PPOTrainer
+
+from .runs import Run, Task, start
+
+
+@pytest.fixture
+def interrupted_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def arrange(step: int, times: int, number: int = signal.SIGINT) -> None:
+        score = PPOTrainer.score
+
+        def presses(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            if self.global_step == step:
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+            return score(self, *arguments, **keywords)
+
+        monkeypatch.setattr(PPOTrainer, "score", presses)
+
+    return arrange
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_once_finishes_the_step_saves_and_exits_with_the_signals_code(
+    train: Callable[..., Run],
+    interrupted_in_step: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: int,
+    code: int,
+) -> None:
+    four = "trainer.total_training_steps=4"
+    whole = train(four, folder="whole")
+    interrupted_in_step(2, 1, number)
+    with pytest.raises(Interrupted) as caught:
+        train(four)
+    assert caught.value.code == code
+    run = Run(tmp_path / "run")
+    assert [line["step"] for line in run.metrics] == [1, 2]
+    assert run.checkpoints() == ["global_step_2"]
+    monkeypatch.undo()
+    assert train(four).numbers == whole.numbers
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_twice_stops_at_once(
+    train: Callable[..., Run],
+    interrupted_in_step: Callable[..., None],
+    tmp_path: Path,
+    number: int,
+    raised: type[BaseException],
+) -> None:
+    interrupted_in_step(2, 2, number)
+    with pytest.raises(raised) as caught:
+        train("trainer.total_training_steps=4")
+    assert getattr(caught.value, "code", 143) == 143
+    run = Run(tmp_path / "run")
+    assert [line["step"] for line in run.metrics] == [1]
+    assert run.checkpoints() == []
+
+
+def test_the_handlers_of_before_come_back(train: Callable[..., Run]) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    train()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_rank_counts_any_number_of_signals_as_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with GracefulStop() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert stop.number == signal.SIGTERM
+
+
+def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
+    stop = GracefulStop()
+    stop.agree(lambda *asked: [0.0 for _ in asked])
+    assert not stop.requested
+    stop.agree(lambda *asked: [0.0, 1.0])
+    assert stop.number == signal.SIGTERM
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
+    number: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned: list[bool] = []
+
+    def program() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+        finally:
+            cleaned.append(True)
+
+    assert finish(program) == code
+    assert cleaned == [True]
+    assert capsys.readouterr().err.startswith("stopped at once by ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_real_ctrl_c_to_a_real_process(task: Task, tmp_path: Path, presses: int) -> None:
+    process = start(task.overrides(tmp_path, "trainer.total_training_steps=100000"))
+    metrics = tmp_path / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 600
+        while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for _ in range(presses):
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    if presses == 1:
+        assert process.returncode == 130
+        assert "stopping after this step" in output
+        assert len(Run(tmp_path).checkpoints()) == 1
+    else:
+        assert process.returncode in (130, -signal.SIGINT)
