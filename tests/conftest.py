@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 
 # One thread each, before torch is loaded: threads that wait for each other on busy cores cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What programs remember between runs stays with the tests.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hone-test-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Ray gives its workers a low priority, and ends some when the whole machine is short of memory:
 # beside other programs they would hardly start, or be taken away.

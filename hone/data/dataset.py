@@ -84,6 +84,10 @@ class RLHFDataset:
             return self.store[self.positions[index]]
         return self.added[index - len(self.positions)]
 
+    def prompt_tokens(self, index: int) -> int:
+        """How many tokens the row's prompt has before it is truncated."""
+        return len(self._rendered(self.raw_row(index)))
+
     def where(self, index: int) -> str:
         if index < len(self.positions):
             return self.store.where(self.positions[index])

@@ -155,6 +155,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     else:
         with _refusals_in_words(path, folder):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    # transformers makes an empty tokenizer of a folder that holds none, and says nothing.
+    if not tokenizer.encode("a b 1", add_special_tokens=False):
+        raise UnsupportedModel(
+            f"{path} has no usable tokenizer: its {type(tokenizer).__name__} knows {len(tokenizer)} "
+            "tokens and turns text into none; copy tokenizer.json and tokenizer_config.json of the "
+            "model into the folder, or name another folder with model.tokenizer_path"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

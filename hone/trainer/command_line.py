@@ -52,6 +52,7 @@ _MISTAKES = (
     "hone.trainer.ppo.checkpoint:CheckpointError",
     "hone.trainer.ppo.collect:NotEnoughSignal",
     "hone.trainer.ppo.memory:OutOfMemory",
+    "hone.trainer.ppo.preflight:PreflightError",
     "hone.trainer.ranks:LaunchError",
     "hone.trainer.generation:GenerationError",
     "hone.trainer.evaluation:EvaluationError",
@@ -92,6 +93,11 @@ def composed_of(
     )
     _latest[:] = [composed]
     return composed
+
+
+def without_flag(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
+    """The arguments without a flag of one program, and whether it was there."""
+    return [word for word in arguments if word != flag], flag in arguments
 
 
 def _unknown_option(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str | None:

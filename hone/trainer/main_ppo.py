@@ -4,49 +4,61 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from hone.config import PPOTrainerConfig
 from hone.tracking.console import screen
-from hone.trainer.command_line import announce, composed_of, finish
+from hone.tracking.lock import lock_folder
+from hone.trainer.command_line import announce, composed_of, finish, without_flag
+
+DRY_RUN = "--dry-run"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if arguments is None else arguments
+    given, dry_run = without_flag(sys.argv[1:] if arguments is None else arguments, DRY_RUN)
     composed = composed_of(given, tree="ppo_trainer", program="hone.trainer.main_ppo")
     announce(composed)
-    run(composed.config, composed.origins)
+    run(composed.config, composed.origins, dry_run=dry_run)
 
 
 def train(arguments: Sequence[str]) -> None:
     """`hone train`: the same program, with starting values for what the command line leaves out."""
     from hone.trainer.starting_values import announcement, starting_values
 
+    given, dry_run = without_flag(arguments, DRY_RUN)
     composed = composed_of(
-        arguments, tree="ppo_trainer", program="hone train", starting=starting_values
+        given, tree="ppo_trainer", program="hone train", starting=starting_values
     )
     for line in announcement(composed):
         screen().line(line)
     announce(composed)
-    run(composed.config, composed.origins)
+    run(composed.config, composed.origins, dry_run=dry_run)
 
 
-def run(config: PPOTrainerConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Train as configured, in this process or on Ray; `origins` say where values came from."""
-    from hone.tracking.lock import lock_folder
+def run(
+    config: PPOTrainerConfig, origins: Mapping[str, str] | None = None, *, dry_run: bool = False
+) -> None:
+    """Train as configured, in this process or on Ray; `origins` say where values came from.
 
-    with lock_folder(
-        config.trainer.default_local_dir
-    ):  # before the imports and models take minutes
+    `dry_run` stops before models load and prints what would run.
+    """
+    # The lock comes before imports and models, which take minutes; a dry run writes no folder.
+    with nullcontext() if dry_run else lock_folder(config.trainer.default_local_dir):
         from hone.models.from_config import build_tokenizer
+        from hone.trainer.ppo.preflight import preflight
         from hone.trainer.ppo.trainer import PPOTrainer
 
         model = config.actor_rollout_ref.model
         tokenizer = build_tokenizer(replace(model, trust_remote_code=config.data.trust_remote_code))
         trainer = PPOTrainer(config, tokenizer)
         try:
-            trainer.init_workers()
-            trainer.fit(origins)
+            preview = preflight(trainer)
+            for line in (*preview.warnings, *(preview.lines if dry_run else ())):
+                screen().line(line)
+            if not dry_run:
+                trainer.init_workers()
+                trainer.fit(origins)
         finally:
             trainer.shutdown()
 

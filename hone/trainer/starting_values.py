@@ -6,7 +6,6 @@ taken as it is.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from hone.config import Composed
 from hone.config.compose import get
 from hone.config.sources import Setting
+from hone.models.facts import model_facts
 
 ORIGIN = "hone train"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -30,18 +30,17 @@ LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
 def starting_values(given: Mapping[str, Any]) -> list[Setting]:
     """Settings for keys that are not in `given`, the user's own by dotted key."""
     device = _device(given.get("trainer.device", "auto"))
-    model = _local_folder(given.get("actor_rollout_ref.model.path"))
+    model = model_facts(given.get("actor_rollout_ref.model.path"))
     values: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
     if given.get("algorithm.adv_estimator", "grpo") not in WITHOUT_GROUPS:
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
     values["data.train_batch_size"] = _batch(given.get("data.train_files"), device)
     batch = given.get("data.train_batch_size", values["data.train_batch_size"])
     values[f"{ACTOR}.ppo_mini_batch_size"] = batch
-    values |= _lengths(given, device, _positions(model))
-    if (parameters := _parameters(model)) is not None:
-        values[f"{ACTOR}.optim.lr"] = next(
-            lr for least, lr in LEARNING_RATES if parameters >= least
-        )
+    values |= _lengths(given, device, model.positions)
+    if model.parameters is not None:
+        size = model.parameters
+        values[f"{ACTOR}.optim.lr"] = next(lr for least, lr in LEARNING_RATES if size >= least)
     return [Setting(key, value, ORIGIN) for key, value in values.items() if key not in given]
 
 
@@ -62,16 +61,6 @@ def _device(asked: Any) -> str:
     import torch
 
     return "cuda" if asked in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
-
-
-def _local_folder(path: Any) -> Path | None:
-    from hone.models.load import ModelNotFound, resolve_model_path
-
-    try:
-        folder = Path(resolve_model_path(str(path)))
-    except ModelNotFound:
-        return None
-    return folder if folder.is_dir() else None
 
 
 def _batch(files: Any, device: str) -> int:
@@ -109,28 +98,3 @@ def _lengths(given: Mapping[str, Any], device: str, positions: int | None) -> di
         taken = given.get("data.max_response_length", response)
         lengths["data.max_prompt_length"] = max(1, min(512, positions - taken))
     return lengths
-
-
-def _positions(model: Path | None) -> int | None:
-    try:
-        config = json.loads((model / "config.json").read_text()) if model else {}
-    except (OSError, ValueError):
-        return None
-    inner = config.get("text_config") or config if isinstance(config, dict) else {}
-    positions = inner.get("max_position_embeddings")
-    return positions if isinstance(positions, int) and positions > 1 else None
-
-
-def _parameters(model: Path | None) -> int | None:
-    """How many numbers the weight files hold, read from their headers."""
-    from safetensors import SafetensorError, safe_open
-
-    total = 0
-    for file in model.glob("*.safetensors") if model else ():
-        try:
-            with safe_open(file, "pt") as weights:
-                shapes = (weights.get_slice(name).get_shape() for name in weights.keys())  # noqa: SIM118
-                total += sum(math.prod(shape) for shape in shapes)
-        except (OSError, SafetensorError):
-            return None
-    return total or None

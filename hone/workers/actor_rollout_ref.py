@@ -232,5 +232,6 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        if "actor" in self.roles:
+        """Stop the rollout engine, if `init_model` got that far."""
+        if hasattr(self, "rollout"):
             self.rollout.close()

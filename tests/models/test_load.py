@@ -212,3 +212,14 @@ def test_every_place_that_names_an_end_counts_once():
 
     assert eos_ids(owner(2), owner([7, 2]), owner(9)) == (7, 2, 9)
     assert eos_ids(owner(None), None, owner(4)) == (4,)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_what_to_copy(folder, tmp_path) -> None:
+    import shutil
+
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(f"{folder}/{name}", bare / name)
+    with pytest.raises((UnsupportedModel, ModelNotFound), match="tokenizer"):
+        load_tokenizer(str(bare))

@@ -89,7 +89,7 @@ def test_main_ppo_keeps_the_defaults_of_verl(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configs: list[Any] = []
-    monkeypatch.setattr(main_ppo, "run", lambda config, origins: configs.append(config))
+    monkeypatch.setattr(main_ppo, "run", lambda config, origins, dry_run: configs.append(config))
     overrides = [f"{key}={value}" for key, value in given.items()]
     main_ppo.main(overrides)
     main_ppo.train(overrides)
@@ -102,7 +102,7 @@ def test_a_yaml_of_the_users_own_is_taken_as_it_is(
 ) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
     configs: list[Any] = []
-    monkeypatch.setattr(main_ppo, "run", lambda config, origins: configs.append(config))
+    monkeypatch.setattr(main_ppo, "run", lambda config, origins, dry_run: configs.append(config))
     overrides = [f"{key}={value}" for key, value in given.items()]
     main_ppo.train(["--config-path", str(tmp_path), "--config-name", "mine", *overrides])
     assert configs[0].algorithm.adv_estimator == "gae"

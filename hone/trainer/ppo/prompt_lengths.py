@@ -1,0 +1,79 @@
+"""How long the prompts of a data set are in tokens, measured once and remembered beside the files' hash."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.data.prompts import PromptError
+from hone.data.rows import DataError
+from hone.tracking import atomic_write_text
+
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """In tokens, over all rows of a data set."""
+
+    rows: int
+    shortest: int
+    longest: int
+    too_long: int
+    """How many are longer than `data.max_prompt_length`."""
+    where: str
+    """The row of the longest."""
+
+
+def measure_prompts(dataset: Any, *, advance: Callable[[int], None]) -> Lengths:
+    """Render every prompt as the run will; a data set measured before is read from the cache."""
+    cache = _cache_file(dataset)
+    try:
+        return Lengths(**json.loads(cache.read_text()))
+    except (OSError, ValueError, TypeError):
+        pass
+    lengths: list[int] = []
+    for index in range(len(dataset)):
+        try:
+            lengths.append(dataset.prompt_tokens(index))
+        except PromptError as error:
+            raise DataError(f"{dataset.where(index)}: {error}") from error
+        if index % CHUNK == CHUNK - 1:
+            advance(CHUNK)
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    limit = dataset.config.max_prompt_length
+    measured = Lengths(
+        len(lengths),
+        min(lengths),
+        lengths[longest],
+        sum(length > limit for length in lengths),
+        dataset.where(longest),
+    )
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+        atomic_write_text(cache, json.dumps(asdict(measured)))
+    return measured
+
+
+def _cache_file(dataset: Any) -> Path:
+    """Named by all that the lengths depend on: rows, tokenizer, template, tools and limit."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    tokenizer, config = dataset.tokenizer, dataset.config
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    facts = (
+        dataset.fingerprint,
+        backend.to_str() if backend is not None else repr(tokenizer),
+        str(getattr(tokenizer, "chat_template", None)),
+        repr(config.apply_chat_template_kwargs),
+        json.dumps(dataset.tools, sort_keys=True, default=str),
+        config.prompt_key,
+        config.prompt_format,
+        str(config.max_prompt_length),
+    )
+    digest = hashlib.blake2b("\0".join(facts).encode("utf-8", "replace"), digest_size=16)
+    return Path(root) / "hone" / "prompt_lengths" / f"{digest.hexdigest()}.json"
