@@ -1,6 +1,7 @@
 """The command line of our programs: `--config-path`, `--config-name`, then `key=value` overrides.
 
-Also where a mistake of the user becomes one sentence and exit code 2; anything else keeps its traceback.
+Also where a mistake of the user becomes one sentence and exit code 2, with the traceback in the run folder;
+anything else keeps its traceback on the terminal.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 from hone.config import Composed, compose
@@ -23,11 +27,13 @@ from hone.trainer.interrupt import NAMES, StoppedAtOnce, exit_code, stopping_at_
 from hone.trainer.launcher import die_with_launcher
 
 EXIT_CODE = 2
+ERROR_LOG = "error.log"
 _latest: list[Composed] = []
 """What this process's program was last configured with: to name the key behind a mistake."""
 
 _MISTAKES = (
     "hone.config.errors:ConfigError",
+    "hone.agents.runner:AgentLoopFailed",
     "hone.plugins:PluginError",
     "hone.data.rows:DataError",
     "hone.data.prompts:PromptError",
@@ -146,7 +152,26 @@ def finish(program: Callable[[], int | None]) -> int:
         if sentence is None:
             raise
         sys.stderr.write(f"{type(error).__name__}: {sentence}\n")
+        if (log := _keep_traceback(error)) is not None:
+            sys.stderr.write(f"the traceback is in {log}\n")
         return EXIT_CODE
+
+
+def _keep_traceback(error: BaseException) -> Path | None:
+    """Write where an error came from into the run folder, where there is one; the file."""
+    run = getattr(_latest[0].config, "trainer", None) if _latest else None
+    folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
+    if folder == Path() or not folder.is_dir():
+        return None
+    file = folder / ERROR_LOG
+    try:
+        with file.open("a", encoding="utf-8", errors="backslashreplace") as log:
+            log.writelines(
+                [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]
+            )
+    except OSError:  # the error may well be that this folder cannot be written to
+        return None
+    return file
 
 
 def mistake_in_words(error: BaseException) -> str | None:
