@@ -27,17 +27,42 @@ def best_at(values: Sequence[float], n: int) -> float:
     return sum(v * math.comb(i, n - 1) for i, v in enumerate(ordered)) / total
 
 
+def best_std_at(values: Sequence[float], n: int) -> float:
+    """Deviation of the largest of n of the values, over all subsets; 0 where n takes them all."""
+    mean = best_at(values, n)
+    ordered, total = sorted(values), math.comb(len(values), n)
+    squares = ((v - mean) ** 2 * math.comb(i, n - 1) for i, v in enumerate(ordered))
+    return math.sqrt(sum(squares) / total)
+
+
 def worst_at(values: Sequence[float], n: int) -> float:
     """Expected smallest of n of the values."""
     return -best_at([-v for v in values], n)
 
 
+def worst_std_at(values: Sequence[float], n: int) -> float:
+    """Deviation of the smallest of n of the values, over all subsets."""
+    return best_std_at([-v for v in values], n)
+
+
 def majority_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
     """Expected value of the most frequent answer among n; tied answers share the win equally.
 
-    An answer is worth the mean of its values in the subset. None casts no vote; where nobody votes,
-    the subset is worth the mean of its values.
+    An answer is worth the mean of its values in the subset. None casts no vote; where no answer is
+    voted for, the subset is worth the mean of its values.
     """
+    return float(np.mean(_majority_worth(values, answers, n)))
+
+
+def majority_std_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
+    """Deviation of the value of the most frequent answer among n, over the subsets."""
+    return float(np.std(_majority_worth(values, answers, n)))
+
+
+def _majority_worth(
+    values: Sequence[float], answers: Sequence[Hashable | None], n: int
+) -> np.ndarray:
+    """[S] what the majority of each subset is worth."""
     subsets = _subsets(len(values), n)  # [S, n]
     numbers: dict[Hashable | None, int] = {None: 0}
     codes = np.array([numbers.setdefault(answer, len(numbers)) for answer in answers])
@@ -48,7 +73,7 @@ def majority_at(values: Sequence[float], answers: Sequence[Hashable | None], n: 
     # Tied answers have as many votes each, so the mean over their responses shares equally.
     wins = votes == votes.max(axis=1, keepdims=True)
     worth = np.asarray(values, dtype=np.float64)[subsets]
-    return float(np.mean((worth * wins).sum(axis=1) / wins.sum(axis=1)))
+    return (worth * wins).sum(axis=1) / wins.sum(axis=1)
 
 
 @lru_cache(maxsize=64)

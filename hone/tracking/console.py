@@ -228,7 +228,11 @@ class ConsoleTracker(Tracker):
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         if step > self._seen[-1][0]:
             self._seen.append((step, self.screen.clock()))
-        lasting = {key: value for key, value in metrics.items() if key.startswith(LASTING)}
+        lasting = {
+            key: value
+            for key, value in metrics.items()
+            if key.startswith(LASTING) and not key.endswith("/std")
+        }
         if self._is_full:
             self.screen.line(plain_line(metrics, step))
         elif not self.screen.is_terminal:

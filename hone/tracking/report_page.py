@@ -19,12 +19,12 @@ from hone.tracking.timing import PREFIX
 CHARACTERS_SHOWN = 4000
 NOTES_SHOWN = 20
 OVERVIEW = re.compile(
-    r"val-core/.*|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
+    r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
     r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
     r"|perf/throughput|(train|val)/loss"
 )
 """What is looked at first; the rest is one click away, by the first part of its name."""
-SUMMARY = re.compile(r"val-core/.*|accuracy|reward/mean|critic/score/mean|val/loss")
+SUMMARY = re.compile(r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss")
 LESS_IS_BETTER = re.compile(r".*loss")
 BESIDE_THE_STEP = ("testing", "save_checkpoint")
 """Parts that `timing_s/step` does not hold."""

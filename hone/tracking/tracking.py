@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.plugins import Table
-from hone.tracking.contract import RunInfo, Tracker, as_numbers
+from hone.tracking.contract import RunInfo, Tracker, TrackerError, as_numbers
 from hone.tracking.run_folder import RunFolder
 from hone.tracking.storage import storage_failure
 
@@ -33,24 +33,24 @@ TRACKERS = Table(
     },
 )
 ALIASES = {"file": "jsonl"}
-"""`file` is what the verl family calls its JSON-lines logger."""
+"""`file` is what verl calls its JSON-lines logger."""
 
 
 class Tracking:
     """Hand a step's metrics to every tracker.
 
-    A run with a folder always keeps `metrics.jsonl`, named in `backends` or not: resuming, curves
+    A run with a folder always keeps `metrics.jsonl`, named as a backend or not: resuming, curves
     and reports read it. If that write fails the run stops; a failure of any other tracker is
     logged, counted in `tracking/failures/<name>`, and the run goes on.
     """
 
     def __init__(
         self,
-        backends: str | Sequence[str],
         project_name: str,
         experiment_name: str,
-        config: Mapping[str, Any],
-        run_folder: RunFolder | str | os.PathLike[str] | None,
+        default_backend: str | Sequence[str] = "console",
+        config: Mapping[str, Any] | None = None,
+        run_folder: RunFolder | str | os.PathLike[str] | None = None,
         *,
         total_steps: int | None = None,
         resumed_from: int | None = None,
@@ -59,8 +59,10 @@ class Tracking:
             folder: Path | None = run_folder.path
         else:
             folder = Path(run_folder) if run_folder is not None else None
-        run = RunInfo(project_name, experiment_name, config, folder, total_steps, resumed_from)
-        names = [backends] if isinstance(backends, str) else list(backends)
+        run = RunInfo(
+            project_name, experiment_name, config or {}, folder, total_steps, resumed_from
+        )
+        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         names = [ALIASES.get(name, name) for name in names]
         # The record is written first: a tracker that fails later cannot lose the step.
         names = ["jsonl", *names] if folder is not None else names
@@ -69,11 +71,26 @@ class Tracking:
             self.trackers[name] = TRACKERS.get(name)(run)
         self.failures: dict[str, int] = {}
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        numbers = as_numbers(metrics)
+    def log(
+        self, data: Mapping[str, Any], step: int, backend: str | Sequence[str] | None = None
+    ) -> None:
+        """Hand one step's metrics to all trackers, or to those named in `backend`."""
+        numbers = as_numbers(data)
         numbers |= {f"tracking/failures/{name}": n for name, n in self.failures.items()}
-        for name, tracker in self.trackers.items():
-            self._guarded(name, partial(tracker.log, numbers, step))
+        for name in self._chosen(backend):
+            self._guarded(name, partial(self.trackers[name].log, numbers, step))
+
+    def _chosen(self, backend: str | Sequence[str] | None) -> list[str]:
+        if backend is None:
+            return list(self.trackers)
+        names = [backend] if isinstance(backend, str) else list(backend)
+        names = [ALIASES.get(name, name) for name in names]
+        for name in names:
+            if name not in self.trackers:
+                raise TrackerError(
+                    f"no tracker {name!r} in this run; it has {', '.join(self.trackers) or 'none'}"
+                )
+        return names
 
     def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Show sample rows (validation generations, say) in the trackers that have tables."""

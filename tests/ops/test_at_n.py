@@ -5,13 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from statistics import mean
+from statistics import mean, pstdev
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops.at_n import best_at, majority_at, sizes, worst_at
+from hone.ops.at_n import (
+    best_at,
+    best_std_at,
+    majority_at,
+    majority_std_at,
+    sizes,
+    worst_at,
+    worst_std_at,
+)
 
 VALUES = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=7)
 
@@ -23,6 +31,8 @@ def test_best_and_worst_are_means_over_all_subsets(values, data):
     subsets = list(itertools.combinations(values, n))
     assert best_at(values, n) == pytest.approx(mean(map(max, subsets)))
     assert worst_at(values, n) == pytest.approx(mean(map(min, subsets)))
+    assert best_std_at(values, n) == pytest.approx(pstdev(map(max, subsets)), abs=1e-12)
+    assert worst_std_at(values, n) == pytest.approx(pstdev(map(min, subsets)), abs=1e-12)
 
 
 def test_best_of_all_is_the_largest_and_best_of_one_the_mean():
@@ -31,6 +41,8 @@ def test_best_of_all_is_the_largest_and_best_of_one_the_mean():
     assert worst_at(values, 4) == 0.0
     assert best_at(values, 1) == worst_at(values, 1) == 0.25
     assert best_at(values, 2) == pytest.approx(0.5)  # pass@2 of 1 in 4
+    assert best_std_at(values, 2) == pytest.approx(0.5)  # 0 and 1, as often
+    assert best_std_at(values, 4) == 0.0
 
 
 def vote(values, answers):
@@ -47,7 +59,7 @@ def vote(values, answers):
 
 def every_vote(values, answers, n):
     pairs = list(zip(values, answers, strict=True))
-    return mean(vote(*zip(*subset, strict=True)) for subset in itertools.combinations(pairs, n))
+    return [vote(*zip(*subset, strict=True)) for subset in itertools.combinations(pairs, n)]
 
 
 ATTEMPTS = st.lists(
@@ -62,8 +74,10 @@ ATTEMPTS = st.lists(
 def test_majority_is_the_mean_over_all_subsets_in_any_order(attempts, data):
     n = data.draw(st.integers(1, len(attempts)))
     values, answers = zip(*attempts, strict=True)
-    expected = every_vote(values, answers, n)
+    worth = every_vote(values, answers, n)
+    expected = mean(worth)
     assert majority_at(values, answers, n) == pytest.approx(expected)
+    assert majority_std_at(values, answers, n) == pytest.approx(pstdev(worth), abs=1e-12)
     moved_values, moved = zip(*data.draw(st.permutations(attempts)), strict=True)
     assert majority_at(moved_values, moved, n) == pytest.approx(expected)
 

@@ -46,7 +46,7 @@ def make_tracker(screen: Screen, **facts: int | None) -> ConsoleTracker:
 def test_away_from_a_terminal_a_step_is_one_short_line() -> None:
     screen, clock = make_screen(terminal=False)
     tracker = make_tracker(screen, total_steps=4)
-    tracker.log({"val-core/sums/acc/mean@1": 0.25}, 0)
+    tracker.log({"val-core/sums/acc/mean@1": 0.25, "val-core/sums/acc/best@2/std": 0.0}, 0)
     clock.now += 10
     tracker.log({"reward/mean": 0.5, "actor/lr": 1e-06, "actor/ppo_kl": 0.0, "accuracy": 0.25}, 1)
     tracker.log({f"key{i}": i for i in range(200)}, 1)

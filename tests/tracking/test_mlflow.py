@@ -20,7 +20,7 @@ def test_without_the_package_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(TrackerError, match=r"pip install 'hone-rl\[mlflow\]'"):
-        Tracking("mlflow", "p", "e", {}, tmp_path)
+        Tracking("p", "e", "mlflow", {}, tmp_path)
 
 
 def test_a_run_and_its_resumption_are_one_run_in_the_file_store(
@@ -30,10 +30,10 @@ def test_a_run_and_its_resumption_are_one_run_in_the_file_store(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = {"a": {"b": "x" * 9000}, "many": {f"k{i}": i for i in range(250)}}
-    with Tracking("mlflow", "p", "e", config, tmp_path) as tracking:
+    with Tracking("p", "e", "mlflow", config, tmp_path) as tracking:
         tracking.log({"val-core/x/acc/mean@1": 0.5}, 1)
         tracking.log_samples("val", [{"prompt": "p"}], 1)
-    with Tracking("mlflow", "p", "e", config, tmp_path, resumed_from=1) as resumed:
+    with Tracking("p", "e", "mlflow", config, tmp_path, resumed_from=1) as resumed:
         resumed.log({"val-core/x/acc/mean@1": 0.75}, 2)
     assert (tracking.failures, resumed.failures) == ({}, {})
     run_id = RunFolder(tmp_path).tracker_id("mlflow")

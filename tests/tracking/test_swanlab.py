@@ -35,11 +35,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_metrics_and_samples_are_logged_and_a_resumed_run_keeps_its_id(
     fake: Any, tmp_path: Path
 ) -> None:
-    with Tracking("swanlab", "project", "experiment", {"a": 1}, tmp_path) as tracking:
+    with Tracking("project", "experiment", "swanlab", {"a": 1}, tmp_path) as tracking:
         tracking.log({"reward/mean": 0.5}, 3)
         tracking.log_samples("val", [{"prompt": "p"}], 3)
         tracking.log_samples("val", [], 4)
-    Tracking("swanlab", "project", "experiment", {}, tmp_path, resumed_from=3).finish()
+    Tracking("project", "experiment", "swanlab", {}, tmp_path, resumed_from=3).finish()
     assert fake.logged == [({"reward/mean": 0.5}, 3), ({"val": [("text", {"prompt": "p"})]}, 3)]
     first, second = fake.inits
     assert first["project"] == "project"
@@ -57,4 +57,4 @@ def test_without_the_package_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "swanlab", None)
     with pytest.raises(TrackerError, match=r"pip install 'hone-rl\[swanlab\]'"):
-        Tracking("swanlab", "p", "e", {}, tmp_path)
+        Tracking("p", "e", "swanlab", {}, tmp_path)

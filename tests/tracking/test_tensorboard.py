@@ -18,7 +18,7 @@ def read(folder: Path) -> object:
 
 
 def test_scalars_and_samples_reach_the_event_file(tmp_path: Path) -> None:
-    with Tracking("tensorboard", "p", "e", {}, tmp_path) as tracking:
+    with Tracking("p", "e", "tensorboard", {}, tmp_path) as tracking:
         tracking.log({"reward/mean": 0.5}, 1)
         tracking.log({"reward/mean": 0.75}, 2)
         tracking.log_samples("val", [{"response": "# a\n<b>", "score": 1.0}], 2)
@@ -32,10 +32,10 @@ def test_scalars_and_samples_reach_the_event_file(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_replaces_the_steps_it_redoes(tmp_path: Path) -> None:
-    with Tracking("tensorboard", "p", "e", {}, tmp_path) as tracking:
+    with Tracking("p", "e", "tensorboard", {}, tmp_path) as tracking:
         for step in (1, 2, 3):
             tracking.log({"a": step}, step)
-    with Tracking("tensorboard", "p", "e", {}, tmp_path, resumed_from=1) as tracking:
+    with Tracking("p", "e", "tensorboard", {}, tmp_path, resumed_from=1) as tracking:
         tracking.log({"a": 20}, 2)
     scalars = read(tmp_path / "tensorboard").Scalars("a")  # type: ignore[attr-defined]
     assert [(e.step, e.value) for e in scalars] == [(1, 1.0), (2, 20.0)]
@@ -45,6 +45,6 @@ def test_the_variable_chooses_another_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
-    with Tracking("tensorboard", "p", "e", {}, None) as tracking:
+    with Tracking("p", "e", "tensorboard", {}, None) as tracking:
         tracking.log({"a": 1}, 1)
     assert list((tmp_path / "elsewhere").iterdir())

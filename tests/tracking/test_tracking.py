@@ -38,7 +38,7 @@ NOTEBOOK, BROKEN = f"{__file__}:Notebook", f"{__file__}:Broken"
 
 
 def start(backends: Any, folder: Any) -> Tracking:
-    return Tracking(backends, "project", "experiment", {"a": {"b": 1}}, folder)
+    return Tracking("project", "experiment", backends, {"a": {"b": 1}}, folder)
 
 
 def test_every_tracker_gets_every_call(tmp_path: Path) -> None:
@@ -129,3 +129,22 @@ def test_a_missing_package_names_its_extra() -> None:
 def test_flatten_joins_keys_and_keeps_lists() -> None:
     tree = {"a": {"b": 1, "c": {"d": [1, 2]}}, "e": None, "f": {}}
     assert dict(flatten(tree)) == {"a.b": 1, "a.c.d": [1, 2], "e": None, "f": {}}
+
+
+def test_it_is_called_as_in_verl(tmp_path, capsys):
+    with Tracking(
+        project_name="p", experiment_name="e", default_backend=["console"], config={"a": 1}
+    ) as tracking:
+        tracking.log(data={"reward/mean": 0.5}, step=1)
+    assert "0.5" in capsys.readouterr().out
+    with Tracking("p", "e") as bare:
+        assert list(bare.trackers) == ["console"]
+
+
+def test_a_step_may_go_to_named_backends_alone(tmp_path, capsys):
+    with Tracking("p", "e", "console", {}, tmp_path) as tracking:
+        tracking.log({"reward/mean": 0.25}, 1, backend="file")
+        with pytest.raises(TrackerError, match="no tracker 'wandb' in this run; it has jsonl, con"):
+            tracking.log({"reward/mean": 0.25}, 2, backend=["wandb"])
+    assert "0.25" not in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]

@@ -39,7 +39,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_metrics_and_tables_are_logged_at_their_step(fake: Any, tmp_path: Path) -> None:
-    with Tracking("wandb", "project", "experiment", {"a": 1}, tmp_path) as tracking:
+    with Tracking("project", "experiment", "wandb", {"a": 1}, tmp_path) as tracking:
         tracking.log({"reward/mean": 0.5}, 3)
         tracking.log_samples(
             "val", [{"prompt": "p", "score": 1.0}, {"prompt": "q", "tags": [1]}], 3
@@ -68,10 +68,10 @@ def test_metrics_and_tables_are_logged_at_their_step(fake: Any, tmp_path: Path) 
 def test_a_resumed_run_continues_under_its_id_and_a_fresh_one_does_not(
     fake: Any, tmp_path: Path
 ) -> None:
-    Tracking("wandb", "p", "e", {}, tmp_path).finish()
+    Tracking("p", "e", "wandb", {}, tmp_path).finish()
     assert RunFolder(tmp_path).tracker_id("wandb") == "fresh"
-    Tracking("wandb", "p", "e", {}, tmp_path, resumed_from=5).finish()
-    Tracking("wandb", "p", "e", {}, tmp_path).finish()
+    Tracking("p", "e", "wandb", {}, tmp_path, resumed_from=5).finish()
+    Tracking("p", "e", "wandb", {}, tmp_path).finish()
     assert [(o["id"], o["resume"]) for o in fake.inits] == [
         (None, None),
         ("fresh", "allow"),
@@ -84,7 +84,7 @@ def test_without_the_package_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrackerError, match=r"pip install 'hone-rl\[wandb\]'"):
-        Tracking("wandb", "p", "e", {}, tmp_path)
+        Tracking("p", "e", "wandb", {}, tmp_path)
 
 
 def test_offline_mode_keeps_everything_in_the_run_folder(
@@ -93,7 +93,7 @@ def test_offline_mode_keeps_everything_in_the_run_folder(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with Tracking("wandb", "p", "e", {"a": {"b": 1}}, tmp_path) as tracking:
+    with Tracking("p", "e", "wandb", {"a": {"b": 1}}, tmp_path) as tracking:
         tracking.log({"reward/mean": 0.5}, 1)
         tracking.log_samples("val", [{"prompt": "p", "score": 1.0}], 1)
     assert tracking.failures == {}

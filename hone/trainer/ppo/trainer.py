@@ -132,9 +132,9 @@ class PPOTrainer:
         if takes_steps or not self.run.config_file.exists():
             self.run.write_config(config_to_dict(self.config), origins)
         tracking = Tracking(
-            trainer.logger,
             trainer.project_name,
             trainer.experiment_name,
+            trainer.logger,
             config_to_dict(self.config),
             self.run,
             total_steps=self.total_steps,

@@ -12,10 +12,20 @@ import numpy as np
 from hone.config.data import DataConfig
 from hone.data.create import create_rl_dataset
 from hone.data.rows import DataError
-from hone.ops.at_n import best_at, majority_at, sizes, worst_at
+from hone.ops.at_n import (
+    best_at,
+    best_std_at,
+    majority_at,
+    majority_std_at,
+    sizes,
+    worst_at,
+    worst_std_at,
+)
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
 from hone.trainer.ppo.metrics import are_numbers
+
+_CORE_STATISTICS = ("mean", "best", "maj")
 
 
 def validation_rows(data: DataConfig, tokenizer: Any, processor: Any) -> Any:
@@ -62,7 +72,10 @@ class Group:
 def validation_metrics(
     sources: Sequence[str], uids: Sequence[str], variables: Mapping[str, Sequence[Any]]
 ) -> dict[str, float]:
-    """`val-core/<source>/<variable>/…` for the core variable (acc, else reward), `val-aux/…` else."""
+    """Metrics named `val-core/<source>/<variable>/<statistic>` or `val-aux/…`.
+
+    Core are mean, best and majority of all attempts, of the core variable (acc, else reward).
+    """
     groups: dict[str, Group] = {}
     predictions = variables.get("pred")
     numeric = sorted(name for name, values in variables.items() if are_numbers(values))
@@ -82,8 +95,7 @@ def validation_metrics(
             attempts = max(len(g.variables[name]) for g in of_source)
             seen = [(g.variables[name], g.answers) for g in of_source if g.variables[name]]
             for statistic, value in _statistics(seen, attempts).items():
-                is_core = name == core and _attempts(statistic) == attempts
-                prefix = "val-core" if is_core else "val-aux"
+                prefix = "val-core" if name == core and _is_core(statistic, attempts) else "val-aux"
                 metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
     return metrics
 
@@ -103,11 +115,15 @@ def _statistics(
         collected[f"std@{attempts}"].append(float(np.std(values)))
         for n in sizes(attempts):
             collected[f"best@{n}/mean"].append(best_at(values, n))
+            collected[f"best@{n}/std"].append(best_std_at(values, n))
             collected[f"worst@{n}/mean"].append(worst_at(values, n))
+            collected[f"worst@{n}/std"].append(worst_std_at(values, n))
             if answers:
                 collected[f"maj@{n}/mean"].append(majority_at(values, answers, n))
+                collected[f"maj@{n}/std"].append(majority_std_at(values, answers, n))
     return {name: float(np.mean(values)) for name, values in collected.items()}
 
 
-def _attempts(statistic: str) -> int:
-    return int(statistic.split("@")[1].split("/")[0])
+def _is_core(statistic: str, attempts: int) -> bool:
+    kind, _, rest = statistic.partition("@")
+    return kind in _CORE_STATISTICS and int(rest.split("/")[0]) == attempts

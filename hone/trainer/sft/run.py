@@ -186,9 +186,9 @@ class SFTRun:
         resolved, trainer = config_to_dict(self.config), self.config.trainer
         self.folder.write_config(resolved, self._origins)
         with Tracking(
-            trainer.logger,
             trainer.project_name,
             trainer.experiment_name,
+            trainer.logger,
             resolved,
             self.folder,
             total_steps=self.total_steps,

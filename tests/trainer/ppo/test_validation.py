@@ -129,6 +129,27 @@ def test_a_response_without_an_answer_casts_no_vote() -> None:
     assert metrics["val-core/s/acc/maj@4/mean"] == 1.0
 
 
+def test_names_are_verls_core_is_mean_best_and_majority_of_all_attempts() -> None:
+    scores = [1.0, 0.0, 0.0, 1.0]
+    metrics = validation_metrics(
+        ["s"] * 4, ["a"] * 4, {"acc": scores, "reward": scores, "pred": list("7887")}
+    )
+    core = {"mean@4", "best@4/mean", "best@4/std", "maj@4/mean", "maj@4/std"}
+    aux = {"std@4", "worst@4/mean", "worst@4/std"}
+    aux |= {f"{kind}@2/{value}" for kind in ("best", "worst", "maj") for value in ("mean", "std")}
+    names = {f"val-core/s/acc/{name}" for name in core} | {f"val-aux/s/acc/{name}" for name in aux}
+    names |= {f"val-aux/s/reward/{name}" for name in core | aux}
+    assert set(metrics) == names
+    assert metrics["val-aux/s/acc/std@4"] == 0.5
+    # of the six pairs one holds two wrong answers: the best is 0 once and 1 five times
+    assert metrics["val-aux/s/acc/best@2/mean"] == pytest.approx(5 / 6)
+    assert metrics["val-aux/s/acc/best@2/std"] == pytest.approx((5 / 36) ** 0.5)
+    assert metrics["val-aux/s/acc/worst@2/std"] == pytest.approx((5 / 36) ** 0.5)
+    # four pairs tie at 0.5, one is right, one is wrong
+    assert metrics["val-aux/s/acc/maj@2/std"] == pytest.approx((0.5 / 6) ** 0.5)
+    assert metrics["val-core/s/acc/best@4/std"] == 0.0
+
+
 def test_a_value_some_rows_lack_does_not_shift_the_others() -> None:
     metrics = validation_metrics(
         ["s"] * 4,
