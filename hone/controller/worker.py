@@ -34,12 +34,14 @@ class Placement:
     role: str = "worker"
 
     def environment(self) -> dict[str, str]:
-        """The variables torch.distributed reads."""
+        """The variables torch.distributed reads, and those of verl's workers."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "RAY_LOCAL_RANK": str(self.local_rank),
+            "RAY_LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }

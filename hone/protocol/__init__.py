@@ -7,30 +7,51 @@ Each file holds one concern; what others use is named here. Leaves out what the 
 from __future__ import annotations
 
 from hone.protocol.data_proto import DataProto, DataProtoItem
+from hone.protocol.errors import ProtocolError
 from hone.protocol.future import DataProtoFuture
 from hone.protocol.gather import all_gather_data_proto
+from hone.protocol.items import collate_fn
+from hone.protocol.packed import (
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
+)
 from hone.protocol.padding import (
     AUTO_PADDING_KEY,
     PADDED_ROW,
+    DataProtoConfig,
     pad_dataproto_to_divisor,
     real_rows,
     split_padded,
     unpad_dataproto,
     without_padding,
 )
+from hone.protocol.rows import object_array
+from hone.protocol.shapes import fold_batch_dim, unfold_batch_dim
 from hone.protocol.union import same, union_numpy_dict, union_tensor_dict
 
 __all__ = [
     "AUTO_PADDING_KEY",
     "PADDED_ROW",
     "DataProto",
+    "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
+    "ProtocolError",
     "all_gather_data_proto",
+    "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
+    "fold_batch_dim",
+    "object_array",
     "pad_dataproto_to_divisor",
     "real_rows",
     "same",
+    "serialize_single_tensor",
+    "serialize_tensordict",
     "split_padded",
+    "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",
     "unpad_dataproto",

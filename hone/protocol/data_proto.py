@@ -17,11 +17,12 @@ import torch
 from tensordict import TensorDict
 
 from hone.protocol.disk import load, save
+from hone.protocol.errors import ProtocolError
 from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, may_be_cut_unevenly
 from hone.protocol.rows import (
+    column_array,
     concat_batches,
     mini_batches,
-    object_array,
     row_index,
     take_batch,
     tensordict_of,
@@ -59,10 +60,12 @@ class DataProto:
     """A batch: tensor columns, object columns, and facts about the batch as a whole."""
 
     batch: Any = None  # TensorDict or None; Any, so that readers need not narrow it at every use
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None is no column
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     # -- making one -------------------------------------------------------------------------
@@ -76,16 +79,18 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build from columns; the leading `num_batch_dims` of all tensors must agree."""
+        """Build from columns; lists of one length become a 2-d column (`object_array` keeps 1-d)."""
         if num_batch_dims < 1:
-            raise ValueError(f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension")
+            raise ProtocolError(
+                f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension"
+            )
         if non_tensors and num_batch_dims != 1:
-            raise ValueError(
+            raise ProtocolError(
                 f"num_batch_dims={num_batch_dims} with the object columns {sorted(non_tensors)}: "
                 "object columns have one batch dimension; fold the batch afterwards"
             )
         batch = tensordict_of(tensors, num_batch_dims) if tensors else None
-        arrays = {key: object_array(value) for key, value in (non_tensors or {}).items()}
+        arrays = {key: column_array(value) for key, value in (non_tensors or {}).items()}
         info = dict(meta_info or {})
         if auto_padding:
             info[AUTO_PADDING_KEY] = True
@@ -106,7 +111,7 @@ class DataProto:
             elif isinstance(value, np.ndarray):
                 arrays[key] = value
             else:
-                raise ValueError(
+                raise ProtocolError(
                     f"column {key!r} is a {type(value).__name__}; give a torch.Tensor or np.ndarray"
                 )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
@@ -127,20 +132,18 @@ class DataProto:
         return join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, rows=len(self))
 
     def check_consistency(self) -> None:
-        """Raise ValueError unless every column has one entry a row."""
+        """Raise ProtocolError unless every column has one entry a row."""
         if self.batch is not None and len(self.batch.batch_size) == 0:
-            raise ValueError("batch has no batch dimension; build it with batch_size=[rows]")
-        if self.non_tensor_batch is None or self.meta_info is None:
-            raise ValueError("non_tensor_batch and meta_info are dicts; give {} for none")
+            raise ProtocolError("batch has no batch dimension; build it with batch_size=[rows]")
         rows = len(self)
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray):
-                raise ValueError(
+                raise ProtocolError(
                     f"object column {key!r} is a {type(array).__name__}; wrap it in a numpy array"
                 )
             if array.ndim == 0 or len(array) != rows:
                 got = "no batch dimension" if array.ndim == 0 else f"{len(array)} rows"
-                raise ValueError(f"object column {key!r} has {got}; the batch has {rows}")
+                raise ProtocolError(f"object column {key!r} has {got}; the batch has {rows}")
 
     # -- looking ----------------------------------------------------------------------------
 
@@ -194,7 +197,7 @@ class DataProto:
     def set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
         """Add or replace a column; its length must be the batch's."""
         if self.column_names() and len(value) != len(self):
-            raise ValueError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
+            raise ProtocolError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
         if isinstance(value, np.ndarray):
             self.non_tensor_batch[name] = value
         elif self.batch is None:
@@ -256,7 +259,9 @@ class DataProto:
     def union(self, other: DataProto) -> DataProto:
         """Add the other's columns and facts to this batch; what both have must be equal."""
         if self.column_names() and other.column_names() and len(self) != len(other):
-            raise ValueError(f"cannot unite a batch of {len(self)} rows with one of {len(other)}")
+            raise ProtocolError(
+                f"cannot unite a batch of {len(self)} rows with one of {len(other)}"
+            )
         batch = union_tensor_dict(self.batch, other.batch)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         info = union_dicts(self.meta_info, other.meta_info, "meta_info")
@@ -288,13 +293,13 @@ class DataProto:
         """Put the rows in this order, in place."""
         picked = self.select_idxs(indices)
         if len(picked) != len(self):
-            raise ValueError(f"a new order of {len(self)} rows has {len(picked)} indices")
+            raise ProtocolError(f"a new order of {len(self)} rows has {len(picked)} indices")
         self.batch, self.non_tensor_batch = picked.batch, picked.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row `repeat_times` times: AABB when interleaved, else ABAB."""
         if repeat_times < 0:
-            raise ValueError(f"rows cannot be repeated {repeat_times} times")
+            raise ProtocolError(f"rows cannot be repeated {repeat_times} times")
         rows = torch.arange(len(self))
         index = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
         return take_batch(self, index)
@@ -303,16 +308,18 @@ class DataProto:
         """Row i `repeat_times[i]` times, in order."""
         times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.long)
         if times.ndim != 1 or len(times) != len(self):
-            raise ValueError(f"{tuple(times.shape)} repeat counts for a batch of {len(self)} rows")
+            raise ProtocolError(
+                f"{tuple(times.shape)} repeat counts for a batch of {len(self)} rows"
+            )
         return take_batch(self, torch.arange(len(self)).repeat_interleave(times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut into `chunks` equal batches; unequal ones only where padding is enabled."""
         rows = len(self)
         if chunks < 1:
-            raise ValueError(f"a batch cannot be cut into {chunks} chunks")
+            raise ProtocolError(f"a batch cannot be cut into {chunks} chunks")
         if rows % chunks and not self.is_padding_enabled():
-            raise ValueError(
+            raise ProtocolError(
                 f"a batch of {rows} rows does not divide into {chunks} equal chunks; pad it with "
                 f"pad_dataproto_to_divisor, or build it with auto_padding=True"
             )
@@ -324,7 +331,7 @@ class DataProto:
     def split(self, split_size: int) -> list[DataProto]:
         """Batches of `split_size` rows; the last may be shorter."""
         if split_size < 1:
-            raise ValueError(f"a batch cannot be split into pieces of {split_size} rows")
+            raise ProtocolError(f"a batch cannot be split into pieces of {split_size} rows")
         return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
 
     @staticmethod

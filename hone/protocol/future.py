@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hone.protocol.errors import ProtocolError
 from hone.protocol.padding import split_padded
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class DataProtoFuture:
     def concat(data: Sequence[Any]) -> DataProtoFuture:
         """A future of the concatenation of futures (or handles) of batches."""
         if not data:
-            raise ValueError("nothing to concatenate: the list of futures is empty")
+            raise ProtocolError("nothing to concatenate: the list of futures is empty")
         return DataProtoFuture(collect_fn=_concat, futures=list(data))
 
     def _then(self, step: Callable[[Any], Any]) -> DataProtoFuture:

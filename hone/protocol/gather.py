@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hone.protocol.errors import ProtocolError
+
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
@@ -25,7 +27,7 @@ def all_gather_data_proto(data: DataProto, process_group: Any = None) -> None:
     told: list[Any] = [None] * world
     dist.all_gather_object(told, (light, len(data), widths), group=process_group)
     if any(seen[2] != widths for seen in told):
-        raise ValueError(f"ranks hold different tensor columns: {[seen[2] for seen in told]}")
+        raise ProtocolError(f"ranks hold different tensor columns: {[seen[2] for seen in told]}")
     rows = [seen[1] for seen in told]
     joined = kind.concat([seen[0] for seen in told])
     tensors = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hone.protocol.errors import ProtocolError
 from hone.protocol.rows import take_batch
 
 if TYPE_CHECKING:
@@ -24,19 +25,40 @@ AUTO_PADDING_KEY = "_auto_padding"
 AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
+class _AutoPadding(type):
+    """The class attribute `auto_padding`, which also listens to the environment."""
+
+    _enabled = False
+    auto_padding_key = AUTO_PADDING_KEY
+
+    @property
+    def auto_padding(cls) -> bool:
+        by_environment = os.environ.get(AUTO_PADDING_ENV, "").lower() in {"1", "true", "yes", "on"}
+        return by_environment or cls._enabled
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        if not isinstance(enabled, bool):
+            raise ProtocolError(f"auto_padding is True or False, not {enabled!r}")
+        cls._enabled = enabled
+
+
+class DataProtoConfig(metaclass=_AutoPadding):
+    """Whether batches without a flag of their own may be cut unevenly, in this process."""
+
+
 def may_be_cut_unevenly(data: DataProto) -> bool:
-    """What the batch's own flag says, else the environment."""
-    wanted = os.environ.get(AUTO_PADDING_ENV, "").lower() in {"1", "true", "yes", "on"}
-    return bool(data.meta_info.get(AUTO_PADDING_KEY, wanted))
+    """What the batch's own flag says, else what holds for the process."""
+    return bool(data.meta_info.get(AUTO_PADDING_KEY, DataProtoConfig.auto_padding))
 
 
 def append_copies(data: DataProto, count: int, candidate: str) -> None:
     """Append `count` copies of the first or last row, in place."""
     if candidate not in {"first", "last"}:
-        raise ValueError(f"padding_candidate={candidate!r}; use 'first' or 'last'")
+        raise ProtocolError(f"padding_candidate={candidate!r}; use 'first' or 'last'")
     rows = len(data)
     if count < 0 or (count and not rows):
-        raise ValueError(f"cannot pad a batch of {rows} rows by {count}")
+        raise ProtocolError(f"cannot pad a batch of {rows} rows by {count}")
     copied = 0 if candidate == "first" else rows - 1
     padded = take_batch(data, torch.tensor([*range(rows), *[copied] * count], dtype=torch.long))
     data.batch, data.non_tensor_batch = padded.batch, padded.non_tensor_batch
@@ -45,7 +67,9 @@ def append_copies(data: DataProto, count: int, candidate: str) -> None:
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Repeat rows from the start up to a multiple; return the batch and the rows added."""
     if size_divisor < 1:
-        raise ValueError(f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more")
+        raise ProtocolError(
+            f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"
+        )
     rows = len(data)
     if rows == 0:
         logger.warning("an empty batch was asked to be padded to a multiple of %d", size_divisor)
@@ -59,7 +83,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drop the last `pad_size` rows."""
     if pad_size < 0 or pad_size > len(data):
-        raise ValueError(f"cannot drop {pad_size} padded rows from a batch of {len(data)} rows")
+        raise ProtocolError(f"cannot drop {pad_size} padded rows from a batch of {len(data)} rows")
     return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
 
 
@@ -69,7 +93,7 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
     Real rows are spread evenly and in order: no part holds more padding than it must.
     """
     if parts < 1:
-        raise ValueError(f"a batch cannot be cut into {parts} parts")
+        raise ProtocolError(f"a batch cannot be cut into {parts} parts")
     rows = len(data)
     if rows % parts == 0:
         return data.chunk(parts) if rows else [data.select() for _ in range(parts)]

@@ -14,14 +14,43 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
+from hone.protocol.errors import ProtocolError
 from hone.protocol.union import same
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 
+def column_array(values: Any) -> np.ndarray:
+    """An object array with the shape that nested lists of equal lengths have; arrays as they are."""
+    if isinstance(values, np.ndarray):
+        return values
+    shape = _list_shape(values)
+    if len(shape) == 1:
+        return object_array(values)
+    array = np.empty(shape, dtype=object)
+    for place in np.ndindex(shape):
+        item = values
+        for index in place:
+            item = item[index]
+        array[place] = item
+    return array
+
+
+def _list_shape(values: Any) -> tuple[int, ...]:
+    """(rows, …): one dimension more for as long as all items are lists of one length."""
+    shape, items = [len(values)], list(values)
+    while items and all(isinstance(item, list | tuple) for item in items):
+        lengths = {len(item) for item in items}
+        if len(lengths) > 1:
+            break
+        shape.append(lengths.pop())
+        items = [inner for item in items for inner in item]
+    return tuple(shape)
+
+
 def object_array(values: Any) -> np.ndarray:
-    """A 1-d object array with one element a row, also when the rows are lists of equal length."""
+    """A 1-d object array with one element per row, also when the rows are lists of equal length."""
     if isinstance(values, np.ndarray):
         return values
     array = np.empty(len(values), dtype=object)
@@ -59,6 +88,9 @@ def cat_rows(values: list[Any]) -> Any:
     """Values of several batches, one below the other."""
     first = values[0]
     if isinstance(first, np.ndarray):
+        if len({value.shape[1:] for value in values}) > 1 and first.dtype == object:
+            # One batch had lists of one length and another had not: a list per row fits both.
+            values = [object_array(value.tolist()) for value in values]
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:
         rows = [row for value in values for row in value.unbind()]
@@ -72,7 +104,7 @@ def cat_columns(pieces: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     for number, piece in enumerate(pieces):
         if piece.keys() != names:
             odd = sorted(piece.keys() ^ names)
-            raise ValueError(
+            raise ProtocolError(
                 f"cannot concatenate: {kind} {odd} are not in both batch 0 and {number}"
             )
     result = {}
@@ -82,7 +114,9 @@ def cat_columns(pieces: list[dict[str, Any]], kind: str) -> dict[str, Any]:
             result[name] = cat_rows(values)
         except (RuntimeError, ValueError) as error:
             shapes = [tuple(value.shape) for value in values]
-            raise ValueError(f"cannot concatenate {name!r} of shapes {shapes}: {error}") from error
+            raise ProtocolError(
+                f"cannot concatenate {name!r} of shapes {shapes}: {error}"
+            ) from error
     return result
 
 
@@ -97,7 +131,7 @@ def join_meta_info(infos: list[dict[str, Any]]) -> dict[str, Any]:
             elif key not in joined:
                 joined[key] = value
             elif not same(joined[key], value):
-                raise ValueError(
+                raise ProtocolError(
                     f"cannot concatenate: meta_info[{key!r}] is {joined[key]!r} in an earlier "
                     f"batch and {value!r} in batch {number}; put what differs under 'metrics'"
                 )
@@ -113,7 +147,7 @@ def join_meta_info(infos: list[dict[str, Any]]) -> dict[str, Any]:
 def concat_batches(data: Sequence[DataProto]) -> DataProto:
     """The batches one below the other."""
     if not data:
-        raise ValueError("nothing to concatenate: the list of batches is empty")
+        raise ProtocolError("nothing to concatenate: the list of batches is empty")
     kind = type(data[0])
     info = join_meta_info([piece.meta_info for piece in data])
     arrays = cat_columns([piece.non_tensor_batch for piece in data], "object columns")
@@ -121,7 +155,7 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
     if not batches:
         return kind(None, arrays, info)
     if len(batches) < len(data):
-        raise ValueError("cannot concatenate batches of which only some have tensors")
+        raise ProtocolError("cannot concatenate batches of which only some have tensors")
     tensors = cat_columns([dict(batch.items()) for batch in batches], "tensor columns")
     size = (sum(len(piece) for piece in data), *batches[0].batch_size[1:])
     return kind(TensorDict(tensors, batch_size=size), arrays, info)
@@ -145,7 +179,7 @@ def mini_batches(
 ) -> Iterator[DataProto]:
     """Mini-batches of `size` rows over `epochs` passes."""
     if size < 1 or len(data) % size:
-        raise ValueError(f"mini_batch_size={size} does not divide a batch of {len(data)} rows")
+        raise ProtocolError(f"mini_batch_size={size} does not divide a batch of {len(data)} rows")
     generator = None
     if seed is not None:
         generator = torch.Generator()
@@ -168,9 +202,11 @@ def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> Tens
         nested = getattr(value, "is_nested", False)
         lead = (value.size(0),) if nested else tuple(value.shape[:num_batch_dims])
         if len(lead) < num_batch_dims:
-            raise ValueError(f"column {key!r} has {len(lead)} of {num_batch_dims} batch dimensions")
+            raise ProtocolError(
+                f"column {key!r} has {len(lead)} of {num_batch_dims} batch dimensions"
+            )
         if size is not None and lead != size:
-            raise ValueError(
+            raise ProtocolError(
                 f"column {key!r} has batch size {lead}; column {first!r} has {size}: "
                 "all columns of a batch have one row a sample"
             )
@@ -186,16 +222,16 @@ def row_index(idxs: Any, rows: int) -> torch.Tensor:
     if index.numel() == 0:
         index = index.reshape(-1)
         if index.dtype == torch.bool and rows:
-            raise ValueError(f"a mask of 0 rows for a batch of {rows} rows")
+            raise ProtocolError(f"a mask of 0 rows for a batch of {rows} rows")
         return index.long()
     if index.ndim != 1:
-        raise ValueError(f"rows are chosen by a flat list, not by shape {tuple(index.shape)}")
+        raise ProtocolError(f"rows are chosen by a flat list, not by shape {tuple(index.shape)}")
     if index.dtype == torch.bool:
         if len(index) != rows:
-            raise ValueError(f"a mask of {len(index)} rows for a batch of {rows} rows")
+            raise ProtocolError(f"a mask of {len(index)} rows for a batch of {rows} rows")
         return index.nonzero().reshape(-1)
     if index.is_floating_point() or index.is_complex():
-        raise ValueError(f"rows are chosen by whole numbers or a mask, not by {index.dtype}")
+        raise ProtocolError(f"rows are chosen by whole numbers or a mask, not by {index.dtype}")
     index = index.long()
     if int(index.min()) < -rows or int(index.max()) >= rows:
         raise IndexError(f"rows {int(index.min())}..{int(index.max())} of a batch of {rows} rows")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
+from hone.protocol.errors import ProtocolError
+
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
@@ -56,7 +58,9 @@ def rename_columns(data: DataProto, old: str | Names, new: str | Names) -> None:
     before = [old] if isinstance(old, str) else list(old or [])
     after = [new] if isinstance(new, str) else list(new or [])
     if len(before) != len(after):
-        raise ValueError(f"cannot rename {before} to {after}: {len(before)} names for {len(after)}")
+        raise ProtocolError(
+            f"cannot rename {before} to {after}: {len(before)} names for {len(after)}"
+        )
     check_known(before, data.batch.keys() if data.batch is not None else (), "tensor columns")
     for was, becomes in zip(before, after, strict=True):
         if was != becomes:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from hone.protocol.errors import ProtocolError
+
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
@@ -21,7 +23,7 @@ def unfold_column_chunks(
 ) -> DataProto:
     """[B, n·k, …] of `split_keys` to [B·n, k, …]; the rows of the others repeated n times."""
     if n_split < 1:
-        raise ValueError(f"columns cannot be cut into {n_split} pieces")
+        raise ProtocolError(f"columns cannot be cut into {n_split} pieces")
     chosen = set(split_keys or ())
     unknown = sorted(chosen - set(data.column_names()))
     if unknown:
@@ -33,7 +35,7 @@ def unfold_column_chunks(
                 return value.repeat(n_split, axis=0)
             return value.repeat_interleave(n_split, dim=0)
         if value.ndim < 2 or value.shape[1] % n_split:
-            raise ValueError(
+            raise ProtocolError(
                 f"column {name!r} of shape {tuple(value.shape)} cannot be cut into {n_split} "
                 "pieces along dim 1"
             )
@@ -52,15 +54,17 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """[B, …] to [new_batch_size, B / new_batch_size, …]."""
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
-        raise ValueError(f"a batch of {rows} rows does not fold into {new_batch_size} equal rows")
+        raise ProtocolError(
+            f"a batch of {rows} rows does not fold into {new_batch_size} equal rows"
+        )
     lead = (new_batch_size, rows // new_batch_size)
     return _with_lead(data, 1, lead)
 
 
-def unfold_batch_dim(data: DataProto, batch_dims: int) -> DataProto:
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """The leading `batch_dims` dimensions into one."""
     if data.batch is not None and len(data.batch.batch_size) < batch_dims:
-        raise ValueError(
+        raise ProtocolError(
             f"a batch of size {tuple(data.batch.batch_size)} has no {batch_dims} leading dimensions"
         )
     return _with_lead(data, batch_dims, (-1,))

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection
 
+from hone.protocol.errors import ProtocolError
+
 
 def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
     """Columns of both; a column both have must be equal."""
     if first is None or second is None:
         return first if second is None else second
     if first.batch_size != second.batch_size:
-        raise ValueError(
+        raise ProtocolError(
             f"cannot unite tensors of batch size {tuple(first.batch_size)} with "
             f"{tuple(second.batch_size)}"
         )
@@ -34,10 +36,10 @@ def union_numpy_dict(
 
 
 def union_dicts(first: dict[str, Any], second: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Entries of both; ValueError where they disagree."""
+    """Entries of both; ProtocolError where they disagree."""
     for key in first.keys() & second.keys():
         if not same(first[key], second[key]):
-            raise ValueError(
+            raise ProtocolError(
                 f"cannot unite two batches: their {kind} {key!r} differs; "
                 "pop or rename it in one of them first"
             )

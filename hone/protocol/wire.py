@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from hone.protocol.errors import ProtocolError
 from hone.protocol.rows import object_array
 
 # numpy has no such numbers: the bits travel under an integer type of the same width.
@@ -109,7 +110,7 @@ def split_tensordict(
     for key in source.keys():  # noqa: SIM118
         value = source.get(key)
         if isinstance(value, NonTensorStack):
-            arrays[key] = object_array(value.tolist())
+            arrays[key] = _column_of(value.tolist())
         elif isinstance(value, NonTensorData):
             facts[key] = value.data
         else:
@@ -123,7 +124,7 @@ def join_tensordict(
     """The inverse of `split_tensordict`."""
     twice = sorted(arrays.keys() & facts.keys())
     if twice:
-        raise ValueError(f"{twice} are both object columns and meta_info; rename one of each")
+        raise ProtocolError(f"{twice} are both object columns and meta_info; rename one of each")
     size = batch.batch_size if batch is not None else [rows]
     result = TensorDict(dict(batch.items()) if batch is not None else {}, batch_size=size)
     for key, array in arrays.items():
@@ -131,6 +132,14 @@ def join_tensordict(
     for key, value in facts.items():
         result.set(key, NonTensorData(value, batch_size=size))
     return result
+
+
+def _column_of(values: list[Any]) -> np.ndarray:
+    """The object column; rows that are object arrays of one shape were rows of a wider column."""
+    shapes = {v.shape if isinstance(v, np.ndarray) and v.dtype == object else None for v in values}
+    if len(shapes) == 1 and None not in shapes:
+        return np.stack(values)
+    return object_array(values)
 
 
 def _as_jagged(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,9 @@ class TestPlacement:
     def test_environment_round_trip(self) -> None:
         place = Placement(1, 4, 1, 2, "10.0.0.1", 1234)
         assert Placement.from_environment(place.environment()) == place
+        variables = place.environment()
+        assert variables["RAY_LOCAL_WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"]
+        assert variables["RAY_LOCAL_RANK"] == variables["LOCAL_RANK"]
         assert Placement.from_environment({}) == Placement()
 
     def test_a_worker_knows_its_place_before_its_init_runs(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from hone.protocol import AUTO_PADDING_KEY, DataProto, DataProtoItem, same
+from hone.protocol import AUTO_PADDING_KEY, DataProto, DataProtoItem, object_array, same
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -46,12 +46,63 @@ class TestMaking:
         with pytest.raises(ValueError, match="'uid' has 2 rows; the batch has 3"):
             DataProto.from_dict({"a": torch.zeros(3)}, {"uid": ["x", "y"]})
 
-    def test_object_columns_become_one_object_a_row(self) -> None:
-        data = DataProto.from_dict(non_tensors={"messages": [["a", "b"], ["c", "d"]]})
-        assert data.non_tensor_batch["messages"].dtype == object
-        assert data.non_tensor_batch["messages"].shape == (2,)
+    def test_lists_of_one_length_become_a_column_of_two_dimensions(self) -> None:
+        data = DataProto.from_dict(
+            non_tensors={"pair": [["a", "b"], ["c", "d"]], "odd": [["a"], ["b", "c"]]}
+        )
+        pair, odd = data.non_tensor_batch["pair"], data.non_tensor_batch["odd"]
+        assert (pair.dtype, pair.shape) == (object, (2, 2))
+        assert pair[:, 0].tolist() == ["a", "c"]
+        assert odd.tolist() == [["a"], ["b", "c"]]
+        assert odd.shape == (2,)
         assert len(data) == 2
         assert data.batch is None
+        deep = DataProto.from_dict(non_tensors={"x": [[[1, 2]], [[3, 4]]]}).column("x")
+        assert deep.shape == (2, 1, 2)
+        rows = DataProto.from_dict(non_tensors={"x": object_array([["a"], ["b"]])}).column("x")
+        assert rows.tolist() == [["a"], ["b"]]
+        assert rows.shape == (2,)
+        messages = [[{"role": "user"}], [{"role": "user"}]]
+        assert DataProto.from_dict(non_tensors={"m": messages}).column("m").shape == (2, 1)
+        tensors = DataProto.from_dict(non_tensors={"t": [[torch.ones(3)], [torch.zeros(3)]]})
+        assert tensors.column("t").shape == (2, 1)
+        assert torch.equal(tensors.column("t")[0, 0], torch.ones(3))
+
+    def test_a_wide_object_column_is_cut_into_rows_and_comes_back_whole(self) -> None:
+        data = DataProto.from_dict(
+            {"x": torch.arange(8).reshape(2, 4)}, {"pair": [["a", "b"], ["c", "d"]]}
+        )
+        cut = data.unfold_column_chunks(2, split_keys=["x", "pair"])
+        assert cut.non_tensor_batch["pair"].tolist() == [["a"], ["b"], ["c"], ["d"]]
+        back = DataProto.from_tensordict(data.to_tensordict())
+        assert back.non_tensor_batch["pair"].shape == (2, 2)
+
+    def test_batches_with_lists_of_one_and_of_several_lengths_are_joined(self) -> None:
+        even = DataProto.from_dict(non_tensors={"x": [[1, 2], [3, 4]]})
+        odd = DataProto.from_dict(non_tensors={"x": [[5], [6, 7]]})
+        joined = DataProto.concat([even, odd]).column("x")
+        assert joined.tolist() == [[1, 2], [3, 4], [5], [6, 7]]
+
+    def test_none_stands_for_no_columns_and_no_facts(self) -> None:
+        data = DataProto(non_tensor_batch=None, meta_info=None)  # type: ignore[arg-type]
+        assert (data.non_tensor_batch, data.meta_info, len(data)) == ({}, {}, 0)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)}),
+            lambda: rows(2).union(DataProto.from_dict({"x": torch.ones(2, 2)})),
+            lambda: rows(5).chunk(2),
+            lambda: rows(2).rename(["x", "n"], ["y"]),
+            lambda: rows(6).make_iterator(4, 1),
+            lambda: DataProto.concat([rows(1), DataProto.from_dict({"x": torch.ones(1, 2)})]),
+            lambda: DataProto(non_tensor_batch={"u": [1, 2]}),  # type: ignore[dict-item]
+        ],
+    )
+    def test_what_verl_asserts_is_an_assertion_error_too(self, wrong: Any) -> None:
+        with pytest.raises(AssertionError) as caught:
+            wrong()
+        assert isinstance(caught.value, ValueError)
 
     def test_object_columns_need_one_batch_dimension(self) -> None:
         with pytest.raises(ValueError, match="one batch dimension"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hone.protocol import (
     PADDED_ROW,
     DataProto,
+    DataProtoConfig,
     pad_dataproto_to_divisor,
     real_rows,
     split_padded,
@@ -104,3 +105,18 @@ def test_padding_in_place_refuses_what_it_cannot_do() -> None:
         rows(2).padding(1, "middle")
     with pytest.raises(ValueError, match="0 rows by 1"):
         rows(0).padding(1)
+
+
+def test_a_process_may_let_all_batches_be_cut_unevenly() -> None:
+    data = DataProto.from_dict({"x": torch.arange(5)})
+    assert not DataProtoConfig.auto_padding
+    DataProtoConfig.auto_padding = True
+    try:
+        assert data.is_padding_enabled()
+        assert [len(piece) for piece in data.chunk(2)] == [3, 2]
+        data.meta_info[DataProtoConfig.auto_padding_key] = False
+        assert not data.is_padding_enabled()
+    finally:
+        DataProtoConfig.auto_padding = False
+    with pytest.raises(AssertionError, match="True or False"):
+        DataProtoConfig.auto_padding = 1
