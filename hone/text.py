@@ -13,8 +13,8 @@ from typing import Any
 
 MAX_DEPTH = 64
 """Nesting of lists and objects in data; deeper values exceed the recursion limit of their readers."""
-LONGEST_INTEGER_BITS = 1024
-"""Larger integers are kept as hexadecimal text: Python refuses to write them in decimal."""
+LONGEST_INTEGER_BITS = 14_000
+"""Larger integers are kept as hexadecimal text: Python writes no more than 4,300 decimal digits."""
 SHOWN_CHARACTERS = 200
 
 

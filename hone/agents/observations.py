@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.data.chat_template import BrokenTemplate, apply_template
 from hone.data.prompts import PromptError
+from hone.text import clean_text, clean_values, described
 
 Message = dict[str, Any]
 _SPOKEN = "QZ7assistantturnQZ7"
@@ -29,6 +31,7 @@ def observation_ids(
 
     `last_token` is the turn's last id: an end token the model wrote itself is not written twice.
     """
+    messages = [clean_values(message) for message in messages]
     if chat and getattr(tokenizer, "chat_template", None):
         text = _rendered(messages, tokenizer, template_kwargs)
         ended = tokenizer.decode([last_token], skip_special_tokens=False)
@@ -39,8 +42,6 @@ def observation_ids(
 
 
 def _rendered(messages: Sequence[Message], tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
-    from jinja2 import TemplateError  # a template language that only a chat template needs
-
     talk = [
         {"role": "user", "content": "."},
         {"role": "assistant", "content": _SPOKEN},
@@ -48,12 +49,14 @@ def _rendered(messages: Sequence[Message], tokenizer: Any, kwargs: Mapping[str, 
     ]
     options = {**kwargs, "add_generation_prompt": True}
     try:
-        text: str = tokenizer.apply_chat_template(talk, tokenize=False, **options)
-    except (TemplateError, TypeError) as error:
+        text: str = apply_template(talk, tokenizer, tokenize=False, **options)
+    except BrokenTemplate:
+        raise
+    except Exception as error:  # a template is foreign code
         roles = ", ".join(sorted({str(m["role"]) for m in messages}))
         raise PromptError(
-            f"the tokenizer's chat template cannot render a turn of {roles}: {error}; use a template "
-            "that knows these roles (actor_rollout_ref.model.custom_chat_template)"
+            f"the tokenizer's chat template cannot render a turn of {roles}: {described(error)}; use "
+            "a template that knows these roles (actor_rollout_ref.model.custom_chat_template)"
         ) from error
     _, found, after = text.rpartition(_SPOKEN)
     if not found:
@@ -86,7 +89,7 @@ def cut_tokens(text: str, tokenizer: Any, longest_tokens: int | None, side: str)
     """At most `longest_tokens` of the text; the tags around it are added later and stay whole."""
     if longest_tokens is None:
         return text
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(clean_text(text), add_special_tokens=False)
     if len(ids) <= longest_tokens:
         return text
     if side == "left":

@@ -20,12 +20,15 @@ from typing import Any
 from hone.config.data import DataConfig
 from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
-from hone.data.prompts import PromptError, as_messages, render_prompt
+from hone.data.chat_template import BrokenTemplate
+from hone.data.prompts import PromptError, PromptTooLong, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, FileRows, Row, read_file
 from hone.data.schema import Problem, SchemaCheck, kind_of
 from hone.text import shown
 
 SHOWN = 5
+MEASURED = 8
+"""Prompts of up to so many times data.max_prompt_length are measured; longer ones are only counted."""
 _MESSAGES = MultiTurnDataConfig.messages_key
 _RESPONSES = ("response", SFTDataConfig.response_key)
 """Columns that supervised training learns, the first of them that a file has."""
@@ -49,6 +52,8 @@ class Findings:
     ruled: set[str] = field(default_factory=set)
     """Sources with a row that a rule must score."""
     lengths: list[int] = field(default_factory=list)
+    overlong: int = 0
+    """Prompts that are longer by far than data.max_prompt_length: their length is not known."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
     without_truth: list[int] = field(default_factory=list)
     """Row numbers that a rule must score and that have nothing to compare with."""
@@ -81,7 +86,10 @@ def check_file(
     if file is None:
         return 1, "\n".join(f"error: {message}" for message in findings.bad.examples)
     settings = _recognised(set(next(iter(file.rows.scan()), {})), findings, settings)
-    _look_at(file, findings, tokenizer, settings)
+    try:
+        _look_at(file, findings, tokenizer, settings)
+    except BrokenTemplate as error:
+        return 1, f"error: {error}"
     errors, warnings = _judged(findings, known_sources, tokenizer, settings)
     report = [
         f"{file.path}: {findings.rows:,} rows",
@@ -140,6 +148,8 @@ def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataC
             _look_at_reward(row, number, findings, settings)
         try:
             findings.lengths.append(_length(prompt, tokenizer, settings))
+        except PromptTooLong:
+            findings.overlong += 1
         except PromptError as error:
             findings.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
 
@@ -209,10 +219,14 @@ def _lacks_truth(row: Row) -> bool:
 
 def _length(prompt: Any, tokenizer: Any, settings: DataConfig) -> int:
     if tokenizer is not None:
-        options = settings.apply_chat_template_kwargs
-        return len(
-            render_prompt(prompt, tokenizer, settings.prompt_format, template_kwargs=options)
+        ids = render_prompt(
+            prompt,
+            tokenizer,
+            settings.prompt_format,
+            template_kwargs=settings.apply_chat_template_kwargs,
+            max_tokens=MEASURED * settings.max_prompt_length,
         )
+        return len(ids)
     return sum(
         len(message["content"])
         if isinstance(message["content"], str)
@@ -251,6 +265,7 @@ def _judged(
             f"{extra:,} rows repeat an earlier prompt (such as rows {_some(findings.duplicates[0])})"
         )
     long = sum(length > settings.max_prompt_length for length in findings.lengths)
+    long += findings.overlong
     if tokenizer is not None and long:
         warnings.append(
             f"{long:,} prompts have more than data.max_prompt_length="

@@ -23,6 +23,7 @@ def encode_conversation(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     ignore_mismatch: bool = False,
+    max_tokens: int | None = None,
 ) -> Encoded:
     """What the assistant wrote, with the token that ends its turn, is learnt; all else is shown.
 
@@ -30,7 +31,7 @@ def encode_conversation(
     A template that rewrites earlier turns (drops their thinking, say) makes the turns differ from
     the whole; that is an error unless `ignore_mismatch`, which then joins the turns as written.
     """
-    template = _Template(messages, tokenizer, tools, template_kwargs)
+    template = _Template(messages, tokenizer, tools, template_kwargs, max_tokens)
     rendered: list[int] = []
     ids: list[int] = []
     mask: list[int] = []
@@ -88,8 +89,10 @@ class _Template:
         tokenizer: Any,
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
+        max_tokens: int | None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
         self._tools = tools
         self._kwargs = dict(template_kwargs or {})
         self._in_parts = {m["role"] for m in messages if isinstance(m["content"], list)}
@@ -207,6 +210,7 @@ class _Template:
             self._tokenizer,
             tools=self._tools,
             template_kwargs={**self._kwargs, "add_generation_prompt": open_turn},
+            max_tokens=self._max_tokens,
         )
 
 

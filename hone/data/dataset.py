@@ -19,6 +19,7 @@ from hone.config.data import DataConfig
 from hone.data.prompts import (
     Message,
     PromptError,
+    PromptTooLong,
     as_messages,
     raw_text,
     render_prompt,
@@ -179,7 +180,10 @@ class RLHFDataset:
             if position not in wanted:
                 continue
             try:
-                length = len(self._rendered(row))
+                length = len(self._rendered(row, self.config.max_prompt_length))
+            except PromptTooLong:
+                self.overlong_rows += 1
+                continue
             except PromptError as error:
                 message = f"{self.store.where(position)}: {error}"
                 self.bad_rows.report("cannot be rendered", message)
@@ -216,17 +220,19 @@ class RLHFDataset:
             return None
         return self.tools
 
-    def _rendered(self, row: Row) -> list[int]:
+    def _rendered(self, row: Row, max_tokens: int | None = None) -> list[int]:
         return render_prompt(
             row[self.config.prompt_key],
             self.tokenizer,
             self.config.prompt_format,
             tools=self._tools_of(row),
             template_kwargs=self.config.apply_chat_template_kwargs,
+            max_tokens=max_tokens,
         )
 
     def _prepared(self, row: Row) -> Row:
-        ids = self._rendered(row)
+        is_cut = self.config.truncation != "error"
+        ids = self._rendered(row, None if is_cut else self.config.max_prompt_length)
         row["prompt_ids"] = truncate(ids, self.config.max_prompt_length, self.config.truncation)
         row["raw_prompt"] = self._raw_prompt(row)
         if self.config.prompt_key != "raw_prompt":

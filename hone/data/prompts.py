@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hone.text import shown
+from hone.data.chat_template import BrokenTemplate, apply_template
+from hone.text import described, flaw_of, shown
 
 Message = dict[str, Any]
 
@@ -21,8 +22,18 @@ ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipytho
 """Roles that chat templates know. Any other is a misspelling."""
 
 
+TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
+"""Options of a chat template that concern the tokens: these are made by the tokenizer itself."""
+
+
 class PromptError(ValueError):
     """A prompt that cannot be rendered; says why and what to do."""
+
+
+class PromptTooLong(PromptError):
+    """A text that has more tokens than fit by far: it is refused before all of it is tokenised."""
+
+    reason = "too long"
 
 
 def as_messages(raw_prompt: Any) -> list[Message]:
@@ -92,15 +103,18 @@ def render_prompt(
     prompt_format: str = "chat",
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt, ready for the model to continue.
 
     `chat`: the tokenizer's chat template with the generation prompt. A plain string given to a
     tokenizer without a template is tokenised as it is: one user turn has nothing to mark it.
     `raw`: text rendered beforehand (a string, or one message's content), no special tokens added.
+    With `max_tokens` a text that is longer by far raises PromptTooLong; one that is a little longer
+    is returned whole.
     """
     if prompt_format == "raw":
-        return _tokenise(raw_text(raw_prompt), tokenizer)
+        return tokenise(raw_text(raw_prompt), tokenizer, max_tokens)
     if prompt_format != "chat":
         raise PromptError(
             f"data.prompt_format={prompt_format!r} is not known; use one of {PROMPT_FORMATS}"
@@ -109,39 +123,38 @@ def render_prompt(
         template_kwargs or {}
     ):
         if isinstance(raw_prompt, str) and not tools:
-            return _tokenise(raw_prompt, tokenizer)
+            return tokenise(raw_prompt, tokenizer, max_tokens)
         raise PromptError(
             "the tokenizer has no chat template, so messages and tools cannot be rendered; use"
             " data.prompt_format=raw with prompts that hold the whole text, or a tokenizer with a"
             " chat template"
         )
-    return _apply_template(as_messages(raw_prompt), tokenizer, tools, template_kwargs)
+    rendered = _rendered(as_messages(raw_prompt), tokenizer, tools, template_kwargs)
+    if isinstance(rendered, str):
+        return tokenise(rendered, tokenizer, max_tokens)
+    return [int(token) for token in rendered]
 
 
-def _apply_template(
+def _rendered(
     messages: list[Message],
     tokenizer: Any,
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
-) -> list[int]:
-    from jinja2 import TemplateError  # a template language that only a chat template needs
-
+) -> Any:
+    """The template's text, or its ids where only the tokenizer can make these."""
     options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
+    is_own = not hasattr(tokenizer, "get_chat_template")  # such as that of mistral-common
+    tokenize = is_own or bool(TOKENIZER_OPTIONS & options.keys())
     try:
-        ids = tokenizer.apply_chat_template(
-            messages,
-            tools=list(tools) if tools else None,
-            tokenize=True,
-            return_dict=False,
-            **options,
-        )
-    except (TemplateError, TypeError) as error:
+        return apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
+    except BrokenTemplate:
+        raise
+    except Exception as error:  # a template is foreign code
         raise PromptError(
-            f"the tokenizer's chat template cannot render {shown(messages)}: {error}"
+            f"the tokenizer's chat template cannot render {shown(messages)}: {described(error)}"
         ) from error
-    return [int(token) for token in ids]
 
 
 def raw_text(raw_prompt: Any) -> str:
@@ -158,8 +171,29 @@ def raw_text(raw_prompt: Any) -> str:
     return content
 
 
-def _tokenise(text: str, tokenizer: Any) -> list[int]:
+def tokenise(text: str, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
+    """Token ids of a text, without special tokens; PromptTooLong as `render_prompt` says."""
+    if flaw := flaw_of(text, allow_nul=True):
+        raise PromptError(f"the text of the row {flaw}")
+    if max_tokens is not None:
+        _refuse_far_too_long(text, tokenizer, max_tokens)
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _refuse_far_too_long(text: str, tokenizer: Any, max_tokens: int) -> None:
+    """Tokenise ever longer beginnings of a long text until one alone has twice what fits.
+
+    Twice: a cut inside a word may give it more tokens than it has in the whole text.
+    """
+    length = 32 * (max_tokens + 64)
+    while length < len(text):
+        tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
+        if tokens > 2 * max_tokens + 64:
+            raise PromptTooLong(
+                f"the first {length:,} of its {len(text):,} characters have {tokens:,} tokens, at "
+                f"most {max_tokens:,} fit"
+            )
+        length *= 4
 
 
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:

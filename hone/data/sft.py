@@ -21,6 +21,7 @@ from hone.data.prompts import (
     as_messages,
     refuse_unknown_roles,
     render_prompt,
+    tokenise,
     truncate,
     without_nulls,
 )
@@ -49,11 +50,17 @@ def encode_single_turn(
     tokenizer: Any,
     prompt_format: str,
     template_kwargs: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> Encoded:
     """A prompt as rollout renders it, then the response and the end token, both learnt."""
-    prompt_ids = render_prompt(prompt, tokenizer, prompt_format, template_kwargs=template_kwargs)
-    written = tokenizer.encode(response, add_special_tokens=False)
-    response_ids = [int(token) for token in written]
+    prompt_ids = render_prompt(
+        prompt,
+        tokenizer,
+        prompt_format,
+        template_kwargs=template_kwargs,
+        max_tokens=max_tokens,
+    )
+    response_ids = tokenise(response, tokenizer, max_tokens)
     if tokenizer.eos_token_id is not None:
         response_ids.append(int(tokenizer.eos_token_id))
     return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
@@ -143,6 +150,11 @@ class SFTDataset:
         used = array("q", self.positions).tobytes()
         return hashlib.blake2b(self._rows.fingerprint.encode() + used, digest_size=16).hexdigest()
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a row, where a longer one is refused and not cut."""
+        return self.config.max_length if self.config.truncation == "error" else None
+
     def where(self, position: int) -> str:
         return self._rows.where(position) if hasattr(self._rows, "where") else f"row {position}"
 
@@ -154,6 +166,7 @@ class SFTDataset:
             self.tokenizer,
             self.config.prompt_format,
             self.template_kwargs,
+            self.max_tokens,
         )
 
     def problem(self, row: Row) -> str | None:
@@ -238,6 +251,7 @@ class MultiTurnSFTDataset(SFTDataset):
             tools=self._tools(row),
             template_kwargs=kwargs,
             ignore_mismatch=self.config.ignore_input_ids_mismatch,
+            max_tokens=self.max_tokens,
         )
 
     def problem(self, row: Row) -> str | None:

@@ -37,6 +37,7 @@ _MISTAKES = (
     "hone.plugins:PluginError",
     "hone.data.rows:DataError",
     "hone.data.prompts:PromptError",
+    "hone.data.chat_template:BrokenTemplate",
     "hone.models.load:ModelNotFound",
     "hone.models.load:UnsupportedModel",
     "hone.models.lora:LoraError",

@@ -144,6 +144,7 @@ class Generation:
                     self.tokenizer,
                     data.prompt_format,
                     template_kwargs=data.apply_chat_template_kwargs,
+                    max_tokens=longest,
                 )
             except PromptError as error:
                 raise DataError(f"{self.rows.where(number)}: {error}") from error

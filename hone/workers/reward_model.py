@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.controller import Dispatch, register
+from hone.data.chat_template import apply_template
 from hone.protocol import DataProto
 from hone.rewards.managers.reading import last_policy_tokens
 from hone.workers.frozen_classifier import FrozenClassifier
@@ -72,7 +73,7 @@ class RewardModelWorker(FrozenClassifier):
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt + answer))
         turns = [*prompt, {"role": "assistant", "content": answer}]
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False)
+        text = apply_template(turns, self.tokenizer, tokenize=False)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @torch.no_grad()

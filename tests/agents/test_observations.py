@@ -62,7 +62,7 @@ def test_a_template_that_knows_no_tools_says_so() -> None:
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
         "{% endif %}{{ m['content'] }}{% endfor %}"
     )
-    with pytest.raises(PromptError, match="cannot render a turn of tool: no tools"):
+    with pytest.raises(PromptError, match="cannot render a turn of tool: TemplateError: no tools"):
         ids(strict, "x")
     forgetful = character_tokenizer()
     forgetful.chat_template = "{{ messages[0]['content'] }}"

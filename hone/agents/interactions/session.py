@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from hone.agents.bounded import Overdue, bounded
 from hone.agents.interactions.contract import BaseInteraction, Messages
+from hone.text import clean_text, described
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -55,10 +56,11 @@ class InteractionSession:
         return said
 
     async def _reply(self, talk_id: str, messages: Messages) -> tuple[str | None, float | None]:
-        done, said, score, _ = await self._user.generate_response(talk_id, messages, **self._words)
+        copies = [dict(message) for message in messages]
+        done, said, score, _ = await self._user.generate_response(talk_id, copies, **self._words)
         if not done and not isinstance(said, str):
             raise TypeError(f"the user says {said!r}; give text, or end the talk")
-        return None if done else said, _number(score)
+        return None if done else clean_text(said), _number(score)
 
     async def score(self) -> float | None:
         """The user's score of the talk, or None where it gives none."""
@@ -86,8 +88,7 @@ class InteractionSession:
             self.timeouts.append(self.name)
             logger.warning("interaction %s: %s took longer than %g s", self.name, verb, seconds)
         except Exception as error:  # the user's code: whatever it raises ends the talk
-            kind = type(error).__name__
-            logger.warning("interaction %s: %s failed: %s: %s", self.name, verb, kind, error)
+            logger.warning("interaction %s: %s failed: %s", self.name, verb, described(error))
         self.failures += 1
         return None
 

@@ -7,6 +7,7 @@ nothing, with the user's word, or at a limit of `rollout.multi_turn`. Leaves out
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +18,16 @@ from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.listing import load_interactions
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids
-from hone.agents.parsers.contract import PARSERS, ToolParser
+from hone.agents.parsers.contract import PARSERS, ToolCall, ToolParser
 from hone.agents.tools.contract import BaseTool
 from hone.agents.tools.listing import load_tools
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
 from hone.data.prompts import truncate
 from hone.rollout.contract import TokenOutput
+from hone.text import described, shown
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -107,7 +111,7 @@ class ToolAgentLoop(AgentLoopBase):
             if time.monotonic() > deadline:
                 session.facts.timeouts.append("trajectory")
                 return
-            calls = self.parser.calls(text) if self.tools else []
+            calls = self._calls(text)
             if calls:
                 started = time.perf_counter()
                 answers = await session.answer(calls)
@@ -122,6 +126,16 @@ class ToolAgentLoop(AgentLoopBase):
                 return
             if not self._observe(talk, new):
                 return
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """The calls in the model's text; a parser that fails on it makes one failed call of it."""
+        if not self.tools:
+            return []
+        try:
+            return list(self.parser.calls(text))
+        except Exception as error:  # a parser may be the user's own, and the text is hostile
+            logger.warning("the tool-call parser failed: %s", described(error))
+            return [ToolCall("", {}, f"the calls cannot be read: {described(error)}")]
 
     async def _model_turn(self, talk: Talk, sampling: Mapping[str, Any], request_id: str) -> str:
         room = self.response_length - len(talk.response_ids)
@@ -180,9 +194,9 @@ class ToolAgentLoop(AgentLoopBase):
         if not self.interactions or not wanted:
             return None
         name = wanted.get("name") or next(iter(self.interactions))
-        if name not in self.interactions:
+        if not isinstance(name, str) or name not in self.interactions:
             raise ValueError(
-                f"the row's interaction_kwargs.name={name!r} is not in "
+                f"the row's interaction_kwargs.name={shown(name)} is not in "
                 f"{self.limits.interaction_config_path}; it has {', '.join(self.interactions)}"
             )
         return InteractionSession(self.interactions[name], wanted, self.limits.tool_timeout_s)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from hone.agents.parsers.contract import ToolCall, ToolParser
+from hone.text import BadText, read_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 LONGEST_CALL = 65_536
@@ -31,24 +29,20 @@ def read_call(body: str) -> ToolCall:
     if len(body) > LONGEST_CALL:
         return _bad(f"the call is longer than {LONGEST_CALL} characters")
     try:
-        data: Any = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        return _bad(f"the call is not valid JSON: {str(error)[:200]}")
+        data = read_json(body, strict=True)
+    except BadText as error:
+        return _bad(f"the call is not valid JSON: {error}")
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return _bad('a call is a JSON object {"name": …, "arguments": {…}}')
     arguments = data.get("arguments", {})
     if isinstance(arguments, str):  # some models write the object as a JSON string
         try:
-            arguments = json.loads(arguments, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
+            arguments = read_json(arguments, strict=True)
+        except BadText:
             arguments = None
     if not isinstance(arguments, dict):
         return ToolCall(data["name"], {}, "`arguments` is not a JSON object")
     return ToolCall(data["name"], arguments)
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON number")
 
 
 def _bad(why: str) -> ToolCall:

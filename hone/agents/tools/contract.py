@@ -27,6 +27,9 @@ class ToolResponse:
     def is_empty(self) -> bool:
         return not (self.text or self.image or self.video)
 
+    def is_text_only(self) -> bool:
+        return bool(self.text) and not (self.image or self.video)
+
 
 @dataclass(frozen=True)
 class OpenAIFunctionPropertySchema:

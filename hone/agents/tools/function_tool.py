@@ -1,85 +1,127 @@
 """Plain functions as tools: `@function_tool` reads the schema off signature and docstring.
 
     @function_tool
-    def add(a: float, b: float) -> str:
-        "Add two numbers."
+    def add(a: float, b: float = 1.0) -> str:
+        '''Add two numbers.
+
+        Args:
+            a: the first number
+        '''
         return str(a + b)
 
-Leaves out state and rewards: a tool that needs them is a `BaseTool`.
+A function returns text, JSON data or a ToolResponse, alone or as (answer, reward[, metrics]).
+Leaves out state: a tool that needs it is a `BaseTool`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, overload
 
 from hone.agents.bounded import in_thread
+from hone.agents.tools.answers import function_answer
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError, ToolResponse
+from hone.agents.tools.signature import description_of, parameters_of
 
-_JSON_TYPES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    tuple: "array",
-    dict: "object",
-}
-_MARK = "__hone_function_tool__"
+Function = Callable[..., Any]
+Schema = OpenAIFunctionToolSchema | Mapping[str, Any]
+_DECLARATION = "__hone_function_tool__"
 
 
-def function_tool(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: the function is a tool when its file is `multi_turn.function_tool_path`."""
-    setattr(function, _MARK, True)
-    return function
+@dataclass(frozen=True)
+class _Declaration:
+    """What the decorator was given; None is read off the function."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+
+
+@overload
+def function_tool(function: Function, /) -> Function: ...
+
+
+@overload
+def function_tool(
+    name: str | None = None, /, *, description: str | None = None, schema: Schema | None = None
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def function_tool(
+    *, name: str, description: str | None = None, schema: Schema | None = None
+) -> Callable[[Function], Function]: ...
+
+
+def function_tool(
+    function: Function | str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    schema: Schema | None = None,
+) -> Any:
+    """Decorator: the function is a tool when its file is `multi_turn.function_tool_path`.
+
+    `@function_tool`, `@function_tool()`, `@function_tool("name")` and
+    `@function_tool(name=…, description=…, schema=…)` all work.
+    """
+    if isinstance(function, str):
+        function, name = None, function
+    declaration = _Declaration(name, description, schema)
+
+    def declare(thing: Function) -> Function:
+        setattr(thing, _DECLARATION, declaration)
+        return thing
+
+    if function is None:
+        return declare
+    if not callable(function):
+        raise ToolError(f"@function_tool takes a name or nothing, got {function!r}")
+    return declare(function)
 
 
 def is_function_tool(thing: Any) -> bool:
-    return callable(thing) and getattr(thing, _MARK, False) is True
+    return callable(thing) and isinstance(getattr(thing, _DECLARATION, None), _Declaration)
 
 
-def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
-    """The function's name, docstring, parameters and their types."""
-    hints = get_type_hints(function)
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ToolError(
-                f"tool {function.__name__}: *{name} cannot be shown to a model; name every parameter"
-            )
-        properties[name] = {"type": _json_type(hints.get(name, str))}
-        if parameter.default is parameter.empty:
-            required.append(name)
-    described = {
-        "name": function.__name__,
-        "description": inspect.getdoc(function) or "",
-        "parameters": {"type": "object", "properties": properties, "required": required},
-    }
+def schema_of(function: Function) -> OpenAIFunctionToolSchema:
+    """What the decorator was given, and for the rest the function's name, docstring and parameters."""
+    given = getattr(function, _DECLARATION, _Declaration())
+    if given.schema is not None:
+        schema = given.schema
+        read = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
+        described = dict(read.get("function", read))
+        described.setdefault("name", given.name or _name_of(function))
+        if given.name is not None:
+            described["name"] = given.name
+    else:
+        described = {
+            "name": given.name or _name_of(function),
+            "description": given.description or description_of(function),
+            "parameters": parameters_of(function),
+        }
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": described})
 
 
-def _json_type(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        inner = [part for part in get_args(hint) if part is not NoneType]
-        hint = inner[0] if len(inner) == 1 else str
-    return _JSON_TYPES.get(get_origin(hint) or hint, "string")
+def _name_of(function: Function) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 class FunctionTool(BaseTool):
     """Calls the function; a plain one in a thread, so that other trajectories go on."""
 
-    def __init__(self, function: Callable[..., Any], config: Mapping[str, Any] | None = None):
+    def __init__(self, function: Function, config: Mapping[str, Any] | None = None):
         self.function = function
         super().__init__(config or {}, schema_of(function))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        if inspect.iscoroutinefunction(self.function):
-            result = await self.function(**parameters)
-        else:
-            result = await in_thread(self.function, **parameters)
-        return ToolResponse(text=str(result)), 0.0, {}
+        call = functools.partial(self.function, **parameters)
+        is_async = inspect.iscoroutinefunction(self.function)
+        result = await call() if is_async else await in_thread(call)
+        return function_answer(await result if inspect.isawaitable(result) else result)

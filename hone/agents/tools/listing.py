@@ -11,12 +11,12 @@ Leaves out MCP servers: `type: mcp` is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError
 from hone.agents.tools.function_tool import FunctionTool, is_function_tool
 from hone.plugins import load_module, load_object
+from hone.text import BadText, read_yaml, shown
 
 
 def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, BaseTool]:
@@ -32,12 +32,10 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
 
 def read_entries(path: str, section: str) -> list[dict[str, Any]]:
     """The list under `section` of a YAML file, each entry with a `class_name`."""
-    from omegaconf import OmegaConf
-
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ToolError(f"{path} does not exist (looked in {Path.cwd()})")
-    loaded: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    try:
+        loaded = read_yaml(path)
+    except BadText as error:
+        raise ToolError(str(error)) from error
     entries = loaded.get(section) if isinstance(loaded, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise ToolError(
@@ -55,6 +53,8 @@ def _listed(path: str | None) -> list[BaseTool]:
     tools = []
     for entry in read_entries(path, "tools"):
         config = entry.get("config") or {}
+        if not isinstance(config, Mapping):
+            raise ToolError(f"{path}: `config` is an object of settings, got {shown(config)}")
         kind = config.get("type", "native")
         if kind != "native":
             raise ToolError(
@@ -78,9 +78,8 @@ def _functions(path: str | None) -> list[BaseTool]:
     if not path:
         return []
     module = load_module(path)
-    tools: list[BaseTool] = [
-        FunctionTool(thing) for thing in vars(module).values() if is_function_tool(thing)
-    ]
+    functions = {id(thing): thing for thing in vars(module).values() if is_function_tool(thing)}
+    tools: list[BaseTool] = [FunctionTool(function) for function in functions.values()]
     if not tools:
         raise ToolError(
             f"{path} has no tool; put @function_tool (hone.agents.tools.function_tool) above a function"

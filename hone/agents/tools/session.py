@@ -17,7 +17,9 @@ from uuid import uuid4
 
 from hone.agents.bounded import Overdue, bounded
 from hone.agents.parsers.contract import ToolCall
-from hone.agents.tools.contract import BaseTool, ToolResponse
+from hone.agents.tools.answers import text_of, tool_answer
+from hone.agents.tools.contract import BaseTool
+from hone.text import clean_text, clean_values, described
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class ToolSession:
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[str]:
         """One text a call, in order; calls of one turn run at the same time."""
+        calls = [_cleaned(call) for call in calls]
         refusals = [self._allowed(place, call) for place, call in enumerate(calls)]
         refused = [self._error(text) if text is not None else None for text in refusals]
         for place, call in enumerate(calls):
@@ -104,7 +107,7 @@ class ToolSession:
                 "arguments": dict(call.arguments),
                 "text": answer.text,
                 "reward": answer.reward,
-                "metrics": answer.metrics,
+                "metrics": clean_values(answer.metrics),
             }
         )
 
@@ -128,12 +131,13 @@ class ToolSession:
         """Begin a tool's state; what the model reads where it cannot be, or None."""
         if name in self._instances:
             return None
-        tool, given = self._tools[name], dict(self._kwargs_of(name, "create_kwargs"))
-        # The family hands these over both spread out and as one argument.
-        if _takes_anything(tool.create):
-            given["create_kwargs"] = dict(given)
+        tool = self._tools[name]
 
         async def work() -> str:
+            given = dict(self._kwargs_of(name, "create_kwargs"))
+            # verl hands these over both spread out and as one argument.
+            if _takes_anything(tool.create):
+                given["create_kwargs"] = dict(given)
             created = await tool.create(uuid4().hex, **given)
             return created[0] if isinstance(created, tuple) else created
 
@@ -147,10 +151,12 @@ class ToolSession:
         if refused is not None:
             return refused
         tool, instance = self._tools[call.name], self._instances[call.name]
-        given = self._kwargs_of(call.name, "execute_kwargs")
 
         async def work() -> tuple[str, float, dict[str, Any]]:
-            return _three(await tool.execute(instance, dict(call.arguments), **given))
+            given = self._kwargs_of(call.name, "execute_kwargs")
+            result = await tool.execute(instance, dict(call.arguments), **given)
+            response, reward, metrics = tool_answer(result)
+            return text_of(response), reward, metrics
 
         try:
             text, reward, more = await self._bounded(call.name, work())
@@ -167,11 +173,12 @@ class ToolSession:
             logger.warning("tool %s", late)
             raise _ToolFailed(late, late=True) from None
         except Exception as error:  # a tool is the user's code: whatever it raises is an answer
-            logger.warning("tool %s failed: %s: %s", name, type(error).__name__, error)
-            raise _ToolFailed(f"{name} failed: {type(error).__name__}: {error}") from error
+            sentence = f"{name} failed: {described(error)}"
+            logger.warning("tool %s", sentence)
+            raise _ToolFailed(sentence) from error
 
     def _error(self, text: str, late: bool = False) -> _Answer:
-        return _Answer(self._limits.cut(f"Error: {text}"), failed=True, timed_out=late)
+        return _Answer(self._limits.cut(clean_text(f"Error: {text}")), failed=True, timed_out=late)
 
     def _kwargs_of(self, name: str, kind: str) -> Mapping[str, Any]:
         return (self._kwargs.get(name) or {}).get(kind) or {}
@@ -218,11 +225,11 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _three(result: Any) -> tuple[str, float, dict[str, Any]]:
-    """(text, reward, facts) of what `execute` gave; older tools give text in place of a response."""
-    parts = result if isinstance(result, tuple) else (result,)
-    response = parts[0]
-    text = (response.text or "") if isinstance(response, ToolResponse) else str(response)
-    reward = float(parts[1]) if len(parts) > 1 and parts[1] is not None else 0.0
-    more = dict(parts[2]) if len(parts) > 2 and parts[2] else {}
-    return text, reward, more
+def _cleaned(call: ToolCall) -> ToolCall:
+    """The call as data that can be shown, kept and written: the model wrote it."""
+    error = call.error
+    if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
+        error = error or "a call has a name and an object of arguments"
+    name = call.name if isinstance(call.name, str) else ""
+    arguments = call.arguments if isinstance(call.arguments, Mapping) else {}
+    return ToolCall(clean_text(name), clean_values(arguments), error)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +21,9 @@ def names(config: Config, *overrides: str) -> LoopNames:
 
 
 def test_the_data_check_knows_every_built_in_loop() -> None:
-    code = "import hone.agents.contract as c; print(*c.LOOPS.names())"
-    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert sorted(BUILT_IN_LOOPS) == names.stdout.split()
+    places = {name: place for name, place in LOOPS._entries.items() if isinstance(place, str)}
+    built_in = {name for name, place in places.items() if place.startswith("hone.agents.loops.")}
+    assert built_in == set(BUILT_IN_LOOPS)
 
 
 def test_a_module_of_a_configured_loop_may_register_further_names(
@@ -52,7 +50,7 @@ def test_a_module_of_a_configured_loop_may_register_further_names(
         ("- name: [", "cannot be read as YAML"),
         ("- 5", "needs `name` and `_target_`"),
         ('- {name: x, _target_: "\\ud800"}', "lone surrogate"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 2_000, "nested too deeply"),
     ],
 )
 def test_a_list_that_cannot_be_used_is_named(

@@ -1,0 +1,121 @@
+"""A function's signature and docstring as a JSON schema of its parameters.
+
+Types come from annotations, descriptions from an `Args:` section, `:param name:` lines or `Annotated`.
+Leaves out classes and enums as parameters: a model writes JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hone.agents.tools.contract import ToolError
+
+_JSON_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    set: "array",
+    Sequence: "array",
+    dict: "object",
+    Mapping: "object",
+}
+_ARGUMENTS = re.compile(r"^(args|arguments|parameters|params)\s*:\s*$", re.IGNORECASE)
+_SECTION = re.compile(r"^(returns?|yields?|raises?|examples?|notes?)\s*:\s*$", re.IGNORECASE)
+_ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+_FIELD = re.compile(r"^\s*:(?:param|parameter|arg)\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of the function's parameters."""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        called = function if inspect.isroutine(function) else type(function).__call__
+        hints = get_type_hints(called, include_extras=True)
+        signature = inspect.signature(function)
+    except (NameError, TypeError, ValueError) as error:
+        raise ToolError(f"tool {name}: its signature cannot be read: {error}") from error
+    texts = _argument_texts(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for key, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ToolError(f"tool {name}: *{key} cannot be shown to a model; name every parameter")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ToolError(f"tool {name}: {key} is positional only; a model names its arguments")
+        properties[key] = schema_of_type(hints.get(key, str))
+        if texts.get(key):
+            properties[key]["description"] = texts[key]
+        if parameter.default is parameter.empty:
+            required.append(key)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def schema_of_type(hint: Any) -> dict[str, Any]:
+    """The JSON schema of one annotation; what JSON has no word for is a string."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        texts = [extra for extra in inner[1:] if isinstance(extra, str)]
+        return {**schema_of_type(inner[0]), **({"description": texts[0]} if texts else {})}
+    if origin in (Union, UnionType):
+        options = [part for part in inner if part is not NoneType]
+        return schema_of_type(options[0]) if len(options) == 1 else _one_of(options)
+    if origin is Literal:
+        values = [value for value in inner if value is not None]
+        return {**_one_of([type(value) for value in values]), "enum": values}
+    kind = _JSON_TYPES.get(origin or hint, "string")
+    items = [part for part in inner if part is not Ellipsis]
+    if kind == "array" and len(set(items)) == 1:
+        return {"type": kind, "items": schema_of_type(items[0])}
+    return {"type": kind}
+
+
+def _one_of(hints: Sequence[Any]) -> dict[str, Any]:
+    kinds = list(dict.fromkeys(schema_of_type(hint)["type"] for hint in hints))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds}
+
+
+def description_of(function: Callable[..., Any]) -> str:
+    """The docstring without what it says of arguments and results."""
+    lines: list[str] = []
+    for line in _docstring(function):
+        if _ARGUMENTS.match(line) or _SECTION.match(line) or line.lstrip().startswith(":"):
+            break
+        lines.append(line)
+    return "\n".join(lines).strip()
+
+
+def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+    """Parameter → what the docstring says of it, from an `Args:` section or `:param` lines."""
+    texts: dict[str, list[str]] = {}
+    name: str | None = None
+    indent: int | None = None
+    inside = False
+    for line in _docstring(function):
+        depth = len(line) - len(line.lstrip())
+        if _ARGUMENTS.match(line):
+            inside, indent, name = True, None, None
+        elif match := _FIELD.match(line):
+            name, inside = match[1], False
+            texts[name] = [match[2]]
+        elif not line.strip():
+            name = name if inside else None
+        elif depth == 0:
+            inside, name = False, None
+        elif inside and (indent is None or depth <= indent) and (match := _ARGUMENT.match(line)):
+            indent = depth
+            name = match[1]
+            texts[name] = [match[2]]
+        elif name is not None:
+            texts[name].append(line.strip())
+    return {key: " ".join(part for part in parts if part) for key, parts in texts.items()}
+
+
+def _docstring(function: Callable[..., Any]) -> list[str]:
+    return (inspect.getdoc(function) or "").splitlines()

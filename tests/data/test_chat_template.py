@@ -1,0 +1,102 @@
+"""A chat template is foreign code: what it may cost, and what is said where it costs more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hone.data import chat_template
+from hone.data.chat_template import BrokenTemplate
+from hone.data.check import check_file
+from hone.data.dataset import RLHFDataset
+from hone.data.prompts import PromptError, render_prompt
+
+from .conftest import CHATML, build_tokenizer
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TALK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renderings may take 0.2 processor seconds; no verdict of another test is known."""
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.2)
+    monkeypatch.setattr(chat_template, "_verdicts", {})
+
+
+DOUBLING = (
+    "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}"
+)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOP, "does not end within 0.2 s"),
+        ("{{ 9 ** (9 ** 9) }}", "does not end within 0.2 s"),
+        ("{{ 'x' * 10 ** 10 }}", "writes more than"),
+        ("{{ 'x' * 10 ** 5 }}", "writes more than"),
+        (DOUBLING, "writes more than"),
+    ],
+)
+def test_a_template_without_end_or_measure_is_named(
+    template: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "writes more than":
+        monkeypatch.setattr(chat_template, "RENDER_S", 5.0)
+        monkeypatch.setattr(chat_template, "TRIAL_BYTES", 1 << 28)
+        monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1 << 16)
+    tokenizer = build_tokenizer(template)
+    tokenizer.name_or_path = "models/hostile"
+    for _ in range(2):  # the second time without another trial
+        with pytest.raises(BrokenTemplate, match=rf"template of models/hostile {why}"):
+            render_prompt(TALK, tokenizer)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_loop_that_only_some_rows_enter_is_interrupted() -> None:
+    tokenizer = build_tokenizer("{% if messages|length > 1 %}" + LOOP + "{% endif %}ok")
+    assert tokenizer.decode(render_prompt(TALK, tokenizer)) == "ok"
+    with pytest.raises(BrokenTemplate, match="does not end"):
+        render_prompt(TALK * 2, tokenizer)
+    assert tokenizer.decode(render_prompt(TALK, tokenizer)) == "ok"
+
+
+@pytest.mark.usefixtures("short")
+def test_a_broken_template_is_no_bad_row(config: Any, write_jsonl: Any) -> None:
+    """Skipping the row would try the next one, and the next."""
+    path = write_jsonl([{"prompt": "a"}] * 3)
+    settings = config(on_bad_row="skip", filter_overlong_prompts=True)
+    with pytest.raises(BrokenTemplate):
+        RLHFDataset(path, build_tokenizer(LOOP), settings)
+    status, report = check_file(path, tokenizer=build_tokenizer(LOOP))
+    assert (status, "does not end" in report) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages.nothing.at_all }}", "{% for %}", "{{ [1][7] + 1 }}"]
+)
+def test_a_template_that_raises_is_a_prompt_error(template: str) -> None:
+    with pytest.raises(PromptError, match="cannot render"):
+        render_prompt(TALK, build_tokenizer(template))
+
+
+def test_a_template_is_tried_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def trial(template: str, variables: Any) -> None:
+        tried.append(template)
+
+    monkeypatch.setattr(chat_template, "_verdicts", {})
+    monkeypatch.setattr(chat_template, "_tried", trial)
+    for text in ("a", "b", "c"):
+        render_prompt(text, build_tokenizer(CHATML))
+    assert tried == [CHATML]
+
+
+def test_a_trial_that_cannot_be_made_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_verdicts", {})
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    assert render_prompt(TALK, build_tokenizer(CHATML))

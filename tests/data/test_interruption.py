@@ -1,0 +1,50 @@
+"""A call that computes for too long is ended; nothing else is touched."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hone.data.interruption import Overdue, limited
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def test_an_endless_loop_is_ended_in_any_thread() -> None:
+    ended: list[str] = []
+
+    def work() -> None:
+        with pytest.raises(Overdue):
+            limited(spin, 0.05)
+        ended.append("yes")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    work()
+    thread.join(60)
+    assert ended == ["yes", "yes"]
+
+
+def test_waiting_is_not_computing() -> None:
+    assert limited(lambda: time.sleep(0.6) or "done", 0.1) == "done"  # type: ignore[func-returns-value]
+
+
+def test_what_a_call_raises_comes_through() -> None:
+    with pytest.raises(KeyError):
+        limited(lambda: {}["x"], 1.0)
+
+
+def test_no_interrupt_arrives_after_a_call() -> None:
+    """Calls that end about when they are overdue."""
+    for _ in range(40):
+        try:
+            limited(lambda: sum(range(10**5)), 1e-9)
+        except Overdue:
+            continue
+    total = sum(1 for _ in range(10**5))
+    assert total == 10**5
