@@ -15,6 +15,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 INTERVAL_S = 0.25
+ARRIVAL_S = 0.1
+"""How long to wait for an interrupt that was sent: it arrives with the next line of Python."""
 
 
 class Overdue(Exception):
@@ -28,13 +30,32 @@ class _Interrupt(BaseException):
 def limited(call: Callable[[], T], seconds: float) -> T:
     """What the call returns or raises; Overdue after `seconds` of computing (not of waiting)."""
     thread = threading.get_ident()
+    arrived = False
     try:
         _watch.begin(thread, seconds)
         return call()
     except _Interrupt:
+        arrived = True
         raise Overdue(f"not done after {seconds:g} s") from None
     finally:
-        _watch.end(thread)
+        _let_arrive(thread, arrived)
+
+
+def _let_arrive(thread: int, arrived: bool) -> None:
+    """End the watch over a call; an interrupt that was sent and has not arrived does so in here.
+
+    Python has no way to take one back: clearing it leaves its interpreter checking for ever.
+    """
+    sent = arrived
+    while True:
+        try:
+            sent = _watch.end(thread) or sent
+            until = time.monotonic() + ARRIVAL_S
+            while sent and not arrived and time.monotonic() < until:
+                pass
+            return
+        except _Interrupt:
+            arrived = True
 
 
 class _Watch:
@@ -43,6 +64,7 @@ class _Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[int, float] = {}
+        self._sent: set[int] = set()
         self._busy = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -54,15 +76,13 @@ class _Watch:
                 self._thread.start()
         self._busy.set()
 
-    def end(self, thread: int) -> None:
-        while True:
-            try:
-                with self._lock:
-                    self._ends.pop(thread, None)
-                    _raise_in(thread, None)  # one that was sent and has not arrived
-                return
-            except _Interrupt:  # it arrived in here
-                continue
+    def end(self, thread: int) -> bool:
+        """Send nothing more to a thread; whether it was sent an interrupt."""
+        with self._lock:
+            self._ends.pop(thread, None)
+            was_sent = thread in self._sent
+            self._sent.discard(thread)
+        return was_sent
 
     def _run(self) -> None:
         while True:
@@ -71,7 +91,8 @@ class _Watch:
             with self._lock:
                 for thread, end in self._ends.items():
                     if _computing_s(thread) > end:
-                        _raise_in(thread, _Interrupt)
+                        _interrupt(thread)
+                        self._sent.add(thread)
                 if not self._ends:
                     self._busy.clear()
 
@@ -83,10 +104,8 @@ def _computing_s(thread: int) -> float:
     return time.monotonic()
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
-    )
+def _interrupt(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Interrupt))
 
 
 _watch = _Watch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -48,3 +50,12 @@ def test_no_interrupt_arrives_after_a_call() -> None:
             continue
     total = sum(1 for _ in range(10**5))
     assert total == 10**5
+
+
+def test_a_call_leaves_the_interpreter_as_it_was() -> None:
+    """An interrupt that is cleared, and not let arrive, makes a profiled call hang."""
+    code = (
+        "import sys; from hone.data.interruption import limited; f = lambda: 1;"
+        "limited(f, 1); sys.setprofile(lambda *_: None); f()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
