@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 PARALLEL := -n logical --dist loadfile
 export RAY_AUTH_MODE := disabled
 
-.PHONY: setup quickstart test test-slow check bench bench-gpu system clean
+.PHONY: setup quickstart test test-slow check bench bench-gpu families system clean
 
 setup: $(STAMP) system
 
@@ -46,6 +46,10 @@ bench: setup
 
 bench-gpu:
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
+
+# Every decoder family of transformers against plain transformers; writes docs/models.md.
+families: setup
+	$(BIN)/python -m benchmarks.families $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

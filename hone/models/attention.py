@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 NAME = "hone"
+_DROP_NAMES = {"falcon", "nemotron", "stablelm"}
+"""Families whose layers keep their keyword arguments from the attention."""
 
 
 class Layout(Protocol):
@@ -26,6 +30,8 @@ class Layout(Protocol):
         layer: int,
         scaling: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [H]
     ) -> Tensor: ...  # [N, H, D]
 
 
@@ -44,29 +50,37 @@ def layout_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer."""
+    layout = layout if layout is not None else getattr(attention_mask, "hone_layout", None)
     if layout is None:
         raise RuntimeError(
             f"{type(module).__name__} was called without a layout; call the model with layout=… "
             "or load it with another attn_implementation"
         )
+    options: dict[str, Any] = {}
     if softcap is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} caps its attention scores (softcap={softcap}); such models are "
-            "not supported: use one without attention soft-capping"
-        )
+        options["softcap"] = softcap
     if s_aux is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} has attention sinks (s_aux); such models are not supported"
-        )
+        options["sinks"] = s_aux
+    width, value_width = query.shape[-1], value.shape[-1]
+    if (
+        width != value_width
+    ):  # latent attention: keys and values share one cache, as wide as the wider
+        query, key, value = (_widened(x, max(width, value_width)) for x in (query, key, value))
     out = layout.attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         layer=module.layer_idx,  # type: ignore[arg-type]
-        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        scaling=scaling if scaling is not None else width**-0.5,
         window=sliding_window,
+        **options,
     )
-    return out[None], None
+    return out[None, ..., :value_width], None
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Zeros behind each head: they change neither a score nor a value."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def window_of(attention: Any) -> int | None:
@@ -78,8 +92,41 @@ def window_of(attention: Any) -> int | None:
     return getattr(config, "sliding_window", None) if mistral else None
 
 
+def forward_options(lm: Any, layout: Layout) -> dict[str, Any]:
+    """How a model's decoder is given a layout: by name, or through the mask where layers drop names."""
+    if lm.config.model_type not in _DROP_NAMES:
+        return {"layout": layout}
+    mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four dimensions: handed on as it is
+    mask.hone_layout = layout
+    return {"attention_mask": mask}
+
+
 def register() -> None:
     """Make `attn_implementation="hone"` known to transformers; more than once does no harm."""
     from transformers import AttentionInterface
+    from transformers.models.falcon import modeling_falcon
 
     AttentionInterface.register(NAME, layout_attention)
+    modeling_falcon.FALCON_ATTENTION_CLASSES[NAME] = _falcon_attention(modeling_falcon)
+
+
+def _falcon_attention(falcon: Any) -> type:
+    """Falcon computes its attention itself; this one asks the layout."""
+
+    class FalconLayoutAttention(falcon.FalconAttention):
+        def forward(
+            self,
+            hidden_states: Tensor,  # [1, N, d]
+            alibi: Tensor | None,
+            attention_mask: Tensor,
+            position_embeddings: tuple[Tensor, Tensor],
+            **_: Any,
+        ) -> tuple[Tensor, None]:
+            q, k, v = (
+                x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states))
+            )
+            q, k = falcon.apply_rotary_pos_emb(q, k, *position_embeddings)
+            out, _weights = layout_attention(self, q, k, v, attention_mask)
+            return self.dense(out.flatten(2)), None
+
+    return FalconLayoutAttention

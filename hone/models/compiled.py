@@ -18,7 +18,10 @@ def compile_layers(model: nn.Module) -> int:
     attend: Any = SegmentLayout.attend
     if not hasattr(attend, "_torchdynamo_disable"):
         SegmentLayout.attend = torch.compiler.disable(attend)  # type: ignore[method-assign]
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     decoder: Any = model.decoder
-    for layer in decoder.layers:
+    layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
         layer.compile(dynamic=True)
-    return len(decoder.layers)
+    return len(layers)

@@ -1,7 +1,7 @@
 """From a folder to a module: weights, tokenizer, and where a checkpoint keeps its export.
 
-`trust_remote_code` is off unless asked. A path that is a training checkpoint leads to the Hugging Face
-export inside it, so that one run can start from another's folder.
+A repository's own code is run for tokenizers only, and only if asked. A path that is a training
+checkpoint leads to the Hugging Face export inside it, so that one run can start from another's folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hone.models import attention
+from hone.models.families import UnsupportedModel, refuse_config, refuse_family
 from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
 
 log = logging.getLogger(__name__)
@@ -32,10 +33,6 @@ class ModelNotFound(ValueError):
     def __init__(self, sentence: str, path: str = "") -> None:
         super().__init__(sentence)
         self.path = path
-
-
-class UnsupportedModel(ValueError):
-    """A model, or a change to its config, that cannot be used here; says why."""
 
 
 @contextmanager
@@ -182,57 +179,47 @@ def load_causal_lm(
     path: str,
     *,
     dtype: torch.dtype,
-    trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
 ) -> torch.nn.Module:
-    """A Hugging Face decoder whose attention is ours."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A Hugging Face decoder whose attention is ours, on the CPU; `device` is where it will go.
+
+    The code is always transformers' own: a repository's Python has not been shown equal to it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # our own bars show long waits
     attention.register()
     folder = resolve_model_path(path)
     with _refusals_in_words(path, folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        family = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    if family is not None:  # before transformers looks for its class
+        refuse_family(family, path, device=device)
+    with _refusals_in_words(path, folder):
+        config = AutoConfig.from_pretrained(folder)
     for key, value in (override_config or {}).items():
         if not hasattr(config, key):
             raise UnsupportedModel(
                 f"override_config has {key!r}, which {type(config).__name__} of {path} does not know"
             )
         setattr(config, key, value)
-    refuse_other_mixers(config, path)
+    refuse_config(config, path, device=device)
     _switch_off_dropout(config)
     with _refusals_in_words(path, folder):
         return AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
-        )
-
-
-def refuse_other_mixers(config: Any, path: str) -> None:
-    """In packed rows only attention knows where a row ends; a recurrent layer would read its neighbour."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise UnsupportedModel(
-            f"{path} has layers of kind {', '.join(other)}; rows are packed end to end, which only "
-            "full and sliding attention keep apart. Use a model with these alone"
+            folder, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
 
 
 def _switch_off_dropout(config: Any) -> None:
-    """Before the model is built. Dropout would make rollout and training different policies."""
-    for name in (
-        "attention_dropout",
-        "hidden_dropout",
-        "dropout",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-    ):
-        if getattr(config, name, 0):
+    """Before the model is built. Dropout and noise would make rollout and training different policies."""
+    from transformers import PreTrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _switch_off_dropout(value)
+        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
 
 

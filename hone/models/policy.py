@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hone.models.attention import forward_options
+from hone.models.families import logit_rule
 from hone.ops.logprobs import linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 from hone.ops.wide_product import wide_product
@@ -21,7 +23,7 @@ def hidden_states(decoder: nn.Module, packed: PackedRows) -> Tensor:  # [N, d]
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
-        layout=packed.layout,
+        **forward_options(decoder, packed.layout),
     )
     return out.last_hidden_state[0]
 
@@ -44,11 +46,7 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.exact: ExactForward | None = None
         """Set where rollout and trainer must agree bit for bit: values come from it."""
-        config = lm.config.get_text_config()
-        self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
-        if divisor := getattr(config, "logits_scaling", None):
-            self._logit_scale /= float(divisor)
+        self._softcap, self._logit_scale = logit_rule(lm.config)
 
     @property
     def decoder(self) -> nn.Module:

@@ -5,6 +5,7 @@ Nothing is downloaded. The tokenizer has one token a character, so its round tri
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import string
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from hone.models import attention
-from hone.models.load import refuse_other_mixers
+from hone.models.families import refuse_config, refuse_family
 from hone.models.writing import without_progress_bar
 from hone.tracking.atomic import grant_by_umask
 
@@ -82,22 +83,24 @@ def tiny_lm(
     _check_family(family)
     _check_shape(hidden, layers, heads, kv_heads)
     attention.register()
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        intermediate_size=mlp,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tie_embeddings,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=eos_token_id,
-    )
-    refuse_other_mixers(config, f"a fresh {family}")
+    settings = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": mlp,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tie_embeddings,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": eos_token_id,
+    }
+    default = AutoConfig.for_model(family)
+    known = {field.name for field in dataclasses.fields(default)} | set(default.attribute_map)
+    config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if k in known})
+    refuse_config(config, f"a fresh {family}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
@@ -112,12 +115,9 @@ def _check_family(family: str) -> None:
         near = get_close_matches(family, KNOWN, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else usual
         raise TinyModelError(f"transformers has no decoder family {family!r}. {hint}")
-    shape = AutoConfig.for_model(family)
-    encodes = not getattr(shape, "is_decoder", True) and not hasattr(shape, "rope_parameters")
-    if encodes or getattr(shape, "is_encoder_decoder", False):
-        raise TinyModelError(f"{family} reads a text as a whole; it writes none on. {usual}")
-    if not hasattr(shape, "num_attention_heads"):
-        raise TinyModelError(f"{family} has no attention, which packed rows need. {usual}")
+    refuse_family(family, f"a fresh {family}")
+    if AutoConfig.for_model(family).sub_configs:
+        raise TinyModelError(f"{family} has parts besides its text model. {usual}")
 
 
 def _check_shape(hidden: int, layers: int, heads: int, kv_heads: int) -> None:

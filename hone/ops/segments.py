@@ -1,22 +1,27 @@
 """Attention over rows laid end to end: every segment sees itself, and its parent if it has one.
 
 On the CPU the segments are padded for the attention call only; on a GPU in 16 bits they go through a
-variable-length kernel. Sliding windows are honoured. Score soft-capping is not, and is refused.
+variable-length kernel. Sliding windows are honoured; soft-capped scores and sinks are computed plainly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.scored_attention import scored_attention
 from hone.ops.shared_keys import SharedKeys
 from hone.ops.transfer import send
-from hone.ops.varlen import varlen_attention
+from hone.ops.varlen import fits_varlen, varlen_attention
+
+_Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Padded queries, keys and values [S, H, L, D] and a bias (None: causal) to what the queries read."""
 
 
 class _Pad(NamedTuple):
@@ -74,19 +79,25 @@ class SegmentLayout:
         layer: int,
         scaling: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # [N, H, D]
-        if q.is_cuda and q.itemsize == 2:
+        scored = softcap is not None or sinks is not None
+        if fits_varlen(q) and not scored:
             return self._attend_varlen(q, k, v, scaling, window)
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        out = self._attend_roots(q, k, v, scaling, window)
+        attend: _Attend = partial(_fused_attention, scaling=scaling)
+        if scored:
+            attend = partial(scored_attention, scaling=scaling, softcap=softcap, sinks=sinks)
+        out = self._attend_roots(q, k, v, window, attend)
         if self.kids is None:
             return out
-        return torch.cat([out, self._attend_children(q, k, v, scaling, window)])
+        return torch.cat([out, self._attend_children(q, k, v, window, attend)])
 
     def _attend_roots(
-        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, attend: _Attend
     ) -> Tensor:
         longest = self.roots.cells.shape[1]
         bias = None
@@ -96,13 +107,10 @@ class SegmentLayout:
                 self.root_bias[key] = _window_bias(longest, window, q)
             bias = self.root_bias[key]
         q, k, v = (_pad(x, self.roots) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, is_causal=bias is None, scale=scaling
-        )
-        return _unpad(out, self.roots)
+        return _unpad(attend(q, k, v, bias), self.roots)
 
     def _attend_children(
-        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, attend: _Attend
     ) -> Tensor:
         assert self.kids is not None
         key = (window, q.dtype)
@@ -114,10 +122,7 @@ class SegmentLayout:
             .transpose(1, 2)
             for x in (k, v)
         )
-        out = F.scaled_dot_product_attention(
-            _pad(q, self.kids), kk, vv, attn_mask=self.kid_bias[key], scale=scaling
-        )
-        return _unpad(out, self.kids)
+        return _unpad(attend(_pad(q, self.kids), kk, vv, self.kid_bias[key]), self.kids)
 
     def _child_bias(self, window: int | None, like: Tensor) -> Tensor:  # [C, 1, R, P + R]
         """A child sees its parent's real tokens and its own up to itself.
@@ -156,6 +161,14 @@ class SegmentLayout:
             scaling=scaling,
             window=window,
         )
+
+
+def _fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scaling: float
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scaling
+    )
 
 
 def _pad_index(lengths: list[int], start: int, device: torch.device) -> _Pad:

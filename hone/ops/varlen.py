@@ -20,6 +20,11 @@ _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn",
 """Modules that bring `flash_attn_varlen_func`, the fastest first, and the least compute capability."""
 
 
+def fits_varlen(q: Tensor) -> bool:
+    """Whether the kernel takes queries [N, H, D] of this device, dtype and width."""
+    return q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
 def varlen_attention(
     q: Tensor,  # [N, H, D]
     k: Tensor,  # [M, KV, D]

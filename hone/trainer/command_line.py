@@ -39,7 +39,7 @@ _MISTAKES = (
     "hone.data.prompts:PromptError",
     "hone.data.chat_template:BrokenTemplate",
     "hone.models.load:ModelNotFound",
-    "hone.models.load:UnsupportedModel",
+    "hone.models.families:UnsupportedModel",
     "hone.models.lora:LoraError",
     "hone.models.fetch:FetchError",
     "hone.models.tiny:TinyModelError",

@@ -134,7 +134,6 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
     lm: Any = load_causal_lm(
         model.path,
         dtype=_dtype(source),
-        trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,
     )
     policy = PolicyModel(lm)

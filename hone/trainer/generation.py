@@ -181,7 +181,7 @@ class Generation:
         fix_threads(thread_count(self.ranks.local_world_size))
         device = pick_device(config.trainer.device, self.ranks.local_rank)
         dtype = pick_dtype(config.rollout.dtype, device)
-        lm: Any = load_causal_lm(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code)
+        lm: Any = load_causal_lm(model.path, dtype=dtype, device=device)
         self._check_positions(prompts, lm)
         policy = PolicyModel(lm.to(device).eval())
         ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)

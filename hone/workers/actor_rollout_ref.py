@@ -56,8 +56,8 @@ class ActorRolloutRefWorker(Worker):
         lm: Any = load_causal_lm(
             model.path,
             dtype=dtype,
-            trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
+            device=self.device,
         )
         if model.enable_gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -35,8 +35,8 @@ class CriticWorker(Worker):
         lm: Any = load_causal_lm(
             config.model.path or whole.actor_rollout_ref.model.path,
             dtype=pick_dtype(config.model.fsdp_config.dtype, device),
-            trust_remote_code=config.model.trust_remote_code,
             override_config=config.model.override_config,
+            device=device,
         )
         if config.model.enable_gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hone.models.families import key_shape
+
 _CEILINGS = {
     "H200": (790e12, 4.25e12),
     "H100": (790e12, 3.0e12),
@@ -44,8 +46,7 @@ class Roofline:
             return None
         config = lm.config.get_text_config()
         heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        kv_heads, head_dim = key_shape(config)
         weights = list(lm.parameters())
         return Roofline(
             *ceiling,

@@ -121,6 +121,26 @@ def test_paged_attention_equals_its_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (4, None), (2, 20)])
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True), (2.0, True)])
+def test_capped_scores_and_sinks_equal_their_reference(
+    dtype: torch.dtype, splits: int, window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    from hone.rollout.native import attention_triton
+
+    heads, kv, d = 9, 3, 64
+    lengths = [1, 15, 16, 65, random.randint(1, 200)]
+    cache, table = cache_of(kv, d, dtype), random_table(len(lengths), 13)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    q = 3 * torch.randn(len(lengths), heads, d, device=DEVICE).to(dtype)
+    options = {"scaling": d**-0.5, "window": window, "splits": splits, "softcap": softcap}
+    options["sinks"] = 2 * torch.randn(heads, device=DEVICE).to(dtype) if sinks else None
+    got = attention_triton.decode_attention(q, cache, 1, table, positions, **options)
+    wanted = reference.decode_attention(q, cache, 1, table, positions, **options)
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("splits", "window"), [(1, None), (4, None), (1, 20), (2, 20)])

@@ -1,4 +1,4 @@
-"""What the attention interface refuses rather than computing something else."""
+"""What the attention interface hands to a layout."""
 
 from __future__ import annotations
 
@@ -44,8 +44,16 @@ def test_a_call_without_a_layout_says_how_to_call():
         lm(input_ids=torch.tensor([[1, 2, 3]]))
 
 
-def test_score_capping_and_sinks_are_refused():
-    with pytest.raises(NotImplementedError, match="softcap=30"):
-        call(softcap=30.0)
-    with pytest.raises(NotImplementedError, match="sinks"):
-        call(s_aux=torch.zeros(4))
+def test_score_capping_and_sinks_reach_the_layout():
+    sinks = torch.zeros(4)
+    options = call(softcap=30.0, s_aux=sinks).options
+    assert options["softcap"] == 30.0
+    assert options["sinks"] is sinks
+
+
+def test_values_narrower_than_keys_are_widened_for_the_cache_and_cut_back():
+    layout = Recording()
+    q, v = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 6)
+    out, _ = layout_attention(Module(), q, q, v, None, layout=layout)
+    assert layout.shapes == ((5, 4, 8),) * 3
+    assert out.shape == (1, 5, 4, 6)

@@ -14,9 +14,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.models import attention
+from hone.models.families import UnsupportedModel
 from hone.models.load import (
     ModelNotFound,
-    UnsupportedModel,
+    _switch_off_dropout,
     eos_ids,
     load_causal_lm,
     load_tokenizer,
@@ -175,6 +176,12 @@ def test_dropout_is_off_in_training_mode_too(tmp_path):
     assert rates == {0.0}
 
 
+def test_dropout_by_any_name_is_switched_off():
+    config = AutoConfig.for_model("starcoder2", residual_dropout=0.3, embedding_dropout=0.2)
+    _switch_off_dropout(config)
+    assert config.residual_dropout == config.embedding_dropout == config.attention_dropout == 0.0
+
+
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention"])
 def test_layers_that_would_mix_packed_rows_are_refused(folder, kind):
     with pytest.raises(UnsupportedModel, match=f"layers of kind {kind}"):
@@ -186,15 +193,25 @@ def test_layers_that_would_mix_packed_rows_are_refused(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["no_such_kind", "vit"])
-def test_a_kind_of_model_that_transformers_does_not_open_is_refused_in_a_line(
-    folder, tmp_path, kind
-):
+def test_a_kind_of_model_that_is_no_known_decoder_is_refused_in_a_line(folder, tmp_path, kind):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-    with pytest.raises(UnsupportedModel, match="cannot be loaded") as refused:
+    change_config(tmp_path, model_type=kind)
+    with pytest.raises(UnsupportedModel, match=f"is a {kind} model, which is not sup") as refused:
         load_causal_lm(str(tmp_path), dtype=torch.float32)
     assert "\n" not in str(refused.value)
+
+
+def test_a_folder_that_brings_its_own_code_is_opened_with_that_of_transformers(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
+    (tmp_path / "modeling_own.py").write_text("raise RuntimeError('never imported')")
+    lm = load_causal_lm(str(tmp_path), dtype=torch.float32)
+    assert type(lm).__module__.startswith("transformers.")
+
+
+def change_config(folder, **changed):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
 
 
 def test_the_tokenizer_can_always_pad(folder, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hone.models.load import UnsupportedModel, load_tokenizer
+from hone.models.families import UnsupportedModel
+from hone.models.load import load_tokenizer
 from hone.models.tiny import TinyModelError, character_tokenizer, save_pretrained, tiny_lm
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
@@ -87,9 +88,7 @@ def test_the_seed_alone_decides_the_weights(family):
         ({"hidden": 12, "heads": 4}, "into even parts"),
         ({"layers": 0}, "at least 1"),
         ({"hidden": 65}, "use hidden=72"),
-        ({"family": "bert"}, "bert reads a text as a whole"),
-        ({"family": "bart"}, "bart reads a text as a whole"),
-        ({"family": "mamba"}, "mamba has no attention"),
+        ({"family": "gemma3"}, "gemma3 has parts besides its text model"),
         ({"hidden": 32, "heads": 4, "kv_heads": 3}, "kv_heads=3"),
     ],
 )
@@ -98,6 +97,11 @@ def test_a_shape_that_cannot_be_says_what_would_work(shape, sentence):
         tiny_lm(30, **shape)
 
 
-def test_a_family_with_layers_that_packed_rows_would_mix_is_refused():
-    with pytest.raises(UnsupportedModel, match="linear_attention"):
-        tiny_lm(30, family="qwen3_5_text")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bert", "bart", "mamba", "bloom"])
+def test_a_family_that_is_not_supported_is_refused_by_name(family):
+    with pytest.raises(UnsupportedModel, match=f"is a {family} model, which is not supported"):
+        tiny_lm(30, family=family)
+
+
+def test_a_setting_that_a_family_does_not_have_is_left_out():
+    assert not hasattr(tiny_lm(30, hidden=32, family="gpt_neox").config, "num_key_value_heads")

@@ -53,6 +53,8 @@ def _attend(  # type: ignore[no-untyped-def]
     first,
     begin,
     end,
+    softcap,
+    sink,  # [GROUP_PAD] scores of a key without value, -inf where there is none
     KV: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -60,13 +62,19 @@ def _attend(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Over blocks [begin, end): the greatest score, the sum of weights and their mean of the values."""
     d = tl.arange(0, D_PAD)
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    norm = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     log2e: tl.constexpr = 1.4426950408889634
+    if SINKS:
+        top = sink * log2e
+        norm = tl.where(sink > float("-inf"), 1.0, 0.0)
+    else:
+        top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        norm = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     for done in range(end - begin):
         n = (end - 1 - done) * KEYS + tl.arange(0, KEYS)
         real = (n >= first) & (n < length)
@@ -75,7 +83,11 @@ def _attend(  # type: ignore[no-untyped-def]
         both = real[:, None] & (d < D)[None, :]
         k = tl.load(base + k_at + cell[:, None] + d[None, :], both, other=0.0)
         v = tl.load(base + v_at + cell[:, None] + d[None, :], both, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
+        if SOFTCAP:
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling / softcap)
+            score = (2 * tl.sigmoid(2 * score) - 1) * (softcap * log2e)  # tanh
+        else:
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
         score = tl.where(real[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         shrink = tl.exp2(top - new_top)
@@ -125,6 +137,10 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     window,
     q_stride,
     q_head_stride,
+    softcap,
+    sink_ptr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -146,9 +162,13 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     start = q_ptr + row * q_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
     q = tl.load(start + d[None, :], (g < GROUP)[:, None] & (d < D)[None, :], other=0.0)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(sink_ptr + kv_head * GROUP + g, g < GROUP, other=float("-inf"))
+        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))  # one split counts it
     top, norm, acc = _attend(
         q, base, table_ptr + row * table_stride, kv_head, k_at, v_at, scaling, length, first,
-        begin, end, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION,
+        begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION, SOFTCAP, SINKS,
     )  # fmt: skip
     head = (row * KV + kv_head) * GROUP
     _write(out_ptr, lse_ptr, head, split, top, norm, acc, GROUP, D, SPLITS)
@@ -231,7 +251,7 @@ def _rope_attention(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     top, norm, acc = _attend(
         q, base, table_ptr + row * table_stride, kv_head, k_at, v_at, scaling, length, first,
-        begin, end, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION,
+        begin, end, 0.0, 0.0, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION, False, False,
     )  # fmt: skip
     head = (row * KV + kv_head) * GROUP
     _write(out_ptr, lse_ptr, head, split, top, norm, acc, GROUP, D, SPLITS)
@@ -310,11 +330,15 @@ def decode_attention(
     scaling: float,
     window: int | None,
     splits: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     launch = _Launch(q, q.shape[1], cache, window, splits)
     _decode_attention[launch.grid](
         q, cache.base, table, positions, launch.part, launch.lse, *cache.planes(layer), scaling,
-        table.stride(0), window or 0, q.stride(0), q.stride(1), **launch.constants,
+        table.stride(0), window or 0, q.stride(0), q.stride(1), softcap or 0.0,
+        sinks if sinks is not None else q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        **launch.constants,
     )  # fmt: skip
     return launch.joined()
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.scored_attention import cap, scored_attention, weigh
+
 _GRAIN = 64
 """The cache grows in this grain, so that allocations are rare."""
 _SUM_GRAIN = 16
@@ -89,22 +91,30 @@ class PrefillLayout:
         self._biases: dict[int, Tensor] = {}
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self._store(k, v, *self._cache.layer(layer, k))
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         bias = self._bias(window, q.dtype) if window is not None else None
-        out = F.scaled_dot_product_attention(
-            self._pad(q),
-            self._pad(k),
-            self._pad(v),
-            attn_mask=bias,
-            is_causal=bias is None,
-            scale=scaling,
-        )
-        rows = out.transpose(1, 2).reshape(-1, *q.shape[1:])
+        q, k, v = (self._pad(x) for x in (q, k, v))
+        if softcap is not None or sinks is not None:
+            out = scored_attention(q, k, v, bias, scaling=scaling, softcap=softcap, sinks=sinks)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=bias is None, scale=scaling
+            )
+        rows = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
         return rows if self._regular else rows.index_select(0, self._cells)
 
     def _store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -144,7 +154,16 @@ class DecodeLayout:
         return len(self._positions)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         rows, kv_heads, head_dim = k.shape
         keys, values = self._cache.layer(layer, k)
@@ -161,11 +180,13 @@ class DecodeLayout:
             self._biases[window] = bias.repeat_interleave(kv_heads, 0)[:, None]  # [rows · KV, 1, W]
         # The queries that share a key head stand in for a query sequence: keys are never repeated. Two
         # batched products are twice as fast as torch's fused attention where a query has so few rows.
-        queries = (q * scaling).view(rows * kv_heads, -1, head_dim)
+        queries = (q * scaling).reshape(rows * kv_heads, -1, head_dim)
         seen = keys[:rows, :, : self._width].flatten(0, 1)
-        scores = torch.bmm(queries, seen.transpose(1, 2)).add_(self._biases[window])
+        scores = cap(torch.bmm(queries, seen.transpose(1, 2)), softcap).add_(self._biases[window])
         read = values[:rows, :, : self._width].flatten(0, 1)
-        return torch.bmm(torch.softmax(scores, -1), read).view(q.shape)
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, -1, 1).repeat(rows, 1, 1)
+        return torch.bmm(weigh(scores, sinks), read).view(q.shape)
 
 
 class JointLayout:
@@ -178,7 +199,16 @@ class JointLayout:
         self._used = self._running + (len(prefill.positions) if prefill else 0)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         parts = []
         for layout, begin, end in (
@@ -187,7 +217,16 @@ class JointLayout:
         ):
             if layout is not None:
                 mine = (x[begin:end] for x in (q, k, v))
-                parts.append(layout.attend(*mine, layer=layer, scaling=scaling, window=window))
+                parts.append(
+                    layout.attend(
+                        *mine,
+                        layer=layer,
+                        scaling=scaling,
+                        window=window,
+                        softcap=softcap,
+                        sinks=sinks,
+                    )
+                )
         if self._used < len(q):
             parts.append(q.new_zeros(len(q) - self._used, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

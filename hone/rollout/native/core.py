@@ -44,7 +44,8 @@ class NativeCore:
         self._forward = decoder_forward(policy)
         self._fresh = False  # whether the forward has seen the parameters as they are
         self._grain = row_grain(policy.parameters(), packed=isinstance(self._forward, PlainDecoder))
-        self.cache = SlotCache(config.num_hidden_layers, max_num_seqs)
+        layers = config.get_text_config().num_hidden_layers
+        self.cache = SlotCache(layers, max_num_seqs)
         self.version = 0
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; a group's prompt counts once."""

@@ -6,7 +6,9 @@ replays run back to back without the host. Rows are padded up to the next record
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_layouts import PagedDecode
 from hone.rollout.native.paged_rows import RowState
+
+logger = logging.getLogger(__name__)
 
 _PROGRAMS = 512
 """Attention programs that fill a large GPU; a small batch is split over keys to reach it."""
@@ -50,11 +54,15 @@ class DecodeStep:
         page_size: int,
         sizes: Sequence[int],
         graphs: bool,
+        known_forward: bool = True,
     ) -> None:
         self._forward, self._logits, self._layout, self._rows = forward, logits, layout, rows
         self._kernels, self._page_size = kernels, page_size
         self._sizes = list(sizes)
         self._use_graphs = graphs
+        self._known_forward = (
+            known_forward  # else it may wait for the device, and is tried out first
+        )
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
@@ -70,6 +78,8 @@ class DecodeStep:
     def run(self, rows: int, *, draw: bool) -> Tensor:
         """One step; with `draw` the rows move on, else the caller draws from the logits [size, V]."""
         size = self.size_for(rows)
+        if self._use_graphs and not self._known_forward:
+            self._use_graphs, self._known_forward = self._is_recordable(size), True
         if not self._use_graphs:
             return self._compute(size, draw)
         if (size, draw) not in self._graphs:
@@ -85,6 +95,25 @@ class DecodeStep:
         if draw:
             self._kernels.sample(logits, rows, self._page_size)
         return logits
+
+    def _is_recordable(self, size: int) -> bool:
+        """Whether a step runs without waiting for the device; the routing of some experts does not."""
+        kept = self._rows.state.clone()
+        self._rows.finished.fill_(1)  # finished rows draw nothing
+        self._compute(size, draw=False)  # kernels compile
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                self._compute(size, draw=False)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            self._rows.state.copy_(kept)
+        waits = any("synchronizing CUDA operation" in str(w.message) for w in heard)
+        if waits:
+            logger.info("this model's layers wait for the device: decoding without CUDA graphs")
+        return not waits
 
     def _record(self, size: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Warm up (kernels compile, libraries take their workspaces), then record."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.attention import Layout, window_of
+from hone.models.attention import Layout, forward_options, window_of
 from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import Linear, linear_map
 
@@ -81,7 +81,10 @@ class ModuleDecoder:
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         out = self._policy.decoder(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            **forward_options(self._policy.lm, layout),
         )
         return out.last_hidden_state[0]
 

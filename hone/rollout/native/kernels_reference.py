@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.ops.counter_rng import uniform
+from hone.ops.scored_attention import cap, weigh
 
 if TYPE_CHECKING:
     from hone.rollout.native.paged_cache import PagedCache
@@ -90,6 +91,8 @@ def decode_attention(
     scaling: float,
     window: int | None,
     splits: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """One query a row over the row's pages, its newest key included."""
     keys, values = cache.layer(layer)
@@ -104,10 +107,16 @@ def decode_attention(
     seen = distance >= 0
     if window is not None:
         seen &= distance < window
-    out = F.scaled_dot_product_attention(
-        q.reshape(rows, cache.kv_heads, -1, d), kk, vv, attn_mask=seen[:, None, None], scale=scaling
-    )
-    return out.reshape(rows, heads, d)
+    queries = q.reshape(rows, cache.kv_heads, -1, d)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(
+            queries, kk, vv, attn_mask=seen[:, None, None], scale=scaling
+        )
+        return out.reshape(rows, heads, d)
+    scores = cap(torch.matmul(queries.float(), kk.float().transpose(2, 3)) * scaling, softcap)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    weights = weigh(scores, None if sinks is None else sinks.view(cache.kv_heads, -1, 1))
+    return torch.matmul(weights.to(vv.dtype), vv).reshape(rows, heads, d)
 
 
 def rope_attention(

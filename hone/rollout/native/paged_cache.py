@@ -190,6 +190,15 @@ class PagedCache:
         assert self._memory is not None
         return self._memory[index, 0], self._memory[index, 1]
 
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Kernels go by the cache's shape alone: keys and values [N, KV, D] of another would be misread."""
+        expected = (self.kv_heads, self.head_dim)
+        if k.shape[1:] != expected or v.shape[1:] != expected:
+            raise RolloutError(
+                f"the model's keys are {tuple(k.shape[1:])} and values {tuple(v.shape[1:])} (heads, "
+                f"width), but its config says {expected}; correct the model's config.json"
+            )
+
     def planes(self, layer: int) -> tuple[int, int]:
         """Where a layer's keys and values begin, in elements from `base`."""
         plane = self.pages * self.kv_heads * self.page_size * self.head_dim

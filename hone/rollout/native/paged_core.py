@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.models.families import key_shape
 from hone.models.policy import PolicyModel
 from hone.ops.transfer import send
 from hone.rollout.native.cut_rows import CutRows
@@ -99,6 +100,7 @@ class PagedCore:
             page_size=PAGE_SIZE,
             sizes=bucket_sizes(max_num_seqs, capture_sizes),
             graphs=self.device.type == "cuda" and not enforce_eager,
+            known_forward=not isinstance(self._forward, ModuleDecoder),
         )
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; a group's prompt counts once."""
@@ -335,9 +337,7 @@ def _cache_for(policy: PolicyModel, pages: int | None, *, wanted: int, share: fl
     """A cache of the policy's shape: `pages`, or as many of the `wanted` as its share of memory holds."""
     text = policy.lm.config.get_text_config()
     weight = next(policy.parameters())
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads, head_dim = key_shape(text)
     page_bytes = text.num_hidden_layers * 2 * kv_heads * PAGE_SIZE * head_dim * weight.itemsize
     return PagedCache(
         layers=text.num_hidden_layers,

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.scored_attention import scored_attention
 from hone.ops.transfer import send
-from hone.ops.varlen import varlen_attention
+from hone.ops.varlen import fits_varlen, varlen_attention
 from hone.rollout.native.kernels_reference import Turn
 from hone.rollout.native.paged_cache import PagedCache
 
@@ -50,10 +51,24 @@ class PagedPrefill:
         )
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        self.cache.check(k, v)
         self._kernels.store(k, v, self.slots, self.cache, layer)
-        return self._attend_stored(q, k, v, layer, scaling, window)
+        if softcap is None and sinks is None:
+            return self._attend_stored(q, k, v, layer, scaling, window)
+        if self._seen is not None:
+            k, v = self._gathered(layer)
+        return self._attend_one_by_one(q, k, v, scaling, window, softcap, sinks)
 
     def attend_joined(
         self, qkv: Tensor, turn: Turn, *, layer: int, scaling: float, window: int | None
@@ -68,7 +83,7 @@ class PagedPrefill:
     ) -> Tensor:
         if self._seen is not None:
             k, v = self._gathered(layer)
-        if q.is_cuda and q.dtype != torch.float32:
+        if fits_varlen(q):
             longest = max(self._lengths), max(self._ends)
             return varlen_attention(
                 q, k, v, self._cu_q, self._cu_k, *longest, scaling=scaling, window=window
@@ -83,9 +98,19 @@ class PagedPrefill:
         return keys[page, :, offset], values[page, :, offset]
 
     def _attend_one_by_one(
-        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Where there is no variable-length kernel: on a CPU, and in float32."""
+        """Where no variable-length kernel serves: on a CPU, in float32, for capped scores and sinks."""
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = torch.empty_like(q)
         at_q = at_k = 0
         for start, length, end in zip(self._starts, self._lengths, self._ends, strict=True):
@@ -95,14 +120,18 @@ class PagedPrefill:
             seen = distance >= 0
             if window is not None:
                 seen &= distance < window
-            out[at_q : at_q + length] = F.scaled_dot_product_attention(
+            bias = q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+            given = (
                 q[at_q : at_q + length].transpose(0, 1)[None],
                 k[at_k : at_k + end].transpose(0, 1)[None],
                 v[at_k : at_k + end].transpose(0, 1)[None],
-                attn_mask=seen,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )[0].transpose(0, 1)
+                bias,
+            )
+            if softcap is None and sinks is None:
+                part = F.scaled_dot_product_attention(*given, scale=scaling)
+            else:
+                part = scored_attention(*given, scaling=scaling, softcap=softcap, sinks=sinks)
+            out[at_q : at_q + length] = part[0].transpose(0, 1)
             at_q, at_k = at_q + length, at_k + end
         return out
 
@@ -129,8 +158,18 @@ class PagedDecode:
         self._splits = splits
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scaling: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        self.cache.check(k, v)
         self._kernels.store(k, v, self.slots, self.cache, layer)
         return self._kernels.decode_attention(
             q,
@@ -141,6 +180,8 @@ class PagedDecode:
             scaling=scaling,
             window=window,
             splits=self._splits,
+            softcap=softcap,
+            sinks=sinks,
         )
 
     def attend_joined(

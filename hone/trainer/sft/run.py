@@ -98,8 +98,8 @@ class SFTRun:
         lm: Any = load_causal_lm(
             model.path,
             dtype=pick_dtype(self.config.engine.dtype, device),
-            trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
+            device=device,
         )
         if model.enable_gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,0 +1,149 @@
+"""Which decoder families may be trained: those shown equal to plain `transformers`, all others are refused.
+
+`python -m benchmarks.families` compares every family's rollout and trainer log-probs; docs/models.md holds
+its table, and a test keeps the two and this file together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+FAMILIES = frozenset(
+    """
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
+    deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
+    flint gemma gemma2 gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode
+    gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama mellum
+    minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat
+    nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
+    seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    """.split()  # noqa: SIM905
+)
+"""Values of `model_type` whose log-probs equal plain `transformers`' on the CPU and on the GPU."""
+
+CPU_ONLY: frozenset[str] = frozenset()
+"""Those of them that are not equal on a GPU: refused there."""
+
+_REASONS = {
+    "positions are ALiBi biases on the scores, which rollout and trainer do not add": "bloom mpt",
+    "recurrent, convolutional or linear-attention layers read across the rows of a packed batch": """
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe
+        mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+        qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya
+        """,
+    "its attention is chunked": "llama4 llama4_text",
+    "its attention picks keys by an index or a mask of its own": """
+        axk2 deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4
+        """,
+    "the shape of keys differs from layer to layer": """
+        gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified
+        gemma4_unified_assistant gemma4_unified_text mimo_v2_flash
+        """,
+    "a layer attends more than once for each token": "diffllama hrm_text longcat_flash",
+    "its experts are chosen at random in training": "phimoe",
+    "its attention is computed inside the model's own code, out of reach": """
+        codegen cpmant dbrx git gpt_neo gpt_neox_japanese gptj inkling_text openai-gpt xglm xlm xlnet
+        """,
+    "it is an encoder, or the decoder of an encoder-decoder": """
+        bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert
+        data2vec-text electra ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart
+        prophetnet reformer rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper
+        xlm-roberta xlm-roberta-xl xmod
+        """,
+    "it reads more than text": """
+        emu3 fuyu got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody
+        phi4_multimodal
+        """,
+}
+_REASON_OF = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+_LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
+
+
+class UnsupportedModel(ValueError):
+    """A model, or a change to its config, that cannot be used here; says why."""
+
+
+def refuse_family(family: str, path: str, *, device: torch.device | None = None) -> None:
+    """Say no to a `model_type` that is not known to give plain transformers' numbers."""
+    if family not in FAMILIES:
+        reason = _REASON_OF.get(family, "it has not been shown equal to plain transformers")
+        raise UnsupportedModel(
+            f"{path} is a {family} model, which is not supported: {reason}. docs/models.md lists the "
+            "supported families"
+        )
+    if family in CPU_ONLY and device is not None and device.type == "cuda":
+        raise UnsupportedModel(
+            f"{path} is a {family} model, which is supported on the CPU only: on a GPU its log-probs "
+            "are not those of plain transformers. Use trainer.device=cpu, or a family of docs/models.md"
+        )
+
+
+def refuse_config(config: Any, path: str, *, device: torch.device | None = None) -> None:
+    """Say no before weights are loaded: to the family, and to what a config of a good one may ask."""
+    refuse_family(config.model_type, path, device=device)
+    text = config.get_text_config()
+    if other := sorted(set(_layer_kinds(text)) - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModel(
+            f"{path} has layers of kind {', '.join(other)}; rows are packed end to end, which only "
+            "full and sliding attention keep apart. Use a model with these alone"
+        )
+    if other := sorted(set(_rope_types(text)) & _LENGTH_DEPENDENT_ROPES):
+        raise UnsupportedModel(
+            f"{path} has {other[0]} rotary positions, which depend on how long a text is; rows of many "
+            "lengths are computed together. Use a model with another rope_type"
+        )
+    for name in ("alibi", "use_bidirectional_attention", "is_encoder_decoder"):
+        if declared(text, name):
+            raise UnsupportedModel(
+                f"{path} has {name}={declared(text, name)} in its config, which is not supported; "
+                "use a model without it"
+            )
+
+
+def _layer_kinds(text: Any) -> list[str]:
+    return list(getattr(text, "layer_types", None) or ())
+
+
+def _rope_types(text: Any) -> Iterator[str]:
+    """Of the one table of rotary positions, or of one for each kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for table in (parameters, *parameters.values()):
+        if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str):
+            yield kind
+
+
+def declared(config: Any, name: str) -> Any:
+    """What the config's class knows, else None: models do not read what a file says besides."""
+    names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
+    known = name in names or hasattr(type(config), name)
+    return getattr(config, name, None) if known else None
+
+
+def logit_rule(config: Any) -> tuple[float | None, float]:
+    """How a family's logits differ from the head's product: a soft cap, then a factor."""
+    factor = float(declared(config, "logit_scale") or 1.0)
+    if scaling := declared(config, "logits_scaling"):
+        factor *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+    return declared(config, "final_logit_softcapping"), factor
+
+
+def key_shape(config: Any) -> tuple[int, int]:
+    """Heads and width of the keys that one layer caches."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    width = declared(text, "head_dim") or text.hidden_size // heads
+    if declared(text, "kv_lora_rank"):  # latent attention: expanded for every head
+        keys = text.qk_nope_head_dim + text.qk_rope_head_dim
+        return heads, max(keys, text.v_head_dim)
+    if text.model_type == "falcon":
+        return (1 if text.multi_query and not text.new_decoder_architecture else heads), width
+    if text.model_type == "gpt_bigcode":
+        return (1 if text.multi_query else heads), width
+    if text.model_type == "jetmoe":  # the experts chosen for a token share its keys
+        return text.num_key_value_heads * text.num_experts_per_tok, text.kv_channels
+    return declared(text, "num_key_value_heads") or heads, width

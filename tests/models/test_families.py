@@ -1,0 +1,120 @@
+"""Each decoder family gives plain transformers' numbers, or is refused by name before weights load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from benchmarks.families import table
+from benchmarks.families.__main__ import GOOD, family_names
+from benchmarks.families.measure import CPU_BOUND, GRADIENT_BOUND, examine, measure
+from hone.models import families
+from hone.models.families import FAMILIES, UnsupportedModel, key_shape, logit_rule
+from hone.models.load import load_causal_lm
+
+CPU = torch.device("cpu")
+IMPORTANT = (
+    "deepseek_v3",
+    "falcon",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "gpt_neox",
+    "gpt_oss",
+    "nemotron",
+    "phi3",
+    "qwen3_moe",
+    "stablelm",
+)
+"""Latent attention, several key shapes, soft caps, windows, partial rotation, sinks, experts."""
+
+
+@pytest.mark.parametrize("family", IMPORTANT)
+def test_rollout_and_trainer_equal_plain_transformers(family: str, tmp_path: Path) -> None:
+    result = measure(family, tmp_path, CPU, flipped=False)
+    assert max(result["rollout_max"], result["trainer_max"]) <= CPU_BOUND
+    assert result["gradient"] <= GRADIENT_BOUND
+
+
+@pytest.mark.slow
+def test_every_family_of_transformers_is_equal_or_refused() -> None:
+    outcomes = {name: examine(name, CPU) for name in family_names()}
+    assert {n: r for n, r in outcomes.items() if r["outcome"] not in GOOD} == {}
+
+
+def load(folder: Path, device: torch.device = CPU, **config: Any) -> None:
+    """There are no weights: only a refusal from the config can say more than that."""
+    (folder / "config.json").write_text(json.dumps(config))
+    load_causal_lm(str(folder), dtype=torch.float32, device=device)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "lfm2", "llama4", "mamba", "t5", "my_own"])
+def test_other_families_are_refused_by_name_without_weights(family: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=f"a {family} model, which is not supported: ") as no:
+        load(tmp_path, model_type=family)
+    assert "docs/models.md" in str(no.value)
+    assert "\n" not in str(no.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"model_type": "falcon", "alibi": True}, "alibi=True"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        (
+            {
+                "model_type": "llama",
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            },
+            "dynamic rotary positions",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 48,
+                    "long_factor": [2.0] * 48,
+                },
+            },
+            "longrope rotary positions",
+        ),
+    ],
+)
+def test_what_a_supported_family_may_ask_beyond_what_was_compared_is_refused(
+    config: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=sentence):
+        load(tmp_path, **config)
+
+
+def test_a_family_can_be_kept_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "CPU_ONLY", frozenset({"llama"}))
+    with pytest.raises(UnsupportedModel, match="llama model, which is supported on the CPU only"):
+        load(tmp_path, torch.device("cuda"), model_type="llama")
+    families.refuse_family("llama", "here", device=CPU)
+    families.refuse_family("qwen2", "here", device=torch.device("cuda"))
+
+
+def test_what_a_config_says_besides_its_class_changes_nothing() -> None:
+    stray = {"num_key_value_heads": 2, "head_dim": 99, "logit_scale": 0.5}
+    config = AutoConfig.for_model("gpt_neox", hidden_size=64, num_attention_heads=4, **stray)
+    assert key_shape(config) == (4, 16)
+    assert logit_rule(config) == (None, 1.0)
+
+
+def test_the_table_in_the_docs_is_that_of_the_results_and_of_the_list() -> None:
+    cpu, gpu = table.read(table.CPU), table.read(table.GPU)
+    assert table.PAGE.read_text() == table.page(cpu, gpu)
+    outcomes = {name: result["outcome"] for name, result in cpu["families"].items()}
+    assert {n for n, outcome in outcomes.items() if outcome == "equal"} == FAMILIES
+    assert set(outcomes.values()) == set(GOOD)
+    unequal = {n for n, r in gpu["families"].items() if r["outcome"] not in GOOD}
+    assert unequal <= families.CPU_ONLY, "add them to CPU_ONLY"
+    assert families.CPU_ONLY <= FAMILIES
