@@ -41,7 +41,7 @@ being as near to float32 as plain eager is.
 _REFUSED_HEAD = """
 ## Refused
 
-| family | reason |
+| reason | families |
 |---|---|
 """
 
@@ -52,11 +52,12 @@ def read(path: Path) -> dict[str, Any]:
 
 def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
     """The document for these results."""
-    rows, refusals = [], []
+    rows: list[str] = []
+    refusals: dict[str, list[str]] = {}
     for family, result in sorted(cpu["families"].items()):
         on_gpu = gpu["families"].get(family, {})
         if result["outcome"] == "refused":
-            refusals.append(f"| {family} | {_reason(result['sentence'])} |")
+            refusals.setdefault(_reason(result["sentence"]), []).append(family)
             continue
         cells = [_number(result, "rollout_max"), _number(result, "trainer_max"), *_on_gpu(on_gpu)]
         rows.append(f"| {family} | {' | '.join(cells)} |")
@@ -66,7 +67,7 @@ def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
             _CPU_HEAD.format(bound="1e-5"),
             "\n".join(rows) + "\n",
             _REFUSED_HEAD,
-            "\n".join(refusals) + "\n",
+            "".join(f"| {why} | {', '.join(names)} |\n" for why, names in sorted(refusals.items())),
             _made("CPU", cpu),
             _made("GPU", gpu),
         ]

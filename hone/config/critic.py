@@ -31,7 +31,7 @@ class CriticModelConfig(Block):
     )
     """Python modules to import first; follows the actor."""
     trust_remote_code: bool = field(default=follows("actor_rollout_ref.model.trust_remote_code"))
-    """Run code that ships with the model; follows the actor."""
+    """Follows the actor; models are opened with the code of transformers."""
     use_shm: bool = False
     """Copy the model into shared memory first."""
     enable_gradient_checkpointing: bool = False

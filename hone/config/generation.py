@@ -48,7 +48,7 @@ class GenerationModelConfig(Block):
     external_lib: str | tuple[str, ...] | None = None
     """Python modules to import first."""
     trust_remote_code: bool = False
-    """Run code that ships with the model."""
+    """Run code that ships with the tokenizer; models are opened with the code of transformers."""
     custom_chat_template: str | None = None
     """Chat template text that replaces the tokenizer's own."""
     lora_adapter_path: str | None = None

@@ -70,7 +70,7 @@ class ModelConfig(Block):
     use_shm: bool = False
     """Copy the model into shared memory first."""
     trust_remote_code: bool = False
-    """Run code that ships with the model."""
+    """Run code that ships with the tokenizer; models are opened with the code of transformers."""
     custom_chat_template: str | None = None
     """Chat template text that replaces the tokenizer's own."""
     external_lib: str | tuple[str, ...] | None = None

@@ -242,6 +242,7 @@ OTHER_RULES: tuple[Rule, ...] = (
     neutral(f"{ROLLOUT}.dtype", "the rollout decodes with the actor's own parameters"),
     neutral("actor_rollout_ref.ref.rollout_n", "the reference scores every response there is"),
     neutral("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
+    neutral("critic.model.trust_remote_code", "models are opened with the code of transformers"),
     only("data.tokenizer", (None,), "use actor_rollout_ref.model.tokenizer_path"),
     neutral("data.image_key", "images stay in the row; no vision model reads them"),
     neutral("data.video_key", "videos stay in the row; no vision model reads them"),

@@ -30,15 +30,15 @@ CPU_ONLY: frozenset[str] = frozenset()
 """Those of them that are not equal on a GPU: refused there."""
 
 _REASONS = {
-    "positions are ALiBi biases on the scores, which rollout and trainer do not add": "bloom mpt",
-    "recurrent, convolutional or linear-attention layers read across the rows of a packed batch": """
+    "its positions are ALiBi biases on the scores, which rollout and trainer do not add": "bloom mpt",
+    "its recurrent, convolutional or linear-attention layers read across the rows of a packed batch": """
         bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe
         mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
         qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya
         """,
     "its attention is chunked": "llama4 llama4_text",
     "its attention picks keys by an index or a mask of its own": """
-        axk2 deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4
+        axk2 deepseek_v32 deepseek_v4 doge glm_moe_dsa
         """,
     "the shape of keys differs from layer to layer": """
         gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified
@@ -46,12 +46,12 @@ _REASONS = {
         """,
     "a layer attends more than once for each token": "diffllama hrm_text longcat_flash",
     "its experts are chosen at random in training": "phimoe",
-    "its attention is computed inside the model's own code, out of reach": """
-        codegen cpmant dbrx git gpt_neo gpt_neox_japanese gptj inkling_text openai-gpt xglm xlm xlnet
+    "its attention is computed in a way of its own, not through transformers' interface": """
+        codegen cpmant gpt_neo gpt_neox_japanese gptj openai-gpt xglm xlm xlnet
         """,
     "it is an encoder, or the decoder of an encoder-decoder": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert
-        data2vec-text electra ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart
+        data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart
         prophetnet reformer rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper
         xlm-roberta xlm-roberta-xl xmod
         """,
