@@ -186,18 +186,13 @@ def load_causal_lm(
 
     The code is always transformers' own: a repository's Python has not been shown equal to it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # our own bars show long waits
     attention.register()
     folder = resolve_model_path(path)
-    with _refusals_in_words(path, folder):
-        family = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
-    if family is not None:  # before transformers looks for its class
-        refuse_family(family, path, device=device)
-    with _refusals_in_words(path, folder):
-        config = AutoConfig.from_pretrained(folder)
+    config = load_config(path, device=device)
     for key, value in (override_config or {}).items():
         if not hasattr(config, key):
             raise UnsupportedModel(
@@ -210,6 +205,19 @@ def load_causal_lm(
         return AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
+
+
+def load_config(path: str, *, device: torch.device | None = None) -> Any:
+    """The config of a model of a supported family; others are refused before their class is looked for."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    folder = resolve_model_path(path)
+    with _refusals_in_words(path, folder):
+        family = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    if family is not None:
+        refuse_family(family, path, device=device)
+    with _refusals_in_words(path, folder):
+        return AutoConfig.from_pretrained(folder)
 
 
 def _switch_off_dropout(config: Any) -> None:

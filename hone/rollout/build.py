@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hone.config.rollout import RolloutConfig
-from hone.models.load import resolve_model_path
+from hone.models.load import load_config
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, RolloutError
 
@@ -43,17 +43,13 @@ def build_rollout(
     raise RolloutError(f"rollout.name={config.name} is not available here; use native")
 
 
-def refuse_inexact(config: RolloutConfig, model_path: str, trust_remote_code: bool) -> None:
+def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
     """Where rollout.exact is asked for: say no to other families, from the model's config alone."""
     if not config.exact:
         return
-    from transformers import AutoConfig
-
     from hone.rollout.native.exact_decoder import refuse_unless_exact
 
-    folder = resolve_model_path(model_path)
-    told = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    refuse_unless_exact(told, model_path)
+    refuse_unless_exact(load_config(model_path), model_path)
 
 
 def _slot_core(

@@ -66,7 +66,7 @@ class ActorRolloutRefWorker(Worker):
     def _build_actor(self) -> None:
         config, rollout = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout
         actor = config.actor
-        refuse_inexact(rollout, config.model.path, config.model.trust_remote_code)
+        refuse_inexact(rollout, config.model.path)
         policy = self._load_policy(pick_dtype(actor.fsdp_config.dtype, self.device))
         if config.model.uses_lora:
             policy.lm = build_lora(policy.lm, config.model, self.config.trainer.seed)
