@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from hone.rewards.failures import SetupError
+from hone.rewards.places import describe, place_of, unbound
 
 T = TypeVar("T")
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""What the batch manager passes: lists, one item per response."""
 FORMAT_ARGUMENTS = (
     "format_score",
     "structure_format_score",
@@ -38,13 +41,23 @@ AMBIENT_ARGUMENTS = frozenset(
 
 
 class ScorerSignatureError(SetupError, TypeError):
-    """A configured argument is one the scorer does not take."""
+    """A scorer cannot be called with what it would be given."""
+
+
+def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The keyword names `function` takes; None when it takes any, or does not tell (a builtin)."""
+    try:
+        return _accepted_names(function)
+    except TypeError:  # an object that cannot be hashed
+        return _accepted_names.__wrapped__(function)
 
 
 @lru_cache(maxsize=1024)
-def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The keyword names `function` takes; None when it takes any (`**kwargs`)."""
-    parameters = inspect.signature(function).parameters.values()
+def _accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -90,6 +103,51 @@ def taken_arguments(
     return taken
 
 
+def check_signature(
+    function: Callable[..., Any], arguments: Sequence[str], options: Mapping[str, Any]
+) -> None:
+    """Raise where a call with `arguments` (names) and options could not be made, whatever the row."""
+    if not callable(function):
+        raise ScorerSignatureError(
+            f"the score function is {function!r:.80}, which cannot be called; "
+            "name a function with custom_reward_function.name"
+        )
+    names = accepted_names(function)
+    taken = taken_arguments(function, dict.fromkeys(arguments), options)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # a builtin that does not tell its arguments: the first batch shows
+    problem = None
+    try:
+        signature.bind(**taken)
+    except TypeError as error:
+        problem = str(error)
+    if problem is None and names is not None and names.isdisjoint(arguments):
+        problem = "it takes none of these"
+    if problem is not None:
+        name = getattr(unbound(function), "__name__", "compute_score")
+        raise ScorerSignatureError(
+            f"{place_of(function) or describe(function)}: the score function {name}{signature} "
+            f"cannot be called with {', '.join(arguments)} ({problem}); write it as "
+            f"def {name}({', '.join(arguments[:-1])}, {arguments[-1]}=None){_hint(signature, arguments)}"
+        )
+
+
+def _hint(signature: inspect.Signature, arguments: Sequence[str]) -> str:
+    """What the signature looks like, where it is one of a known kind."""
+    names = set(signature.parameters)
+    if names & {"completion", "completions", "prompt", "prompts"}:
+        return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
+    if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:
+        return ". Lists are passed by reward_model.reward_manager=batch"
+    if names & set(ROW_ARGUMENTS) and tuple(arguments) == BATCH_ARGUMENTS:
+        return ". Rows are passed one by one by reward_model.reward_manager=naive"
+    if names > set(arguments):
+        return ". Arguments of your own come from custom_reward_function.reward_kwargs"
+    return ""
+
+
 def settle(result: Any) -> Any:
     """The value of a coroutine, or `result` itself."""
     return run_coroutine(result) if inspect.iscoroutine(result) else result
@@ -103,10 +161,3 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(max_workers=1) as threads:
         return threads.submit(asyncio.run, coroutine).result()
-
-
-def describe(function: Callable[..., Any]) -> str:
-    """`module.name` of a scorer, for messages."""
-    inner = getattr(function, "func", function)
-    module = getattr(inner, "__module__", "?")
-    return f"{module}.{getattr(inner, '__qualname__', type(inner).__name__)}"

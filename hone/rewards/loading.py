@@ -14,9 +14,15 @@ from typing import Any
 import torch
 
 from hone.config.reward import RewardModelConfig
-from hone.plugins import load_extern_object
+from hone.plugins import load_extern_object, load_object
 from hone.protocol import DataProto
-from hone.rewards.calling import FORMAT_ARGUMENTS, accepted_names, explicit_names
+from hone.rewards.calling import (
+    FORMAT_ARGUMENTS,
+    ROW_ARGUMENTS,
+    accepted_names,
+    check_signature,
+    explicit_names,
+)
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.registry import get_reward_manager_cls
@@ -36,6 +42,8 @@ def load_reward_manager(
     """
     for source, target in config.reward_model.scores.items():
         register_score(source, target)
+        # Its own options are told from other rules' when rows are scored.
+        check_signature(load_object(target), ROW_ARGUMENTS, {})
     if config.reward_model.score_observations:
         _tell_of_observations()
     cls = _manager_class(config)
@@ -52,13 +60,16 @@ def load_reward_manager(
         accepted = accepted_names(cls)
         if accepted is not None:
             settings = {name: settings[name] for name in settings if name in accepted}
-    return cls(
+    manager = cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=scorer,
         reward_fn_key=config.data.reward_fn_key,
         **settings,
     )
+    if isinstance(manager, RuleRewardManager):
+        manager.check_scorer()
+    return manager
 
 
 @functools.cache

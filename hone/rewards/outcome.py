@@ -6,15 +6,15 @@ Catches what a scorer raises and hands it back as a counted failure; the policy 
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hone.rewards import failures
-from hone.rewards.calling import call_scorer, describe
+from hone.rewards.calling import call_scorer
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.ground_truth import INVALID, plain
+from hone.rewards.places import describe, place_of_error
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def score_row(
 
 
 def failed_by(error: BaseException, compute_score: Callable[..., Any]) -> Failed:
-    """The failure for an exception, with the scorer's own line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    """The failure for an exception, with the user's own line."""
+    place = place_of_error(error, compute_score)
+    where = f" at {place}" if place else ""
     return Failed(
         "exception", f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}"
     )

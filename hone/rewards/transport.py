@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hone.plugins import load_object
-from hone.rewards.calling import describe
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Row, score_row
+from hone.rewards.places import describe
 from hone.rewards.scores import table
 
 

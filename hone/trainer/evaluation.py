@@ -18,6 +18,7 @@ from hone.config.evaluation import EvaluationConfig, EvaluationMetricsConfig
 from hone.data.rows import BadRows, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
+from hone.rewards.calling import ROW_ARGUMENTS, check_signature
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.prime import usable_cores
 from hone.rewards.outcome import Row, vote_of
@@ -113,6 +114,8 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
     if scorer is None:
         check_sources((job[0].data_source for job in jobs if job), config.data.data_source_key)
         scorer = default_compute_score
+    else:
+        check_signature(scorer, ROW_ARGUMENTS, {})
     outcomes = iter(_scored([job for of_row in jobs for job in of_row], scorer, config))
     attempts: list[Attempts] = []
     failures: dict[str, Counter[str]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hone.config import load_config
+from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import RewardError
 from hone.rewards.scores.table import UnknownSourceError
 from hone.tracking import read_metrics
@@ -103,14 +104,28 @@ def counted(step: dict[str, Any]) -> Counter[str]:
     return Counter({k.removeprefix(head): int(v) for k, v in step.items() if k.startswith(head)})
 
 
-@pytest.mark.parametrize("kind", ["sleeps", "raises", "returns_nan"])
-def test_training_goes_on_past_a_scorer_that_fails_on_every_row(
+@pytest.mark.parametrize("kind", ["raises", "returns_nan"])
+def test_a_scorer_that_fails_on_every_row_stops_the_run_at_the_first_batch(
     files: Path, tmp_path: Path, kind: str
 ) -> None:
-    steps = train(files, tmp_path, *scorer(files, kind))
-    assert [step["training/global_step"] for step in steps] == [1, 2]
-    assert [counted(step) for step in steps] == [Counter({REASONS[kind]: 2 * ROWS})] * 2
-    assert [step["critic/score/mean"] for step in steps] == [0.0, 0.0]
+    words = "compute_score of .*scorer.py raised KeyError: 'no such rule' at .*scorer.py:15"
+    cause = {"raises": words, "returns_nan": "the score is NaN"}[kind]
+    expected = rf"none of the {2 * ROWS} responses of the first batch.*{REASONS[kind]}: {cause}$"
+    with pytest.raises(RewardError, match=expected):
+        train(files, tmp_path, *scorer(files, kind))
+
+
+def test_a_scorer_that_cannot_be_called_stops_the_run_before_models_load(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.trainer.ppo.trainer import PPOTrainer
+
+    monkeypatch.setattr(PPOTrainer, "init_workers", None)
+    (tmp_path / "mine.py").write_text(
+        "\n\ndef compute_score(completions, **kwargs):\n    return 1\n"
+    )
+    with pytest.raises(ScorerSignatureError, match=r"mine\.py:3: .*completions.*TRL"):
+        train(files, tmp_path, f"custom_reward_function.path={tmp_path / 'mine.py'}")
 
 
 def test_a_mixture_of_failures_is_counted_by_reason_and_the_rest_is_learnt_from(
@@ -129,7 +144,10 @@ def test_a_mixture_of_failures_is_counted_by_reason_and_the_rest_is_learnt_from(
     ("kind", "words"),
     [
         ("sleeps", r"timeout: no score after 0.2 s; the process was killed"),
-        ("raises", r"exception: .*compute_score raised KeyError: 'no such rule' at .*scorer.py:"),
+        (
+            "raises",
+            r"exception: .*compute_score of .* raised KeyError: 'no such rule' at .*scorer.py:",
+        ),
         ("returns_nan", r"nan: the score is NaN"),
     ],
 )

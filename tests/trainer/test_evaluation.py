@@ -14,6 +14,7 @@ import pytest
 from hone.config import ConfigError, load_config
 from hone.config.evaluation import EvaluationMetricsConfig
 from hone.data.rows import DataError
+from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import Scored
 from hone.rewards.scores.table import UnknownSourceError
 from hone.tracking.console import screen
@@ -285,7 +286,7 @@ def test_the_first_message_of_each_reason_is_said(
 
 def test_where_nothing_could_be_scored_there_is_no_result(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("def compute_score(a, b):\n    return 1\n")
+    file.write_text("def compute_score(solution_str):\n    return {}['key']\n")
     config = evaluation(
         tmp_path,
         responses(2, 1, 2),
@@ -293,10 +294,18 @@ def test_where_nothing_could_be_scored_there_is_no_result(tmp_path: Path) -> Non
         f"output.json_path={tmp_path / 'scores.json'}",
     )
     with pytest.raises(
-        EvaluationError, match=r"none of the 4 responses.*exception: .*compute_score"
+        EvaluationError, match=r"none of the 4 responses.*exception: .*compute_score.*mine\.py:2"
     ):
         main_eval.run(config)
     assert not (tmp_path / "scores.json").exists()
+
+
+def test_a_score_function_that_cannot_be_called_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(prompt, completion):\n    return 1\n")
+    config = evaluation(tmp_path, responses(2, 1, 2), f"custom_reward_function.path={file}")
+    with pytest.raises(ScorerSignatureError, match=r"mine\.py:1: .*compute_score.*TRL"):
+        main_eval.run(config)
 
 
 def test_who_has_no_answer_does_not_vote_and_else_whole_texts_do(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hone.rewards.calling import call_scorer
+from hone.rewards.calling import BATCH_ARGUMENTS, call_scorer
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
@@ -18,6 +18,8 @@ from hone.rewards.outcome import Row, failed_by, read_result, score_row
 
 class BatchRewardManager(RuleRewardManager):
     """Calls `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`."""
+
+    arguments = BATCH_ARGUMENTS
 
     def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
         if not rows:
@@ -32,12 +34,13 @@ class BatchRewardManager(RuleRewardManager):
         """The scorer's list; the table of data sources has none, so its rows go one by one."""
         if self.uses_table:
             return [score_row(self.compute_score, row, self.options) for row in rows]
-        arguments = {
-            "data_sources": [row.data_source for row in rows],
-            "solution_strs": [row.solution_str for row in rows],
-            "ground_truths": [row.ground_truth for row in rows],
-            "extra_infos": [row.extra_info for row in rows],
-        }
+        columns = (
+            [row.data_source for row in rows],
+            [row.solution_str for row in rows],
+            [row.ground_truth for row in rows],
+            [row.extra_info for row in rows],
+        )
+        arguments = dict(zip(BATCH_ARGUMENTS, columns, strict=True))
         try:
             results: Any = call_scorer(self.compute_score, arguments, self.options)
         except SetupError:

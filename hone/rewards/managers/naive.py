@@ -42,8 +42,9 @@ class NaiveRewardManager(RuleRewardManager):
     async def await_one(self, row: Row) -> Scored | Failed:
         """One row of an async scorer."""
         function: Callable[..., Any] = self.compute_score
-        call = function(**taken_arguments(function, row.arguments(), self.options))
+        arguments = taken_arguments(function, row.arguments(), self.options)
         try:
+            call = function(**arguments)
             return read_result(await asyncio.wait_for(call, self.policy.timeout_s))
         except (asyncio.TimeoutError, TimeoutError):
             return self.late()

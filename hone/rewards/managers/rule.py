@@ -16,6 +16,7 @@ import torch
 
 from hone.config.reward import RewardKwargs
 from hone.protocol import DataProto
+from hone.rewards.calling import ROW_ARGUMENTS, check_signature
 from hone.rewards.failures import Failed, FailurePolicy, RewardError, Scored
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
@@ -38,6 +39,9 @@ class RuleRewardManager(AbstractRewardManager):
     `score_observations` lets the scorer read what tools and searches said as well.
     """
 
+    arguments: tuple[str, ...] = ROW_ARGUMENTS
+    """The names by which a user's score function is given its arguments."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -54,6 +58,7 @@ class RuleRewardManager(AbstractRewardManager):
         self.policy = policy or default_policy()
         self.repeat_threshold = repeat_threshold
         self.score_observations = score_observations
+        self.is_first_batch = True
         self.options = options
         if score_observations and self.uses_table:
             self.options = {**options, "score_observations": True}
@@ -89,7 +94,9 @@ class RuleRewardManager(AbstractRewardManager):
         )
         if self.uses_table:
             table.check_sources(row.data_source for row in rows)
-        results = self.judge(rows, self.score_known(rows))
+        outcomes = self.score_known(rows)
+        self.stop_if_nothing_scores(rows, outcomes)
+        results = self.judge(rows, outcomes)
         scores = [result.score for result in results]
         shaped, extras = self.shape(scores, [len(row) for row in ids])
         if self.repeat_threshold is not None:
@@ -129,12 +136,32 @@ class RuleRewardManager(AbstractRewardManager):
             function = function.func
         return function is table.default_compute_score
 
+    def check_scorer(self) -> None:
+        """Raise before the first step when the user's score function cannot be called."""
+        if not self.uses_table:
+            check_signature(self.compute_score, self.arguments, self.options)
+
     def check_rows(
         self, rows: Iterable[Mapping[str, Any]], where: Callable[[int], str] = "row {}".format
     ) -> None:
         """Raise before the first step when a row's data source has no scorer."""
         if self.uses_table:
             table.check_sources(rows, self.reward_fn_key, where)
+
+    def stop_if_nothing_scores(
+        self, rows: Sequence[Row], outcomes: Sequence[Scored | Failed]
+    ) -> None:
+        """Raise where not one row of the first batch has a score: such a scorer never works."""
+        is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not rows
+        first = outcomes[0] if outcomes else None
+        if not is_first or not isinstance(first, Failed) or self.policy.on_failure == "raise":
+            return
+        if all(isinstance(outcome, Failed) for outcome in outcomes):
+            raise RewardError(
+                f"none of the {len(rows)} responses of the first batch could be scored, so there is "
+                f"nothing to learn from. The first (data_source {rows[0].data_source!r}): "
+                f"{first.reason}: {first.detail}"
+            )
 
     def judge(self, rows: Sequence[Row], results: Sequence[Scored | Failed]) -> list[Scored]:
         """Apply the failure policy, count, and add `score` and `acc` to the extras."""

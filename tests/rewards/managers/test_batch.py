@@ -77,6 +77,7 @@ def test_failures_cost_the_rows_they_concern(
     tokenizer: Any, make_batch: MakeBatch, scorer: Any, rewards: list[float], failures: Any
 ) -> None:
     manager = BatchRewardManager(tokenizer, 0, scorer, policy=LENIENT)
+    manager.is_first_batch = False
     assert manager(make_batch(["a", "b"])).sum(1).tolist() == rewards
     assert manager.failures == failures
 

@@ -188,6 +188,31 @@ def test_the_strict_policy_stops_with_row_source_and_remedy(
     assert sum(manager.failures.values()) == 1
 
 
+def test_a_first_batch_without_one_score_stops_and_a_later_one_is_counted(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=LENIENT)
+    words = (
+        r"none of the 2 responses of the first batch could be scored.*'custom'\): "
+        r"exception: .*troubled raised ValueError: bad day at .*test_naive\.py:\d+$"
+    )
+    with pytest.raises(RewardError, match=words):
+        manager(make_batch(["raise", "nan"]))
+    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=LENIENT)
+    assert manager(make_batch(["raise", "ok"])).sum(1).tolist() == [-1.0, 1.0]
+    assert manager(make_batch(["raise", "nan"])).sum(1).tolist() == [-1.0, -1.0]
+    assert manager.failures == {"exception": 2, "nan": 1}
+
+
+@pytest.mark.parametrize("truth", [None, "", "  ", "[INVALID]", []])
+def test_a_first_batch_without_a_ground_truth_stops(
+    tokenizer: Any, make_batch: MakeBatch, truth: Any
+) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
+    with pytest.raises(RewardError, match=r"no_ground_truth: reward_model\.ground_truth is "):
+        manager(make_batch(["#### ,"], "openai/gsm8k", [truth]))
+
+
 def test_a_missing_ground_truth_is_a_failure_not_a_zero(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:

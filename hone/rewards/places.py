@@ -1,0 +1,68 @@
+"""Where a score function is written, and which of its lines raised: for messages."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """`name of file` for a function from a user's file, else `module.name`."""
+    inner = unbound(function)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    module = getattr(inner, "__module__", "?")
+    code = _code_of(inner)
+    if code is not None and str(module).startswith(("hone_extern_", "__main__")):
+        return f"{name} of {code.co_filename}"
+    return f"{module}.{name}"
+
+
+def place_of(function: Callable[..., Any]) -> str | None:
+    """`file:line` of the definition; None for what is not written in Python."""
+    code = _code_of(unbound(function))
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def place_of_error(error: BaseException, function: Callable[..., Any]) -> str | None:
+    """`file:line` where a score function raised: the innermost line of the user's own file.
+
+    A call that did not reach the user's code is at the definition of the function.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    code = _code_of(unbound(function))
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    if code is None or _is_ours(code.co_filename):
+        # The table's rules are called through our code; a registered one is the user's.
+        outside = [frame for frame in frames if not _is_ours(frame.filename)]
+        own = [f for f in outside if not f.filename.startswith(_INSTALLED)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else place_of(function)
+
+
+def unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands behind `functools.partial` and `functools.wraps`."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def _code_of(function: Any) -> CodeType | None:
+    code = getattr(function, "__code__", None)
+    if code is None and callable(function):
+        code = getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_PACKAGE)

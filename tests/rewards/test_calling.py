@@ -1,0 +1,152 @@
+"""Which score functions can be called, and what is said of those that cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hone.plugins import load_extern_object
+from hone.rewards.calling import (
+    BATCH_ARGUMENTS,
+    ROW_ARGUMENTS,
+    ScorerSignatureError,
+    call_scorer,
+    check_signature,
+)
+from hone.rewards.failures import Failed
+from hone.rewards.outcome import Row, score_row
+
+ROW = Row("mine", "text", "truth", {"a": 1})
+
+
+def plain(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return 1.0
+
+
+async def later(solution_str: str, ground_truth: Any) -> float:
+    await asyncio.sleep(0)
+    return 1.0
+
+
+def anything(**keywords: Any) -> float:
+    return 1.0
+
+
+def weighted(solution_str: str, weight: float) -> float:
+    return weight
+
+
+class Judge:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, solution_str: str, ground_truth: Any) -> float:
+        return 1.0
+
+    def method(self, solution_str: str) -> float:
+        return 1.0
+
+
+@functools.wraps(plain)
+def wrapped(*args: Any, **kwargs: Any) -> float:
+    return plain(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        plain,
+        later,
+        anything,
+        Judge(),
+        Judge().method,
+        wrapped,
+        functools.partial(weighted, weight=1.0),
+        lambda solution_str: 1.0,
+    ],
+)
+def test_every_usual_form_of_a_score_function_can_be_called(function: Callable[..., Any]) -> None:
+    check_signature(function, ROW_ARGUMENTS, {})
+    assert call_scorer(function, ROW.arguments(), {}) == 1.0
+
+
+def test_a_builtin_that_does_not_tell_its_arguments_is_let_through() -> None:
+    check_signature(max, ROW_ARGUMENTS, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def compute_score(prompt, completion): return 1", "'prompt'.*TRL reward function"),
+        ("def compute_score(completions, **kwargs): return [1]", "'completions'.*TRL reward"),
+        ("def compute_score(solution_strs): return [1]", "reward_model.reward_manager=batch"),
+        ("def compute_score(text, truth): return 1", r"missing a required argument: 'text'\)"),
+        ("def compute_score(solution_str, weight): return 1", r"'weight'"),
+        ("def compute_score(*args): return 1", "it takes none of these"),
+        ("def compute_score(): return 1", "it takes none of these"),
+        ("async def compute_score(prompt): return 1", "'prompt'"),
+    ],
+)
+def test_one_that_cannot_is_told_with_file_line_and_the_signature_expected(
+    scorer_file: Callable[[str], str], source: str, words: str
+) -> None:
+    path = scorer_file("\n\n" + source + "\n")
+    function = load_extern_object(path, "compute_score")
+    with pytest.raises(ScorerSignatureError, match=words) as caught:
+        check_signature(function, ROW_ARGUMENTS, {})
+    message = str(caught.value)
+    assert "def compute_score(data_source, solution_str, ground_truth, extra_info=None)" in message
+    assert message.startswith(f"{path}:3: the score function compute_score(")
+    assert "hone_extern" not in message
+
+
+def test_rows_for_the_batch_manager_are_told() -> None:
+    with pytest.raises(ScorerSignatureError, match=r"one by one by .*reward_manager=naive"):
+        check_signature(plain, BATCH_ARGUMENTS, {})
+    check_signature(lambda solution_strs: [1.0], BATCH_ARGUMENTS, {})
+
+
+def test_what_is_no_function_is_told() -> None:
+    with pytest.raises(ScorerSignatureError, match="cannot be called"):
+        check_signature(3, ROW_ARGUMENTS, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (
+            "def inner(x):\n    return 1 / x\ndef compute_score(solution_str):\n    return inner(0)",
+            2,
+        ),
+        ("import json\ndef compute_score(solution_str):\n    return json.loads('{')", 3),
+        ("def compute_score(solution_str, extra):\n    return 1", 1),
+        ("async def compute_score(solution_str):\n    return {}['a']", 2),
+    ],
+)
+def test_the_place_of_a_failure_is_the_users_own_line(
+    scorer_file: Callable[[str], str], source: str, line: int
+) -> None:
+    path = scorer_file(source + "\n")
+    outcome = score_row(load_extern_object(path, "compute_score"), ROW, {})
+    assert isinstance(outcome, Failed)
+    assert outcome.detail.startswith(f"compute_score of {path} raised ")
+    assert outcome.detail.endswith(f" at {path}:{line}")
+
+
+def test_a_rule_of_the_users_in_the_table_is_told_by_its_own_line(
+    scorer_file: Callable[[str], str],
+) -> None:
+    from hone.rewards.scores import table
+
+    path = scorer_file("def grade(solution_str):\n    return 1 / 0\n")
+    before = table.registered_scores()
+    try:
+        table.register_score("mine", f"{path}:grade")
+        outcome = score_row(table.default_compute_score, ROW, {})
+    finally:
+        table.restore_scores(before)
+    assert isinstance(outcome, Failed)
+    assert outcome.detail.endswith(f"ZeroDivisionError: division by zero at {path}:2")
