@@ -1,6 +1,8 @@
 """Scores a second on one core, and the prime manager's processes beside a plain loop.
 
 `gsm8k_strict_per_s` must stay above 100,000: scoring is never what a step waits for.
+`hostile_symbolic_512_s` must stay below 60: so long may a batch of 512 answers that are made to be
+slow hold up a step.
 """
 
 from __future__ import annotations
@@ -108,12 +110,39 @@ def prime_speedup(processes: int = 8, rows: int = 400) -> float:
     return fast / slow
 
 
+HOSTILE: tuple[Callable[[int], str], ...] = (
+    lambda i: f"9^{{9^{{9^{{{i}}}}}}}",
+    lambda i: f"{100_000 + i}!",
+    lambda i: rf"\sum_{{k=1}}^{{{10**7 + i}}} \frac{{1}}{{k^2}}",
+    lambda i: f"(x+{i})^{{999}}(x+2)^{{999}}",
+    lambda i: f"(1+x+y+z+w)^{{55}}+{i}",
+    lambda i: rf"\int_0^1 \sin(x^{{{i}}}) e^{{x^3}} \cos(x^5) dx",
+    lambda i: "+".join(rf"\sin(x^{{{j}}}+{i})\cos(y^{{{j}}})" for j in range(2, 14)),
+    lambda i: rf"\tan(\tan(\tan({i}^{{60}})))",
+)
+"""Kinds of hostile expressions: three are refused for their size, the others use up their time."""
+
+
+def hostile_seconds(count: int = 512) -> float:
+    """Wall seconds for `count` hostile answers, all different, in one batch."""
+    from hone.rewards.comparing import compare_ahead
+    from hone.rewards.outcome import Row
+
+    texts = [HOSTILE[i % len(HOSTILE)](i + 2) for i in range(count)]
+    rows = [Row("lighteval/MATH", rf"\boxed{{{t}}}", r"\sqrt{2}+x", {}) for t in texts]
+    compare_ahead(default_compute_score, rows[:8], {})  # the processes start
+    started = time.perf_counter()
+    compare_ahead(default_compute_score, rows, {})
+    return time.perf_counter() - started
+
+
 def main() -> dict[str, Any]:
     """Print the rates, and the promised one beside its limit; return the numbers."""
     result: dict[str, Any] = {name: round(value) for name, value in score_rates().items()}
     ratio = result["gsm8k_strict_per_s"] / GSM8K_LIMIT_PER_S
     result["gsm8k_strict_over_limit"] = round(ratio, 2)
     result["prime_8_processes_speedup"] = round(prime_speedup(), 2)
+    result["hostile_symbolic_512_s"] = round(hostile_seconds(), 1)
     for name, value in result.items():
         print(f"{name:28} {value:>10,}")
     print(

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hone.plugins import load_object
+from hone.rewards.comparing import Comparisons
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Row, score_row
 from hone.rewards.places import describe
-from hone.rewards.scores import table
+from hone.rewards.scores import symbolic, table
 
 
 def reference(function: Callable[..., Any]) -> str | Callable[..., Any]:
@@ -82,7 +83,10 @@ def make_row_scorer(
     if bound:
         function = functools.partial(function, **bound)
 
-    def score(row: Row) -> Scored | Failed:
+    symbolic.use_processes(1)  # there is one of us per core already
+
+    def score(row: Row, known: Comparisons | None = None) -> Scored | Failed:
+        symbolic.remember(known or {})
         return score_row(function, row, options)
 
     return score

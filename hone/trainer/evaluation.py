@@ -19,8 +19,9 @@ from hone.data.rows import BadRows, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
+from hone.rewards.comparing import compare_ahead
+from hone.rewards.cores import usable_cores
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.managers.prime import usable_cores
 from hone.rewards.outcome import Row, vote_of
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores import table
@@ -197,8 +198,10 @@ def _run_scorer(
     try:
         with progress("score", len(rows)) as bar:
             for start in range(0, len(rows), CHUNK):
-                part = [{"row": row} for row in rows[start : start + CHUNK]]
-                outcomes += pool.run(part, config.timeout_s)
+                part = rows[start : start + CHUNK]
+                known = compare_ahead(scorer, part, options)
+                jobs = [{"row": r, "known": k} for r, k in zip(part, known, strict=True)]
+                outcomes += pool.run(jobs, config.timeout_s)
                 bar.advance(len(part))
     finally:
         pool.close()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hone.rewards.calling import BATCH_ARGUMENTS, call_scorer
+from hone.rewards.comparing import compare_ahead
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
@@ -24,6 +25,7 @@ class BatchRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
         if not rows:
             return []
+        compare_ahead(self.compute_score, rows, self.options)
         try:
             return call_with_deadline(lambda: self.score_all(rows), self.policy.timeout_s)
         except DeadlineExceeded:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from hone.rewards.calling import run_coroutine, taken_arguments
+from hone.rewards.comparing import compare_ahead
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
@@ -25,6 +26,7 @@ class NaiveRewardManager(RuleRewardManager):
         function = self.compute_score
         if inspect.iscoroutinefunction(getattr(function, "func", function)):
             return run_coroutine(self.gather(rows))
+        compare_ahead(self.compute_score, rows, self.options)
         return [self.score_one(row) for row in rows]
 
     def score_one(self, row: Row) -> Scored | Failed:

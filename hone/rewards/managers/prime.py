@@ -6,23 +6,17 @@ other rows keep their scores.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
+from hone.rewards.comparing import compare_ahead
+from hone.rewards.cores import usable_cores
 from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.managers.abstract import RawRewardFn
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Row
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.transport import row_scorer_keywords
-
-
-def usable_cores() -> int:
-    """Cores this process may use (all of the machine's where the system does not say)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class PrimeRewardManager(RuleRewardManager):
@@ -52,7 +46,9 @@ class PrimeRewardManager(RuleRewardManager):
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
             self.pool = DeadlinePool(factory, message, self.num_processes)
-        return self.pool.run([{"row": row} for row in rows], self.policy.timeout_s)
+        known = compare_ahead(self.compute_score, rows, self.options)
+        jobs = [{"row": row, "known": of_row} for row, of_row in zip(rows, known, strict=True)]
+        return self.pool.run(jobs, self.policy.timeout_s)
 
     def close(self) -> None:
         """End the scoring processes."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,10 +130,7 @@ class RuleRewardManager(AbstractRewardManager):
     @property
     def uses_table(self) -> bool:
         """Whether rows are scored by the table of data sources (not by a user's function)."""
-        function = self.compute_score
-        while isinstance(function, partial):
-            function = function.func
-        return function is table.default_compute_score
+        return table.is_table(self.compute_score)
 
     def check_scorer(self) -> None:
         """Raise before the first step when the user's score function cannot be called."""

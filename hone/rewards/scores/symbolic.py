@@ -1,7 +1,8 @@
-"""Are two LaTeX answers equal as mathematics? By math-verify, in a process that can be killed.
+"""Are two LaTeX answers equal as mathematics? By math-verify, in processes that can be killed.
 
-Only its LaTeX reader is used: the plain-expression one ends in Python's `eval`. An expression that
-exceeds the time or memory limit counts as not equal, and as a mishap that the manager reports.
+Only its LaTeX reader is used: the plain-expression one ends in Python's `eval`. What is too large is
+refused unread, and what exceeds its CPU time or memory counts as not equal; both are mishaps that the
+manager reports. The comparisons of a batch are made together (`compare_all`), in one budget.
 """
 
 from __future__ import annotations
@@ -9,36 +10,55 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 
 from hone.rewards import failures
+from hone.rewards.cores import usable_cores
 from hone.rewards.failures import Failed
 from hone.rewards.pool import DeadlinePool
+from hone.rewards.scores.expression_size import too_large
 
 logger = logging.getLogger(__name__)
 
-TIME_LIMIT_S = 5.0
-MEMORY_LIMIT_MB = 2048
+Pair = tuple[str, str]
+"""An answer and its truth."""
+
+SHORT_CPU_S = 0.1
+"""CPU time of a comparison in its first round, in which every one of a batch gets its turn."""
+LONG_CPU_S = 1.0
+"""CPU time in the second round, for those that were late in the first."""
+MAX_LONG = 16
+"""Comparisons of one batch that get a second round."""
+MAX_DEATHS = 8
+"""Processes that a round of comparisons may cost; those that are then left are skipped."""
+WALL_LIMIT_S = 60.0
+"""Seconds after which a process that uses no CPU is given up."""
+MAX_PROCESSES = 8
 MAX_CHARS = 1000
-_CACHE_SIZE = 8192
+_CACHE_SIZE = 65_536
 
 _lock = threading.Lock()
 _pool: DeadlinePool | None = None
-_cache: dict[tuple[str, str], bool | Failed] = {}
+_processes: int | None = None
+_cache: dict[Pair, bool | Failed] = {}
+_noted: ContextVar[list[Pair] | None] = ContextVar("noted", default=None)
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
     """Whether math-verify takes `answer` for `truth`; False when it is not installed or is late."""
     if not available() or max(len(answer), len(truth)) > MAX_CHARS:
         return False
-    key = (answer, truth)
-    if key not in _cache:
-        if len(_cache) >= _CACHE_SIZE:
-            _cache.clear()
-        # A group often gives one answer many times; a late one must not cost its limit each time.
-        _cache[key] = _ask(answer, truth)
-    result = _cache[key]
+    pair = (answer, truth)
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(pair)
+        return False
+    if pair not in _cache:
+        compare_all([pair])
+    result = _cache[pair]
     if isinstance(result, Failed):
         failures.events[f"symbolic_{result.reason}"] += 1
         return False
@@ -57,35 +77,79 @@ def available() -> bool:
     return False
 
 
-def _ask(answer: str, truth: str) -> bool | Failed:
+@contextmanager
+def noting() -> Iterator[list[Pair]]:
+    """Inside, comparisons are noted in the list and not made (each is False)."""
+    pairs: list[Pair] = []
+    token = _noted.set(pairs)
+    try:
+        yield pairs
+    finally:
+        _noted.reset(token)
+
+
+def compare_all(pairs: Iterable[Pair]) -> None:
+    """Make the comparisons that are not known yet, in parallel; late ones are tried once more."""
+    unknown = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
+    for pair in unknown:
+        if reason := too_large(pair[0]) or too_large(pair[1]):
+            _remember(pair, Failed("refused", reason))
+    rest = [pair for pair in unknown if pair not in _cache]
+    if len(rest) > 1:
+        _compare_within_budget(rest, SHORT_CPU_S)
+        rest = [pair for pair in rest if _is_late(pair)]
+    _compare_within_budget(rest[:MAX_LONG], LONG_CPU_S)
+
+
+def known(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
+    """What was found out about `pairs`, for `remember` in another process."""
+    return {pair: _cache[pair] for pair in pairs if pair in _cache}
+
+
+def remember(comparisons: Mapping[Pair, bool | Failed]) -> None:
+    """Take over comparisons that another process made."""
+    for pair, result in comparisons.items():
+        _remember(pair, result)
+
+
+def use_processes(count: int) -> None:
+    """How many processes compare; by default one per core, `MAX_PROCESSES` at most."""
+    global _processes
+    _processes = count
+
+
+def _is_late(pair: Pair) -> bool:
+    result = _cache.get(pair)
+    return isinstance(result, Failed) and result.reason == "timeout"
+
+
+def _remember(pair: Pair, result: bool | Failed) -> None:
+    while len(_cache) >= _CACHE_SIZE:
+        del _cache[next(iter(_cache))]
+    _cache[pair] = result
+
+
+def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> None:
+    """Compare part by part, so that a batch that kills process after process comes to an end."""
+    deaths, size = 0, 2 * MAX_PROCESSES
+    for start in range(0, len(pairs), size):
+        part = pairs[start : start + size]
+        if deaths >= MAX_DEATHS:
+            results: list[bool | Failed] = [Failed("skipped", "the budget is spent")] * len(part)
+        else:
+            results = _run(part, cpu_s)
+        for pair, result in zip(part, results, strict=True):
+            deaths += isinstance(result, Failed) and result.reason == "crash"
+            _remember(pair, result)
+
+
+def _run(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = DeadlinePool("hone.rewards.scores.symbolic:make_verifier", {}, size=1)
+            size = _processes or min(usable_cores(), MAX_PROCESSES)
+            _pool = DeadlinePool("hone.rewards.scores.symbolic_worker:make_verifier", {}, size)
         pool = _pool
-    result: bool | Failed = pool.run([{"answer": answer, "truth": truth}], TIME_LIMIT_S)[0]
-    return result
-
-
-def make_verifier() -> Callable[..., bool]:
-    """In the other process: limit memory, load math-verify, return the comparison."""
-    import resource
-
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    limit = MEMORY_LIMIT_MB << 20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    latex = [LatexExtractionConfig()]
-
-    def read(text: str) -> list[object]:
-        parsed: list[object] = parse(
-            rf"\boxed{{{text}}}", extraction_config=latex, parsing_timeout=None
-        )
-        return parsed
-
-    def equal(answer: str, truth: str) -> bool:
-        return bool(verify(read(truth), read(answer), timeout_seconds=None))
-
-    return equal
+    jobs = [{"answer": answer, "truth": truth, "cpu_s": cpu_s} for answer, truth in pairs]
+    late = Failed("timeout", f"not equal after {cpu_s:g} s of CPU time")
+    return [late if found is None else found for found in pool.run(jobs, WALL_LIMIT_S)]

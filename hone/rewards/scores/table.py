@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hone.plugins import load_object
@@ -38,6 +39,8 @@ class Entry:
     """The score that counts as correct (`acc` = 1) when the scorer returns a plain number."""
     needs_ground_truth: bool = True
     """False for scorers that may find their tests in `extra_info`."""
+    symbolic: bool = False
+    """Whether the rule compares expressions as mathematics."""
 
 
 def _rows(
@@ -48,10 +51,10 @@ def _rows(
 
 _EXACT: dict[str, Entry] = {
     **_rows("gsm8k", "openai/gsm8k", "gsm8k"),
-    **_rows("math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"),
-    **_rows("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS),
+    **_rows("math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", symbolic=True),
+    **_rows("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS, symbolic=True),
     **_rows("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
-    **_rows("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS)),
+    **_rows("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS), symbolic=True),
     **_rows(
         "prime_code",
         "codecontests",
@@ -61,7 +64,7 @@ _EXACT: dict[str, Entry] = {
         function="judge",
         needs_ground_truth=False,
     ),
-    **_rows("geo3k", "hiyouga/geometry3k", function="judge"),
+    **_rows("geo3k", "hiyouga/geometry3k", function="judge", symbolic=True),
     **_rows("qa_em", *_SEARCH_SETS, function="judge"),
     **_rows("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="judge"),
     **_rows("asserts", "mbpp", "google-research-datasets/mbpp", needs_ground_truth=False),
@@ -170,6 +173,13 @@ def default_compute_score(
     if isinstance(result, dict):
         return result
     return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
+
+
+def is_table(function: Callable[..., Any]) -> bool:
+    """Whether a score function is this table (not a user's function), perhaps with bound arguments."""
+    while isinstance(function, partial):
+        function = function.func
+    return function is default_compute_score
 
 
 def known_sources() -> dict[str, list[str]]:

@@ -272,7 +272,7 @@ def test_mishaps_inside_the_symbolic_check_become_metrics(
 
     monkeypatch.setattr(symbolic, "available", lambda: True)
     monkeypatch.setattr(symbolic, "_cache", {})
-    monkeypatch.setattr(symbolic, "_ask", lambda answer, truth: Failed("timeout", ""))
+    monkeypatch.setattr(symbolic, "_run", lambda pairs, cpu_s: [Failed("timeout", "")] * len(pairs))
     data = make_batch([r"\boxed{x^9}"], "lighteval/MATH", [r"\sqrt{y}"])
     manager = NaiveRewardManager(tokenizer, 0, policy=STRICT)
     assert manager(data).sum() == 0.0

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from hone.rewards import failures
 from hone.rewards.scores import math_reward, symbolic
 
 
@@ -65,22 +64,6 @@ def test_equality_as_mathematics(answer: str, truth: str, equal: bool) -> None:
     assert math_reward.is_equiv(answer, truth) is equal
 
 
-@needs_math_verify
-def test_a_hostile_expression_is_stopped_counted_and_not_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(symbolic, "TIME_LIMIT_S", 0.5)
-    monkeypatch.setattr(symbolic, "_cache", {})
-    failures.events.clear()
-    assert math_reward.is_equiv("9^{9^{9^{9}}}", r"\sqrt{2}") is False
-    assert failures.events == {"symbolic_timeout": 1}
-    monkeypatch.setattr(symbolic, "_ask", None)
-    assert math_reward.is_equiv("9^{9^{9^{9}}}", r"\sqrt{2}") is False
-    assert failures.events == {"symbolic_timeout": 2}
-    monkeypatch.undo()
-    assert math_reward.is_equiv(r"\sqrt{8}", r"2\sqrt{2}") is True
-
-
 def test_without_math_verify_it_says_so_once_and_compares_text(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,7 +77,3 @@ def test_without_math_verify_it_says_so_once_and_compares_text(
         monkeypatch.undo()
         symbolic.available.cache_clear()
     assert len([r for r in caplog.records if "hone-rl[math]" in r.message]) == 1
-
-
-def test_very_long_answers_are_not_worked_on(no_symbolic: None) -> None:
-    assert symbolic.symbolically_equal("x" * 5000, "x+1") is False

@@ -1,0 +1,40 @@
+"""The symbolic comparisons of a batch, made together before its rows are scored one by one.
+
+Ten hostile expressions then cost what one costs, divided by the cores, and all of them one budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hone.rewards.failures import Failed
+from hone.rewards.outcome import Row, score_row
+from hone.rewards.scores import symbolic, table
+
+Comparisons = dict[symbolic.Pair, bool | Failed]
+
+
+def compare_ahead(
+    compute_score: Callable[..., Any], rows: Sequence[Row], options: Mapping[str, Any]
+) -> list[Comparisons]:
+    """Make what the table's rules will ask for; each row's comparisons, for another process.
+
+    A user's own score function is not called: it may not bear to be called twice.
+    """
+    if not table.is_table(compute_score):
+        return [{} for _ in rows]
+    pairs = [_asked(compute_score, row, options) for row in rows]
+    symbolic.compare_all(pair for of_row in pairs for pair in of_row)
+    return [symbolic.known(of_row) for of_row in pairs]
+
+
+def _asked(
+    compute_score: Callable[..., Any], row: Row, options: Mapping[str, Any]
+) -> list[symbolic.Pair]:
+    entry = table.find(row.data_source)
+    if entry is None or not entry.symbolic:
+        return []
+    with symbolic.noting() as pairs:
+        score_row(compute_score, row, options)
+    return pairs

@@ -1,0 +1,72 @@
+"""The process that compares expressions: math-verify under limits of memory and CPU time.
+
+A comparison that uses up its time is interrupted, and the process goes on with the next. One that
+cannot be interrupted (a single huge operation inside C code) is ended by the kernel a little later.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+MEMORY_LIMIT_MB = 2048
+GRACE_CPU_S = 0.5
+"""CPU time from the interrupt to the kernel's kill."""
+_TYPICAL = (
+    (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt 3}"),
+    (r"\{2,1\}", r"\{1,2\}"),
+    ("(1,2)", "(1,3)"),
+    ("[0,1)", r"(-\infty,1]"),
+    (r"x^2+2x+1", r"(x+1)^2"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    (r"x=2\text{ or }x=3", "2,3"),
+    (r"\sin(\pi/3)+e^{2}", r"\log_2 8"),
+)
+"""Compared once at the start: the first of a kind takes many times as long as the next."""
+
+
+class _TooLate(BaseException):
+    """Not an Exception: sympy catches these in many places."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise _TooLate
+
+
+def make_verifier() -> Callable[..., bool | None]:
+    """Limit memory, load math-verify, return the comparison (None: out of time)."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    limit = MEMORY_LIMIT_MB << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+    latex = [LatexExtractionConfig()]
+    signal.signal(signal.SIGPROF, _interrupt)
+    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+
+    def read(text: str) -> list[object]:
+        parsed: list[object] = parse(
+            rf"\boxed{{{text}}}", extraction_config=latex, parsing_timeout=None
+        )
+        return parsed
+
+    def equal(answer: str, truth: str, cpu_s: float) -> bool | None:
+        try:
+            # It repeats, for a bare `except` that ate the first.
+            signal.setitimer(signal.ITIMER_PROF, cpu_s, cpu_s)
+            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s + GRACE_CPU_S)
+            try:
+                return bool(verify(read(truth), read(answer), timeout_seconds=None))
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0.0)
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        except _TooLate:
+            return None
+
+    for answer, truth in _TYPICAL:
+        equal(answer, truth, cpu_s=10.0)
+    return equal

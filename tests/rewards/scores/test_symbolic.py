@@ -1,0 +1,199 @@
+"""Comparisons as mathematics: made together, within a budget, and never by an endless computation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from hone.protocol import DataProto
+from hone.rewards import failures
+from hone.rewards.comparing import compare_ahead
+from hone.rewards.failures import Failed
+from hone.rewards.managers.batch import BatchRewardManager
+from hone.rewards.managers.naive import NaiveRewardManager
+from hone.rewards.managers.prime import PrimeRewardManager
+from hone.rewards.outcome import Row
+from hone.rewards.scores import default_compute_score, symbolic
+from hone.rewards.scores.expression_size import too_large
+
+MakeBatch = Callable[..., DataProto]
+needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
+
+REFUSED = [
+    "9^{9^{9^{9}}}",
+    "9^{9^9^9}",
+    "10^{1000000000}",
+    "10^1000000000",
+    "((10^{9999})^{9999})^{9999}",
+    "100000!",
+    r"\binom{1000000}{500000}",
+    r"\sum_{k=1}^{10000000} \frac{1}{k^2}",
+    r"\prod_{k=1}^{1000000} k",
+    "1" * 100,
+    "(" * 60 + "x" + ")" * 60,
+]
+LATE = [
+    r"(x+3)^{999}(x+2)^{999}",
+    r"(1+x+y+z+w)^{55}",
+    r"\int_0^1 \sin(x^{9}) e^{x^3} \cos(x^5) dx",
+    r"+".join(rf"\sin(x^{{{j}}}+7)\cos(y^{{{j}}})" for j in range(2, 14)),
+]
+FINE = [
+    r"x^{2023}",
+    r"2^{100}\cdot 3^{50}",
+    r"2^{2^{10}}",
+    r"\frac{10!}{3!7!}",
+    r"\binom{100}{50}",
+    r"\sum_{k=1}^{n} k^2",
+    r"12345678901234567890",
+    r"\sqrt{2+\sqrt{3}}",
+]
+
+
+@pytest.fixture(autouse=True)
+def _forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(symbolic, "_cache", {})
+    failures.events.clear()
+    yield
+    failures.events.clear()
+
+
+class Recorder:
+    """Stands for the processes: says which comparisons were handed to them, and is always late."""
+
+    def __init__(self, reason: str = "timeout") -> None:
+        self.reason = reason
+        self.runs: list[tuple[int, float]] = []
+
+    def __call__(self, pairs: Sequence[symbolic.Pair], cpu_s: float) -> list[bool | Failed]:
+        self.runs.append((len(pairs), cpu_s))
+        return [Failed(self.reason, "")] * len(pairs)
+
+    def counts(self) -> Counter[float]:
+        counts: Counter[float] = Counter()
+        for count, cpu_s in self.runs:
+            counts[cpu_s] += count
+        return counts
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, reason: str = "timeout") -> Recorder:
+    recorder = Recorder(reason)
+    monkeypatch.setattr(symbolic, "available", lambda: True)
+    monkeypatch.setattr(symbolic, "_run", recorder)
+    return recorder
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_asks_for_huge_numbers_is_refused_unread(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = recorded(monkeypatch)
+    assert too_large(text) is not None
+    assert symbolic.symbolically_equal(text, r"\sqrt{2}") is False
+    assert symbolic.symbolically_equal(r"\sqrt{2}", text) is False
+    assert recorder.runs == []
+    assert failures.events == {"symbolic_refused": 2}
+
+
+@pytest.mark.parametrize("text", [*FINE, *LATE])
+def test_ordinary_expressions_are_read(text: str) -> None:
+    assert too_large(text) is None
+
+
+def test_very_long_answers_are_not_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(monkeypatch)
+    assert symbolic.symbolically_equal("x" * 5000, "x+1") is False
+    assert recorder.runs == []
+
+
+def test_512_hostile_comparisons_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(monkeypatch)
+    pairs = [(f"x^{{{i}}}", r"\sqrt{y}") for i in range(2, 514)]
+    symbolic.compare_all(pairs)
+    short, long = symbolic.SHORT_CPU_S, symbolic.LONG_CPU_S
+    assert recorder.counts() == {short: 512, long: symbolic.MAX_LONG}
+    # On two cores, with nothing refused for its size.
+    assert (512 * short + symbolic.MAX_LONG * long) / 2 < 60
+    symbolic.compare_all(pairs)
+    assert not any(symbolic.symbolically_equal(*pair) for pair in pairs)
+    assert sum(recorder.counts().values()) == 512 + symbolic.MAX_LONG
+    assert failures.events == {"symbolic_timeout": 512}
+
+
+def test_a_batch_that_kills_process_after_process_comes_to_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = recorded(monkeypatch, "crash")
+    symbolic.compare_all([(f"x^{{{i}}}", "y") for i in range(2, 514)])
+    assert recorder.counts() == {symbolic.SHORT_CPU_S: 2 * symbolic.MAX_PROCESSES}
+    assert len(symbolic._cache) == 512
+
+
+def test_one_comparison_gets_the_long_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(monkeypatch)
+    symbolic.compare_all([("x", "y")])
+    assert recorder.runs == [(1, symbolic.LONG_CPU_S)]
+
+
+@pytest.mark.parametrize("manager", [NaiveRewardManager, BatchRewardManager, PrimeRewardManager])
+def test_every_manager_makes_the_comparisons_of_a_batch_together(
+    manager: Any, tokenizer: Any, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = recorded(monkeypatch)
+    sources = ["lighteval/MATH", "numina_olympiads", "hiyouga/geometry3k", "openai/gsm8k"] * 3
+    texts = [rf"\boxed{{x^{{{i + 2}}}}}" for i in range(12)]
+    data = make_batch(texts, sources, [r"\sqrt{y}"] * 12)
+    options = {"num_processes": 1} if manager is PrimeRewardManager else {}
+    scorer = manager(tokenizer, 0, **options)
+    try:
+        assert scorer(data).sum() == 0.0
+        assert scorer.pop_metrics() == {"reward/failures/symbolic_timeout": 9.0}
+    finally:
+        scorer.close()
+    assert recorder.counts() == {symbolic.SHORT_CPU_S: 9, symbolic.LONG_CPU_S: 9}
+    assert len(recorder.runs) == 2
+
+
+def test_a_users_score_function_is_not_called_ahead() -> None:
+    calls: list[str] = []
+
+    def score(solution_str: str) -> float:
+        calls.append(solution_str)
+        return 1.0
+
+    assert compare_ahead(score, [Row("lighteval/MATH", "x", "y", {})], {}) == [{}]
+    assert calls == []
+
+
+@needs_math_verify
+def test_a_late_comparison_costs_no_process_and_the_next_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hone.rewards import pool
+
+    started: list[Any] = []
+    worker = pool._Worker
+
+    def counted(*arguments: Any) -> Any:
+        started.append(arguments)
+        return worker(*arguments)
+
+    monkeypatch.setattr(pool, "_Worker", counted)
+    monkeypatch.setattr(symbolic, "_pool", None)
+    monkeypatch.setattr(symbolic, "_processes", 1)
+    monkeypatch.setattr(symbolic, "LONG_CPU_S", 0.2)
+    rows = [Row("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in LATE]
+    rows.append(Row("lighteval/MATH", r"\boxed{x+\frac{2}{\sqrt{2}}}", r"\sqrt{2}+x", {}))
+    try:
+        results = [
+            list(of_row.values()) for of_row in compare_ahead(default_compute_score, rows, {})
+        ]
+        assert all(isinstance(r, Failed) and r.reason == "timeout" for [r] in results[:-1])
+        assert results[-1] == [True]
+        assert len(started) == 1
+    finally:
+        assert symbolic._pool is not None
+        symbolic._pool.close()
