@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hone.config.agreements import AGREEMENTS
+from hone.config.algorithm import NEED_GROUPS
 from hone.config.convert import show_value
 from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import RANGES, out_of_range
 from hone.config.schema import PPOTrainerConfig
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-LEAVE_ONE_OUT = ("rloo", "rloo_vectorized", "rloo_token", "grpo_passk")
 TRACKERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 CHECKPOINT_PARTS = ("model", "optimizer", "extra", "hf_model")
 CREDIT_ASSIGNMENTS = ("gamma-decay", "strict min-form")
@@ -186,7 +186,7 @@ def _exact(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _estimator(config: PPOTrainerConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    if algorithm.adv_estimator in LEAVE_ONE_OUT and n == 1:
+    if algorithm.adv_estimator in NEED_GROUPS and n == 1:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses of one prompt, and "
             "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"

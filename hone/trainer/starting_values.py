@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config import Composed
+from hone.config.algorithm import WITHOUT_GROUPS
 from hone.config.compose import get
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
@@ -19,8 +20,6 @@ from hone.models.facts import model_facts
 ORIGIN = "hone train"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RESPONSES_PER_PROMPT = 8
-WITHOUT_GROUPS = ("gae", "remax", "reinforce_plus_plus")
-"""Estimators that learn from one response per prompt: they keep `rollout.n`."""
 PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
 RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
 LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
@@ -32,6 +31,7 @@ def starting_values(given: Mapping[str, Any]) -> list[Setting]:
     device = _device(given.get("trainer.device", "auto"))
     model = model_facts(given.get("actor_rollout_ref.model.path"))
     values: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
+    # One response per prompt is enough for an estimator that compares no groups.
     if given.get("algorithm.adv_estimator", "grpo") not in WITHOUT_GROUPS:
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
     values["data.train_batch_size"] = _batch(given.get("data.train_files"), device)

@@ -150,6 +150,12 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
         [f"{ROLLOUT}.n=2"],
     ),
+    "maxrl needs a group": (
+        ["algorithm.adv_estimator=maxrl"],
+        "algorithm.adv_estimator=maxrl compares the responses of one prompt, and "
+        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
+        [f"{ROLLOUT}.n=2"],
+    ),
     "grpo_passk needs a group": (
         ["algorithm.adv_estimator=grpo_passk"],
         "algorithm.adv_estimator=grpo_passk compares the responses of one prompt, and "

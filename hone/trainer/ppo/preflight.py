@@ -16,6 +16,8 @@ from typing import Any
 from hone.agents.contract import ServerManager
 from hone.agents.loops.listing import LoopNames
 from hone.agents.tools.contract import ToolError
+from hone.algorithms import advantages
+from hone.config.algorithm import WITHOUT_GROUPS
 from hone.data.prompts import PromptError, render_prompt
 from hone.models.facts import ModelFacts, model_facts
 from hone.plugins import PluginError
@@ -136,6 +138,7 @@ class _Preflight:
 
     def warnings(self) -> Iterator[str]:
         """What rows or settings ask for and nothing answers."""
+        yield from self._lone_responses()
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         tool_loops = [loop for loop in self.built.values() if hasattr(loop, "tools")]
         tools = {name for loop in tool_loops for name in loop.tools}
@@ -158,6 +161,18 @@ class _Preflight:
                 f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
                 f"tools to the model; describe them in the prompt, or set a template that does "
                 f"(multi_turn.format={multi_turn.format})"
+            )
+
+    def _lone_responses(self) -> Iterator[str]:
+        """An estimator over groups that has none; those that could not learn at all are refused."""
+        estimator = self.config.algorithm.adv_estimator
+        compares = estimator not in WITHOUT_GROUPS and advantages.TABLE.is_built_in(estimator)
+        alone = self.config.actor_rollout_ref.rollout.n == 1 and not self.config.trainer.val_only
+        if compares and alone:
+            yield (
+                f"algorithm.adv_estimator={estimator} compares the responses of one prompt, and "
+                "actor_rollout_ref.rollout.n=1: it trains on raw scores, without a baseline, as verl "
+                "does; use actor_rollout_ref.rollout.n=8, for example"
             )
 
     def lines(self) -> Iterator[str]:

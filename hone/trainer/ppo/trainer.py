@@ -27,6 +27,7 @@ from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics
 from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.collect import collect
+from hone.trainer.ppo.group_signal import GroupSignal
 from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
@@ -83,6 +84,7 @@ class PPOTrainer:
         self.run = RunFolder(config.trainer.default_local_dir)
         self.timers = Timers()
         self.skipped_updates = metrics.SkippedUpdates()
+        self.group_signal = GroupSignal(config.algorithm.adv_estimator)
         self.tracking: Tracking | None = None
         self._running = ExitStack()
         self.global_step = 0
@@ -281,6 +283,7 @@ class PPOTrainer:
             ),
             # In bypass mode the old log-probs are the rollout's: there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
+            **self.group_signal.measure(batch, self.global_step),
             **metrics.entropy_metric(batch),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }

@@ -116,6 +116,24 @@ def test_what_rows_ask_for_and_nothing_answers_is_said(
     assert "tool_agent has neither tools nor interactions" in said
 
 
+@pytest.mark.parametrize(
+    ("estimator", "n", "warned"),
+    [("grpo", 1, True), ("opo", 1, True), ("grpo", 2, False), ("reinforce_plus_plus", 1, False)],
+)
+def test_an_estimator_over_groups_without_a_group_is_said(
+    task: Task,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    estimator: str,
+    n: int,
+    warned: bool,
+) -> None:
+    chosen = (f"algorithm.adv_estimator={estimator}", f"actor_rollout_ref.rollout.n={n}")
+    dry_run(task, tmp_path / "run", *chosen)
+    said = f"algorithm.adv_estimator={estimator} compares the responses of one prompt"
+    assert (said in capsys.readouterr().out) is warned
+
+
 def test_a_template_that_does_not_show_the_tools_is_said(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

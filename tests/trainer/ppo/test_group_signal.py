@@ -1,0 +1,66 @@
+"""Groups whose responses all score the same: measured each step, warned of once per run of steps."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from hone.protocol import DataProto
+from hone.protocol.rows import object_array
+from hone.trainer.ppo.group_signal import METRIC, GroupSignal
+
+
+def batch(scores: list[float], uids: str, trajectories: str | None = None) -> DataProto:
+    tokens = torch.zeros(len(scores), 3)
+    tokens[:, 1] = torch.tensor(scores)
+    facts = {"uid": object_array(list(uids))}
+    if trajectories is not None:
+        facts["trajectory_id"] = object_array(list(trajectories))
+    return DataProto.from_dict(
+        {"token_level_scores": tokens, "response_mask": torch.ones(len(scores), 3)}, facts
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "uids", "share"),
+    [
+        ([1, 1, 0, 1], "aabb", 0.5),
+        ([0.7, 0.7, 0.7, 0.1, 0.1, 0.1], "aaabbb", 1.0),
+        ([1, 0, 0, 1], "aabb", 0.0),
+        ([1, 1, 0], "aab", 1.0),
+    ],
+)
+def test_the_share_of_groups_without_signal_is_measured(
+    scores: list[float], uids: str, share: float
+) -> None:
+    assert GroupSignal("grpo").measure(batch(scores, uids), 1) == {METRIC: share}
+
+
+def test_groups_of_one_have_no_such_share() -> None:
+    assert GroupSignal("grpo").measure(batch([1, 1, 1], "abc"), 1) == {}
+
+
+def test_rows_of_one_trajectory_are_one_response() -> None:
+    assert GroupSignal("grpo").measure(batch([1, 0, 1], "aaa", "xxy"), 1) == {METRIC: 1.0}
+
+
+def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    signal = GroupSignal("grpo")
+    nothing, something = batch([1, 1, 0, 0], "aabb"), batch([1, 0, 0, 0], "aabb")
+    for step, rows in enumerate([nothing, nothing, something, nothing], start=1):
+        signal.measure(rows, step)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [w.partition(":")[0] for w in warnings] == ["step 1", "step 4"]
+    assert "in each of the 2 groups all responses have the same score" in warnings[0]
+    assert "algorithm.filter_groups.enable=true" in warnings[0]
+
+
+def test_an_estimator_that_compares_no_groups_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert GroupSignal("gae").measure(batch([1, 1], "aa"), 1) == {METRIC: 1.0}
+    assert caplog.records == []
