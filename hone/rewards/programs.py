@@ -1,7 +1,7 @@
 """Programs written by a model: finding the code, reading the tests, running one test in the box.
 
-Every test is its own run in `hone.sandbox`, and the verdict is formed outside: a program that
-prints a fake report or exits early passes nothing. Nothing is scored here.
+Every test is its own run in `hone.sandbox`, and the verdict is formed where the program cannot reach:
+output is compared here, assertions run in a second box. Nothing is scored here.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hone.rewards import ground_truth as truth
+from hone.rewards.comparison import is_json_of, same_output
 from hone.rewards.failures import SetupError
 
 if TYPE_CHECKING:
     from hone.sandbox import SandboxResult
+    from hone.sandbox.service import SandboxService
 
 _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON = ("", "python", "py", "python3")
 CODE_MARK = "__CODE__"
-"""In a test's source, the place where the program goes (otherwise it goes in front)."""
+"""A line of a test's source; what stands before it is run before the program too."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,24 @@ class SourceTest:
 
     source: str
 
+    @property
+    def preamble(self) -> str:
+        """Imports and classes that program and tests both use."""
+        return self._parts[0]
+
+    @property
+    def tests(self) -> str:
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> tuple[str, str]:
+        before, mark, after = self.source.partition(CODE_MARK)
+        if not mark:
+            return "", self.source
+        if before.rpartition("\n")[2].strip() or after.partition("\n")[0].strip():
+            raise truth.GroundTruthError(f"{CODE_MARK} must stand on a line of its own")
+        return before, after
+
 
 Test = StdinTest | CallTest | SourceTest
 
@@ -92,10 +113,16 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> list[
 
 def _tests(given: Any) -> list[Test]:
     if isinstance(given, str):
-        return [SourceTest(given)] if given.strip() else []
+        return [] if _says_nothing(given) else [SourceTest(given)]
     if isinstance(given, Mapping):
         return _tests_of_mapping(given)
     return [test for item in given or () for test in _one_test(item)]
+
+
+def _says_nothing(source: str) -> bool:
+    """Blank lines and comments alone."""
+    lines = [line.strip() for line in source.splitlines()]
+    return all(not line or line.startswith("#") or line == CODE_MARK for line in lines)
 
 
 def _tests_of_mapping(given: Mapping[str, Any]) -> list[Test]:
@@ -118,7 +145,7 @@ def _one_test(item: Any) -> list[Test]:
     if isinstance(item, Mapping):
         return [StdinTest(_text(item["input"]), _text(item["output"]))]
     if isinstance(item, str):
-        return [SourceTest(item)]
+        return [] if _says_nothing(item) else [SourceTest(item)]
     given, expected = item
     return [StdinTest(_text(given), _text(expected))]
 
@@ -145,20 +172,17 @@ def _text(value: Any) -> str:
 
 
 def passes(code: str, test: Test, limits: Limits) -> bool:
-    """Run one test in the box. SandboxError (the box, not the program, failed) is passed on."""
+    """Run one test. SandboxError (the box, not the program, failed) is passed on."""
     if isinstance(test, StdinTest):
         output = _output(code, test.given, limits)
         return output is not None and same_output(output, test.expected)
+    if isinstance(test, SourceTest):
+        return _holds(code, test, limits)
     secret = secrets.token_hex(16)
-    if isinstance(test, CallTest):
-        message = json.dumps({"function": test.function, "arguments": test.arguments})
-        output = _output(code + _CALL.replace("SECRET", secret), message, limits)
-        found = _after_secret(output, secret)
-        return found is not None and _same_value(json.loads(found), test.expected)
-    source = test.source
-    whole = source.replace(CODE_MARK, code) if CODE_MARK in source else f"{code}\n\n{source}"
-    output = _output(f"{whole}\n\nprint('{secret}', flush=True)\n", "", limits)
-    return _after_secret(output, secret) is not None
+    message = json.dumps({"function": test.function, "arguments": test.arguments})
+    output = _output(code + _CALL.replace("SECRET", secret), message, limits)
+    answer = _after_secret(output, secret)
+    return answer is not None and is_json_of(answer, test.expected)
 
 
 _CALL = """
@@ -178,70 +202,66 @@ _hone_call()
 
 
 def _after_secret(output: str | None, secret: str) -> str | None:
-    """What follows the secret on the last line, which only the tests' own end could print."""
+    """What follows the secret on the last line, which only the call's own end could print."""
     lines = (output or "").rstrip().splitlines()
     return lines[-1].removeprefix(secret) if lines and lines[-1].startswith(secret) else None
 
 
+def _holds(code: str, test: SourceTest, limits: Limits) -> bool:
+    """Whether the assertions hold, as a judge in a box of its own finds."""
+    if (service := _service(limits.url, limits.memory_mb)) is not None:
+        found = service.judge
+    else:
+        from hone.sandbox.judging import judge as found
+    with _setup_errors():
+        judgement = found(
+            code,
+            test.tests,
+            preamble=test.preamble,
+            timeout_s=limits.timeout_s,
+            memory_mb=limits.memory_mb,
+        )
+    if not judgement.usable:
+        raise truth.GroundTruthError(f"the tests of this row cannot run: {judgement.reason}")
+    if judgement.passed and not judgement.answers:
+        raise truth.GroundTruthError(
+            "the tests of this row ask nothing of the program: any program would pass them"
+        )
+    return judgement.passed
+
+
 def _output(code: str, stdin: str, limits: Limits) -> str | None:
     """Standard output of a run that ended well, else None."""
-    run_python = _runner(limits.url, limits.memory_mb)
-    from hone.sandbox import SandboxUnavailable
-
-    try:
+    service = _service(limits.url, limits.memory_mb)
+    if service is not None:
+        run_python: Callable[..., SandboxResult] = service.run_python
+    else:
+        from hone.sandbox import run_python
+    with _setup_errors():
         result = run_python(
             code, stdin=stdin, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb
         )
-    except SandboxUnavailable as error:
-        raise SetupError(f"model-written code cannot be run here: {error}") from error
     return result.stdout if result.ok else None
 
 
-@lru_cache(maxsize=8)
-def _runner(url: str | None, memory_mb: int) -> Callable[..., SandboxResult]:
-    """The local box, or a service. A process runs one test at a time, so one slot is enough."""
-    if url is None:
-        from hone.sandbox import run_python
+@contextmanager
+def _setup_errors() -> Iterator[None]:
+    from hone.sandbox import SandboxUnavailable
 
-        return run_python
+    try:
+        yield
+    except SandboxUnavailable as error:
+        raise SetupError(f"model-written code cannot be run here: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _service(url: str | None, memory_mb: int) -> SandboxService | None:
+    """The service; None for the local box. A process runs one test at a time, so one slot is enough."""
+    if url is None:
+        return None
     from hone.sandbox.service import SandboxService
 
-    return SandboxService(url, max_concurrent=1, memory_limit_mb=memory_mb).run_python
-
-
-def same_output(given: str, expected: str) -> bool:
-    """Equal line by line less surrounding space, or word by word with a tolerance for decimals."""
-    lines, wanted = _lines(given), _lines(expected)
-    if lines == wanted:
-        return True
-    words, wanted_words = " ".join(lines).split(), " ".join(wanted).split()
-    return len(words) == len(wanted_words) and all(map(_same_word, words, wanted_words))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
-
-
-def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted:
-        return True
-    if "." not in wanted and "e" not in wanted.lower():
-        return False
-    try:
-        value, target = float(word), float(wanted)
-    except ValueError:
-        return False
-    return abs(value - target) <= 1e-6 * max(1.0, abs(target))
-
-
-def _same_value(value: Any, expected: Any) -> bool:
-    if isinstance(value, bool) != isinstance(expected, bool):
-        return False
-    if isinstance(value, float) and isinstance(expected, (int, float)):
-        return abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
-    if isinstance(value, list) and isinstance(expected, list):
-        return len(value) == len(expected) and all(map(_same_value, value, expected))
-    return bool(value == expected)
+    return SandboxService(url, max_concurrent=1, memory_limit_mb=memory_mb)
 
 
 def count_passed(code: str, tests: Sequence[Test], limits: Limits, first: int) -> tuple[bool, int]:

@@ -5,6 +5,7 @@ The parameters are those of Job; see result.py for their meaning and defaults.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,13 +20,15 @@ def run_python(
     *,
     minimum: Collection[str] = DEFAULT_MINIMUM,
     interpreter: str | None = None,
+    caller: socket.socket | None = None,
     **limits: Any,
 ) -> SandboxResult:
     """Run untrusted Python and wait for the verdict. Keyword arguments are the fields of Job.
 
     Raises SandboxUnavailable when a wall named in minimum is missing: nothing has run then.
+    caller: a connection whose end ends the run.
     """
-    return run_job(Job(code, **limits), plan_for(minimum, interpreter))
+    return run_job(Job(code, **limits), plan_for(minimum, interpreter), caller)
 
 
 def run_many(

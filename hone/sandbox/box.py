@@ -12,17 +12,19 @@ import os
 import select
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 
 from hone.sandbox import bubblewrap, direct, sealed, seccomp
 from hone.sandbox.cgroups import Group, group_name
 from hone.sandbox.descriptors import Descriptors
+from hone.sandbox.ending import Ending
 from hone.sandbox.plan import Order, box_environment
 from hone.sandbox.resident import resident_bytes
 from hone.sandbox.result import Status
 from hone.sandbox.rights import raised
-from hone.sandbox.spawn import SETUP_FAILED, Standard, execute, fork, limit
+from hone.sandbox.spawn import Standard, execute, fork, limit
 
 SETUP_S = 30.0  # longest time from fork to the program's start
 LOOK_S = 0.05  # how often a box's memory is looked at
@@ -42,7 +44,9 @@ class Box(Descriptors):
         self.init_fd: int | None = None  # the first process of the box's PID namespace
         self.deadline = time.monotonic() + SETUP_S
         self._next_look = time.monotonic() + LOOK_S
-        self.lend: Callable[[int], None] | None = None  # hands init_fd to the caller, see client.py
+        self.lend: Callable[[list[int]], None] | None = None  # to the caller, see client.py
+        self._channel: int | None = None  # the caller's end, until it is lent
+        self._waiting = False  # a spare: it has no order yet
         self.verdict: Status | None = None
         self.error: str | None = None
         self.output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
@@ -52,7 +56,8 @@ class Box(Descriptors):
         self._open: set[str] = set()
         self._status_text = b""
         self._gate: int | None = None
-        self._held: int | None = None  # stdin of a box that has no order yet
+        self._report: int | None = None  # where a child without bubblewrap says what failed
+        self._held: int | None = None  # stdin of a spare, to be filled
         self._program = memoryview(b"")
         self._feed: int | None = None  # where the program goes in
         self._completed = False  # bubblewrap saw the program itself end
@@ -66,6 +71,7 @@ class Box(Descriptors):
     def start(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
         """Fork. staged: see Stage.bind. OSError leaves nothing behind but what release() takes away."""
         self._limit_group()
+        stdin = self._open_channel() if self.order.channel else stdin
         if self.order.plan.bwrap is None:
             self._launch(stdin, files, staged)
         else:
@@ -75,21 +81,32 @@ class Box(Descriptors):
     def prepare(self, staged: dict[str, str]) -> None:
         """Build a box that waits for its program; order says which kind. bubblewrap only."""
         self._limit_group()
-        self._held = self._own(sealed.empty())
-        self.deadline = math.inf
-        self._launch(self._held, [self._open_feed()], staged)
+        self._waiting, self.deadline = True, math.inf
+        if self.order.channel:
+            stdin = self._open_channel()
+        else:
+            stdin = self._held = self._own(sealed.empty())
+        self._launch(stdin, [self._open_feed()], staged)
 
     def hand_over(self, order: Order, stdin: int, program: int) -> None:
         """Give a waiting box its order; what it sees is what a box built for it alone would see."""
-        assert self._held is not None
+        assert self._waiting
+        self._waiting = False
         self.order, self.deadline = order, time.monotonic() + SETUP_S
         self._limit_group()
-        sealed.fill(self._held, stdin)
-        self._close(self._held)
-        self._held = None
+        if self._held is not None:
+            sealed.fill(self._held, stdin)
+            self._close(self._held)
+            self._held = None
         self._program = memoryview(sealed.content(program))
         if self._init_pid:
             self._open_gate()
+
+    def _open_channel(self) -> int:
+        """The box's end; it is closed here as soon as the box has it."""
+        ours, theirs = socket.socketpair()
+        self._channel = self._own(ours.detach())
+        return self._own(theirs.detach())
 
     def _open_feed(self) -> int:
         read, self._feed = self._pipe()
@@ -99,7 +116,7 @@ class Box(Descriptors):
     @property
     def ready(self) -> bool:
         """Waiting for an order, and alive at this moment: its end may not have been seen yet."""
-        if self._held is None or "process" not in self._open:
+        if not self._waiting or "process" not in self._open:
             return False
         poll = select.poll()
         for descriptor in (self._process_fd, self.init_fd):
@@ -108,18 +125,18 @@ class Box(Descriptors):
         return not poll.poll(0)
 
     def _limit_group(self) -> None:
-        order, parents = self.order, self.order.plan.cgroup
-        if parents is None:
+        if self.order.plan.cgroup is None:
             return
-        memory_bytes = (order.memory_mb << 20) + _OWN_MEMORY
-        processes = order.processes + _OWN_PROCESSES
+        limits = {
+            "memory_bytes": (self.order.memory_mb << 20) + _OWN_MEMORY,
+            "processes": self.order.processes + _OWN_PROCESSES,
+        }
         with raised():
             if self._group is not None:
-                self._group.limit(memory_bytes=memory_bytes, processes=processes)
+                self._group.limit(**limits)
                 return
-            self._group = Group.create(
-                parents, group_name(self._number), memory_bytes=memory_bytes, processes=processes
-            )
+            name = group_name(self._number)
+            self._group = Group.create(self.order.plan.cgroup, name, **limits)
 
     def _launch(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
         plan = self.order.plan
@@ -130,6 +147,8 @@ class Box(Descriptors):
             closing = self._spawn_bubblewrap(standard, files, staged)
         else:
             closing = self._spawn_direct(standard, files)
+        if self.order.channel:
+            closing.append(stdin)
         for descriptor in (out_write, err_write, *closing):
             self._close(descriptor)
         self._watch(out_read, lambda: self._on_output("stdout", out_read))
@@ -167,21 +186,19 @@ class Box(Descriptors):
     def _spawn_direct(self, standard: Standard, files: list[int]) -> list[int]:
         order, plan = self.order, self.order.plan
         home = self._home = direct.make_home(order, files)
-
-        def close_in() -> None:
-            os.setsid()
-            direct.close_in(plan, home)
-
+        self._report, report = self._pipe()
         self.pid = fork(
             direct.command(plan, home, order),
             box_environment(home),
             order=order,
             group=self._group,
             standard=standard,
-            last=close_in,
+            last=lambda: direct.close_in(plan, home),
+            report=report,
         )
+        self._lend()
         self._begin()
-        return []
+        return [report]
 
     def _begin(self) -> None:
         self._started = time.monotonic()
@@ -210,7 +227,7 @@ class Box(Descriptors):
                 self._fail(error)
                 return
             self._init_pid = pid
-            if self._held is None:
+            if not self._waiting:
                 self._open_gate()
 
     def _open_gate(self) -> None:
@@ -220,9 +237,8 @@ class Box(Descriptors):
             if self._group is not None:
                 with raised():
                     self._group.admit(self._init_pid)
-            if self.lend is not None and self.init_fd is not None:
-                self.lend(self.init_fd)
-        except OSError as error:
+            self._lend()
+        except (OSError, ValueError, OverflowError) as error:
             self._fail(error)
             return
         self._begin()
@@ -230,6 +246,14 @@ class Box(Descriptors):
         self._close(self._gate)
         self._gate = None
         self._feed_program()
+
+    def _lend(self) -> None:
+        descriptors = [fd for fd in (self.init_fd, self._channel) if fd is not None]
+        if self.lend is not None and descriptors:
+            self.lend(descriptors)
+        if self._channel is not None:
+            self._close(self._channel)
+            self._channel = None
 
     def _feed_program(self) -> None:
         """The program goes in when its limits stand: a box whose warden dies earlier runs nothing."""
@@ -240,14 +264,16 @@ class Box(Descriptors):
                 self._program = self._program[os.write(feed, self._program) :]
         except BlockingIOError:
             with contextlib.suppress(KeyError):
-                self._selector.register(feed, selectors.EVENT_WRITE, self._feed_program)
+                self._selector.register(
+                    feed, selectors.EVENT_WRITE, lambda: self.guard(self._feed_program)
+                )
             return
         except BrokenPipeError:
             pass  # the box has died, which its end reports
         self._forget(feed)
 
-    def _fail(self, error: OSError) -> None:
-        self.error = f"its first process could not be limited: {error}"
+    def _fail(self, error: Exception) -> None:
+        self.error = f"{type(error).__name__}: {error}"
         self.kill()
 
     def _on_output(self, name: str, descriptor: int) -> None:
@@ -337,41 +363,32 @@ class Box(Descriptors):
     def reply(self) -> bytes:
         """Verdict and output as they go back to the caller."""
         stdout, stderr = self.output["stdout"], self.output["stderr"]
-        if self.order.plan.bwrap is None:
-            set_up = self._exit != SETUP_FAILED
-        else:
-            set_up = self._completed or self._exit is None or self._exit < 0
-        if self.error is None and self.verdict is None and not set_up:
-            self.error = stderr.decode(errors="replace").strip() or f"exit {self._exit}"
+        if self.error is None and self.verdict is None:
+            self.error = self._setup_error()
         started = self._started or 0.0
+        ended = Ending(
+            exit=self._exit,
+            limit=self.verdict,
+            out_of_memory=self._group is not None and self._group.out_of_memory(),
+            stderr=bytes(stderr),
+        )
         header = {
             "error": self.error,
-            "status": self._status().value,
-            "exit_code": self._exit_code(),
+            "again": self._started is None and self._exit is not None and self._exit < 0,
+            "status": ended.status.value,
+            "exit_code": ended.exit_code,
             "wall_s": (self._ended or started) - started,
             "stdout": len(stdout),
         }
         return json.dumps(header).encode() + b"\n" + bytes(stdout) + bytes(stderr)
 
-    def _exit_code(self) -> int | None:
-        if self.verdict is not None or self._exit is None:
+    def _setup_error(self) -> str | None:
+        """Why the program never started; None when it did."""
+        if self._report is not None:  # without bubblewrap: what the child said before exec
+            return os.read(self._report, _CHUNK).decode(errors="replace").strip() or None
+        if self._started is not None and (self._completed or (self._exit or 0) <= 0):
             return None
-        return self._exit if self._exit >= 0 else 128 - self._exit
-
-    def _status(self) -> Status:
-        code = self._exit_code()
-        if self._group is not None and self._group.out_of_memory():
-            return Status.MEMORY
-        if self.verdict is not None:
-            return self.verdict
-        if code == 0:
-            return Status.OK
-        if code == 128 + signal.SIGXCPU:
-            return Status.TIMEOUT
-        if code in (None, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
-            return Status.KILLED
-        last_line = bytes(self.output["stderr"]).rstrip().rpartition(b"\n")[2]
-        return Status.MEMORY if last_line.startswith(b"MemoryError") else Status.ERROR
+        return bytes(self.output["stderr"]).decode(errors="replace") or f"exit {self._exit}"
 
     def release(self) -> bool:
         """Give everything back; False while the cgroup has a member on its way out."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from hone.sandbox import sealed
 from hone.sandbox.box import SETUP_S
+from hone.sandbox.hang_up import wait_for
 from hone.sandbox.plan import Order, Plan
 from hone.sandbox.result import Job, SandboxError, SandboxResult, Status
 from hone.sandbox.spares import KEEP_S
@@ -27,6 +28,7 @@ from hone.sandbox.warden import LENT, MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
+_ATTEMPTS = 3  # for a box that is killed before its program starts
 _GRACE_S = 30.0  # beyond a run's own deadline, before we give up on the warden
 _DYING_S = 5.0  # from a warden's last closed socket to its end, on a busy machine
 _BOOT = (
@@ -117,27 +119,13 @@ def _alive(pid: str) -> bool:
 _warden = WardenHandle(KEEP_S)
 
 
-def run_job(job: Job, plan: Plan) -> SandboxResult:
-    """One run under a given plan. SandboxError when the box, not the program, failed."""
-    message = Order.of(job, plan).to_json()
-    if len(message) > MAX_MESSAGE:
-        raise ValueError(f"sandbox: argv is too long ({len(message)} bytes); pass it by stdin")
-    ours, theirs = socket.socketpair()
-    descriptors = [theirs.fileno()]
-    try:
-        for text in (job.stdin, job.code, *job.files.values()):
-            descriptors.append(sealed.write(text))
-        _warden.send(message, descriptors)
-    finally:
-        theirs.close()
-        for descriptor in descriptors[1:]:
-            os.close(descriptor)
-    with ours:
-        ours.settimeout(SETUP_S + job.timeout_s + _GRACE_S)
-        reply = _receive(ours)
-    if not reply:
-        _warden.bury()
-    return _parse(reply)
+def run_job(job: Job, plan: Plan, caller: socket.socket | None = None) -> SandboxResult:
+    """One run under a given plan. SandboxError when the box, not the program, failed.
+
+    caller: a connection whose end ends the run (HungUp).
+    """
+    with Run(job, plan, caller=caller) as run:
+        return run.result()
 
 
 def close() -> None:
@@ -145,29 +133,117 @@ def close() -> None:
     _warden.close()
 
 
-def _receive(connection: socket.socket) -> bytes:
-    """The reply; nothing when the warden has died, and then the box is dead too.
+class _NotStarted(SandboxError):
+    """The box or its warden was killed before the program could start: nothing has run."""
 
-    The kernel takes a box down with its warden, but for the moment in which the box is being built:
-    so the warden lends us its first process before the program may start.
-    """
-    lent: list[int] = []
-    chunks: list[bytes] = []
-    try:
+
+class Run:
+    """A run under way; the end of the `with` block ends it. One that could not start is tried again."""
+
+    def __init__(
+        self, job: Job, plan: Plan, *, channel: bool = False, caller: socket.socket | None = None
+    ) -> None:
+        self._job, self._plan, self._caller = job, plan, caller
+        self._message = Order.of(job, plan, channel=channel).to_json()
+        if len(self._message) > MAX_MESSAGE:
+            size = len(self._message)
+            raise ValueError(f"sandbox: argv is too long ({size} bytes); pass it by stdin")
+        self._attempt = 0
+        self._start()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()  # a hang-up ends the box
+        self._release()
+
+    def channel(self) -> int:
+        """Our end of the socket that is the program's standard input, once; the caller closes it."""
         while True:
-            chunk, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
-            lent += descriptors
-            if not chunk:
-                return b"".join(chunks)
-            chunks.append(chunk.removeprefix(LENT) if descriptors else chunk)
-    except TimeoutError as error:
-        raise SandboxError("sandbox: the warden did not answer before its deadline") from error
-    finally:
-        for process in lent:
-            if not any(chunks):
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-            os.close(process)
+            while not self._started and self._receive():
+                pass
+            if self._started:
+                return self._lent.pop()
+            self._settle()
+
+    def result(self) -> SandboxResult:
+        """Wait for the verdict."""
+        while True:
+            while self._receive():
+                pass
+            result = self._settle()
+            if result is not None:
+                return result
+
+    def _start(self) -> None:
+        self._attempt += 1
+        self._started = False
+        self._lent: list[int] = []
+        self._chunks: list[bytes] = []
+        self._connection, theirs = socket.socketpair()
+        descriptors = [theirs.fileno()]
+        try:
+            for text in (self._job.stdin, self._job.code, *self._job.files.values()):
+                descriptors.append(sealed.write(text))
+            _warden.send(self._message, descriptors)
+        except BaseException:
+            self._connection.close()
+            raise
+        finally:
+            theirs.close()
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
+
+    def _receive(self) -> bool:
+        """Take what has come; False at the end of the reply.
+
+        The kernel takes a box down with its warden, but for the moment in which the box is being
+        built: so the warden lends us its first process before the program may start.
+        """
+        try:
+            patience_s = SETUP_S + self._job.timeout_s + _GRACE_S
+            wait_for(self._connection, patience_s, self._caller)
+            chunk, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 2)
+        except TimeoutError as error:
+            raise SandboxError("sandbox: the warden did not answer before its deadline") from error
+        except ConnectionResetError:
+            return False
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self._lent += descriptors
+        self._started |= bool(descriptors)
+        self._chunks.append(chunk.removeprefix(LENT) if descriptors else chunk)
+        return bool(chunk)
+
+    def _settle(self) -> SandboxResult | None:
+        """The verdict after the reply; None when the run was started again."""
+        reply = b"".join(self._chunks)
+        try:
+            if not reply:
+                self._bury()
+            return _parse(reply)
+        except _NotStarted:
+            if self._attempt == _ATTEMPTS:
+                raise
+            self._connection.close()
+            self._release()
+            self._start()
+            return None
+
+    def _bury(self) -> None:
+        """The warden has died: take the box down, and tell one that had not started."""
+        for process in self._lent[:1]:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        _warden.bury()
+        if not self._started and self._plan.bwrap is not None:
+            raise _NotStarted("sandbox: the warden was killed while it built the box; try again")
+
+    def _release(self) -> None:
+        for descriptor in self._lent:
+            os.close(descriptor)
+        self._lent = []
 
 
 def _parse(data: bytes) -> SandboxResult:
@@ -176,7 +252,8 @@ def _parse(data: bytes) -> SandboxResult:
         raise SandboxError("sandbox: the warden ended before the run did; run it again")
     facts: dict[str, Any] = json.loads(header)
     if facts["error"]:
-        raise SandboxError(f"sandbox: the box could not be built: {facts['error']}")
+        kind = _NotStarted if facts.get("again") else SandboxError
+        raise kind(f"sandbox: the box could not be built: {facts['error']}")
     stdout, stderr = output[: facts["stdout"]], output[facts["stdout"] :]
     return SandboxResult(
         status=Status(facts["status"]),

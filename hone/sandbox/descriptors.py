@@ -33,7 +33,17 @@ class Descriptors:
         return descriptor
 
     def _watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self.guard(callback))
+
+    def guard(self, action: Callable[[], None]) -> None:
+        """Do it; what it raises ends this run alone, never the warden and the other runs."""
+        try:
+            action()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        raise NotImplementedError
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):

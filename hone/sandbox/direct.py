@@ -47,6 +47,7 @@ def command(plan: Plan, home: str, order: Order) -> list[str]:
 
 def close_in(plan: Plan, home: str) -> None:
     """Called in the child, last: from here on only the box is left."""
+    os.setsid()
     os.chdir(home)
     devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
     read = (*SYSTEM_PATHS, *plan.interpreter.reads)

@@ -51,9 +51,11 @@ class Order:
     processes: int
     disk_mb: int
     open_files: int
+    channel: bool = False
+    """Standard input is one end of a socket; the caller is lent the other."""
 
     @classmethod
-    def of(cls, job: Job, plan: Plan) -> Order:
+    def of(cls, job: Job, plan: Plan, *, channel: bool = False) -> Order:
         return cls(
             plan=plan,
             files=("main.py", *job.files),
@@ -65,6 +67,7 @@ class Order:
             processes=job.processes,
             disk_mb=job.disk_mb,
             open_files=job.open_files,
+            channel=channel,
         )
 
     def to_json(self) -> bytes:

@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+MAX_TIMEOUT_S = 86_400.0
 MAX_FILES = 200  # descriptors that travel in one message are limited to 253
+RANGES: dict[str, tuple[float, float]] = {
+    "timeout_s": (0.0, MAX_TIMEOUT_S),
+    "memory_mb": (1, 1 << 20),
+    "output_bytes": (1, 1 << 30),
+    "processes": (1, 1 << 15),
+    "disk_mb": (1, 1 << 20),
+    "open_files": (16, 1 << 16),
+}
+"""Least and most of every limit of a run; the most is finite, so that every run ends."""
 _CPU_BEHIND_WALL_S = 5  # a warden on a busy machine looks late: the wall limit is still the first
 
 
@@ -82,21 +92,22 @@ class Job:
     """sys.argv[1:] of the program."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "memory_mb", "output_bytes", "processes", "disk_mb"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"sandbox: {name}={getattr(self, name)!r} must be positive")
-        if self.cpu_s is not None and not self.cpu_s > 0:
-            raise ValueError(f"sandbox: cpu_s={self.cpu_s!r} must be positive, or None")
-        if self.open_files < 16:
-            raise ValueError(f"sandbox: open_files={self.open_files} is too few to start; use ≥ 16")
-        if not math.isfinite(self.timeout_s):
-            raise ValueError("sandbox: timeout_s must be finite: every run has a deadline")
+        for name, (least, most) in RANGES.items():
+            _check_number(name, getattr(self, name), least, most)
+        if self.cpu_s is not None:
+            _check_number("cpu_s", self.cpu_s, 0.0, MAX_TIMEOUT_S)
+        for name in ("code", "stdin"):
+            if not isinstance(getattr(self, name), str):
+                kind = type(getattr(self, name)).__name__
+                raise ValueError(f"sandbox: {name} must be text, not {kind}")
         if len(self.files) > MAX_FILES:
             raise ValueError(f"sandbox: {len(self.files)} files given; at most {MAX_FILES} fit")
-        for path in self.files:
+        for path, text in self.files.items():
             _check_relative(path)
-        if any("\0" in argument for argument in self.argv):
-            raise ValueError("sandbox: an argument holds a NUL character")
+            if not isinstance(text, str):
+                raise ValueError(f"sandbox: file {path!r} must be text, not {type(text).__name__}")
+        for argument in self.argv:
+            _check_word("an argument", argument)
 
     @property
     def cpu_limit_s(self) -> int:
@@ -105,7 +116,28 @@ class Job:
         return math.ceil(self.cpu_s)
 
 
+def _check_number(name: str, value: object, least: float, most: float) -> None:
+    """A finite number in the range: of the limit's own kind, so 512.5 processes are refused."""
+    whole = isinstance(most, int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        kind = "an integer" if whole else "a number"
+        raise ValueError(f"sandbox: {name}={value!r:.80} must be {kind}")
+    if not (value > 0 and least <= value <= most):
+        low = "above 0" if least <= 0 else f"at least {least}"
+        raise ValueError(f"sandbox: {name}={value!r:.80} must be {low} and at most {most}")
+
+
+def _check_word(what: str, word: object) -> None:
+    if not isinstance(word, str) or "\0" in word:
+        raise ValueError(f"sandbox: {what} must be text without NUL, not {word!r:.80}")
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"sandbox: {what} holds a lone surrogate: {word!r:.80}") from None
+
+
 def _check_relative(path: str) -> None:
+    _check_word("a file name", path)
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
         raise ValueError(f"sandbox: file name {path!r} must be relative and must not climb ('..')")

@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from hone.sandbox.api import run_python
 from hone.sandbox.layers import DEFAULT_MINIMUM
@@ -44,7 +45,7 @@ def self_test(
 ) -> list[Check]:
     """Every check with its outcome. SandboxUnavailable when the minimum is not met."""
 
-    def run(code: str, timeout_s: float = 30.0, **limits: int) -> SandboxResult:
+    def run(code: str, timeout_s: float = 30.0, **limits: Any) -> SandboxResult:
         return run_python(
             code, minimum=minimum, interpreter=interpreter, timeout_s=timeout_s, **limits
         )

@@ -15,9 +15,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hone.sandbox.result import Job, SandboxError, SandboxResult, Status
+from hone.sandbox.judging import Judgement
+from hone.sandbox.result import Job, SandboxError, SandboxResult, SandboxUnavailable, Status
 
 _BUSY = frozenset({429, 502, 503, 504})
+_ABSENT = frozenset({404, 405, 501})
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.25
 _GRACE_S = 30.0  # for the service's own queue, beyond the program's limits
@@ -25,6 +27,10 @@ _GRACE_S = 30.0  # for the service's own queue, beyond the program's limits
 
 class SandboxServiceError(SandboxError):
     """The service could not be reached, or did not answer as agreed."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class SandboxService:
@@ -53,7 +59,41 @@ class SandboxService:
         if job.files or job.argv:
             raise ValueError("sandbox service: files and argv are not part of its interface")
         with self._slots:
-            return _verdict(self._post(request, job.timeout_s), job.output_bytes)
+            answer = self._post(self._url, request, job.timeout_s)
+        try:
+            return _verdict(answer, job.output_bytes)
+        except (TypeError, ValueError) as error:
+            raise SandboxServiceError(f"sandbox service {self._url}: {error}") from error
+
+    def judge(
+        self, program: str, tests: str, *, preamble: str, timeout_s: float, memory_mb: int
+    ) -> Judgement:
+        """As hone.sandbox.judging.judge, elsewhere. Only our own server has two boxes for it."""
+        url = self._url.rpartition("/")[0] + "/judge_code"
+        request = {
+            "program": program,
+            "tests": tests,
+            "preamble": preamble,
+            "run_timeout": timeout_s,
+            "memory_limit_MB": min(memory_mb, self._memory_limit_mb),
+        }
+        try:
+            with self._slots:
+                answer = self._post(url, request, timeout_s)
+        except SandboxServiceError as error:
+            if error.code in _ABSENT:
+                raise SandboxUnavailable(
+                    f"the service {self._url} cannot keep a program from its tests (it has no"
+                    " judge_code). Run `python -m hone.sandbox.server` as the service, or leave"
+                    " reward_model.sandbox_fusion.url empty to judge assertions on this machine"
+                ) from error
+            raise
+        if answer["status"] == "SandboxError":
+            raise SandboxServiceError(f"sandbox service failed: {answer.get('message')}")
+        try:
+            return Judgement(**answer["judgement"])
+        except (KeyError, TypeError) as error:
+            raise SandboxServiceError(f"sandbox service {url} answered no judgement") from error
 
     def run_python(self, code: str, **limits: Any) -> SandboxResult:
         """As hone.sandbox.run_python, elsewhere."""
@@ -64,21 +104,21 @@ class SandboxService:
         with ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="service") as pool:
             return list(pool.map(self.run, jobs))
 
-    def _post(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _post(self, url: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         body = json.dumps(request).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         pause_s = _FIRST_PAUSE_S
         for attempt in range(1, _ATTEMPTS + 1):
-            message = urllib.request.Request(self._url, body, headers, method="POST")
+            message = urllib.request.Request(url, body, headers, method="POST")
             try:
                 with urllib.request.urlopen(message, timeout=2 * timeout_s + _GRACE_S) as answer:
-                    return _decode(answer.read(), self._url)
+                    return _decode(answer.read(), url)
             except urllib.error.HTTPError as error:
                 with error:
                     reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
                 if error.code not in _BUSY:
                     raise SandboxServiceError(
-                        f"sandbox service {self._url} refused: {reason}"
+                        f"sandbox service {url} refused: {reason}", error.code
                     ) from error
             except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
                 reason = str(error)
@@ -86,7 +126,7 @@ class SandboxService:
                 time.sleep(pause_s)
                 pause_s *= 2
         raise SandboxServiceError(
-            f"sandbox service {self._url} gave no answer in {_ATTEMPTS} attempts ({reason});"
+            f"sandbox service {url} gave no answer in {_ATTEMPTS} attempts ({reason});"
             " is it running, and is reward_model.sandbox_fusion.url right?"
         )
 
@@ -94,7 +134,7 @@ class SandboxService:
 def _decode(data: bytes, url: str) -> dict[str, Any]:
     try:
         answer = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SandboxServiceError(
             f"sandbox service {url} answered no JSON: {data[:200]!r}"
         ) from error

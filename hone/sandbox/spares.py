@@ -14,7 +14,7 @@ from hone.sandbox.plan import Order, Plan
 
 KEEP_S = 1.0  # an unused spare is given up after this; runs further apart build none
 
-Kind = tuple[Plan, int]
+Kind = tuple[Plan, int, bool]
 Build = Callable[[Order], Box]
 
 
@@ -70,7 +70,7 @@ class Spares:
 
 
 def _kind(order: Order) -> Kind:
-    return order.plan, order.disk_mb
+    return order.plan, order.disk_mb, order.channel
 
 
 def _plain(order: Order) -> bool:

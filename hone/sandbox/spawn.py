@@ -14,7 +14,7 @@ from hone.sandbox.cgroups import Group
 from hone.sandbox.plan import Order
 from hone.sandbox.rights import drop, raised
 
-SETUP_FAILED = 126
+_SETUP_FAILED = 126  # for the process list alone: the report says what failed
 # Ignored by Python or by the warden; ordinary programs expect them as they come.
 _ORDINARY = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLOSE_RANGE, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
@@ -42,10 +42,12 @@ def fork(
     group: Group | None,
     standard: Standard,
     last: Callable[[], None],
+    report: int,
 ) -> int:
-    """Fork, limit, and execute argv; the child's pid. What fails before exec is said on its stderr.
+    """Fork, limit, and execute argv; the child's pid.
 
     last: called in the child right before exec, with all limits set and all rights gone.
+    report: gets a sentence when something fails before exec, and is closed by exec.
     """
     pid = os.fork()
     if pid:
@@ -66,9 +68,9 @@ def fork(
         last()
         os.execve(argv[0], argv, environment)
     except BaseException as error:  # whatever it was, the child must not go on as a second warden
-        os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
+        os.write(report, f"sandbox: {type(error).__name__}: {error}".encode())
     finally:
-        os._exit(SETUP_FAILED)
+        os._exit(_SETUP_FAILED)
 
 
 def limit(pid: int, order: Order) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import math
@@ -31,6 +32,7 @@ from hone.sandbox.stage import Stage
 MAX_MESSAGE = 1 << 17
 LENT = b"+"  # goes before the reply, with the descriptor
 _RETRY_S = 0.005  # a cgroup is busy until its last member is quite gone
+_LONGEST_WAIT_S = 3600.0  # the selector takes no number that a timespec cannot hold
 _SET_CHILD_SUBREAPER = 36
 
 
@@ -50,10 +52,11 @@ class Caller:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._connection)
 
-    def lend(self, process: int) -> None:
-        """Give the caller a hold on the box's first process: it can kill it if we die."""
+    def lend(self, descriptors: list[int]) -> None:
+        """Give the caller a hold on the box's first process (it can kill it if we die), and the
+        channel of a box that has one."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a hang-up is seen later
-            socket.send_fds(self._connection, [LENT], [process])
+            socket.send_fds(self._connection, [LENT], descriptors)
 
     def answer(self, data: bytes) -> None:
         self.forget()
@@ -96,7 +99,7 @@ class Warden:
                     key.data()
             now = time.monotonic()
             for box in [*self._boxes]:
-                box.check(now)
+                box.guard(functools.partial(box.check, now))
                 if box.done:
                     self._finish(box)
             self._spares.check(now)
@@ -108,7 +111,7 @@ class Warden:
         due = min(due, self._spares.due or math.inf)
         if self._leaving:
             due = min(due, time.monotonic() + _RETRY_S)
-        return None if due == math.inf else max(0.0, due - time.monotonic())
+        return None if due == math.inf else min(_LONGEST_WAIT_S, max(0.0, due - time.monotonic()))
 
     def _on_order(self) -> None:
         data, descriptors, flags, _ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_FILES + 3)
@@ -133,13 +136,13 @@ class Warden:
             texts = (stdin, files)
             box = self._from_spare(order, caller, *texts) or self._fresh(order, caller, *texts)
             self._admit(box, caller)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of any kind: an order may fail itself, never the warden
             caller.answer(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             return
         finally:
             for descriptor in (stdin, *files):
                 os.close(descriptor)
-        with contextlib.suppress(OSError):  # the next order builds its own box, and reports it
+        with contextlib.suppress(Exception):  # the next order builds its own box, and reports it
             self._spares.restock(order)
 
     def _new(self, order: Order) -> tuple[Box, dict[str, str]]:
@@ -176,7 +179,7 @@ class Warden:
     def _or_abandon(self, box: Box) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except BaseException:
             self._abandon(box)
             raise
 

@@ -1,23 +1,28 @@
-"""The server refuses what is not an order before anything runs."""
+"""The server refuses what is not an order before anything runs, and ends what nobody waits for."""
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
-import urllib.error
-import urllib.request
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hone.sandbox import SandboxUnavailable, server
-from hone.sandbox.server import SandboxServer
+from hone.sandbox.server import JUDGE_PATH, MAX_BODY, RUN_PATH, SandboxServer
+
+from .attacks import processes_that_mention
+from .test_warden import wait_until
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def running() -> Iterator[SandboxServer]:
-    with SandboxServer("127.0.0.1", 0, max_concurrent=2, max_memory_mb=128) as instance:
+    with SandboxServer(
+        "127.0.0.1", 0, max_concurrent=1, max_memory_mb=128, max_timeout_s=60.0, names=["box.test"]
+    ) as instance:
         thread = threading.Thread(target=instance.serve_forever)
         thread.start()
         yield instance
@@ -25,14 +30,32 @@ def running() -> Iterator[SandboxServer]:
         thread.join()
 
 
-def post(url: str, content: Any) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(url, json.dumps(content).encode(), method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
+def send(
+    instance: SandboxServer, body: bytes, path: str = RUN_PATH, **headers: Any
+) -> socket.socket:
+    """A POST as raw bytes: header names with _ for -, None leaves a header out."""
+    given = {
+        "Host": f"127.0.0.1:{instance.server_address[1]}",
+        "Content_Type": "application/json",
+        "Content_Length": len(body),
+        **headers,
+    }
+    lines = [f"POST {path} HTTP/1.1"]
+    lines += [f"{k.replace('_', '-')}: {v}" for k, v in given.items() if v is not None]
+    connection = socket.create_connection(("127.0.0.1", instance.server_address[1]), timeout=60)
+    connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+    return connection
+
+
+def post(instance: SandboxServer, content: Any, **headers: Any) -> tuple[int, dict[str, Any]]:
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    with send(instance, body, **headers) as connection, connection.makefile("rb") as answer:
+        status = int(answer.readline().split()[1])
+        length = 0
+        while line := answer.readline().strip():
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        return status, json.loads(answer.read(length))
 
 
 def test_it_listens_on_loopback_only(running: SandboxServer) -> None:
@@ -40,16 +63,101 @@ def test_it_listens_on_loopback_only(running: SandboxServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [{}, [], {"code": "x", "language": "cpp"}, {"code": "x", "run_timeout": "soon"}]
+    "content",
+    [
+        {},
+        [],
+        b"",
+        b"nonsense",
+        b"\xff\xfe",
+        b'{"code": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"code": "x", "run_timeout": ' + b"9" * 5000 + b"}",
+        {"code": None},
+        {"code": 5},
+        {"code": "x", "stdin": ["a"]},
+        {"code": "x", "language": "cpp"},
+        {"code": "x", "language": ["python"]},
+        *({"code": "x", "run_timeout": v} for v in ("soon", True, 0, -1, 1e308, 2**70, 61, [5])),
+        b'{"code": "x", "run_timeout": NaN}',
+        b'{"code": "x", "run_timeout": Infinity}',
+        *({"code": "x", "memory_limit_MB": v} for v in ("1", True, 0, -5, 1e308, 2**70, 2**50)),
+    ],
 )
-def test_malformed_orders_are_unprocessable(running: SandboxServer, content: Any) -> None:
-    status, answer = post(running.url, content)
-    assert status == 422
-    assert answer["detail"]
+def test_malformed_orders_and_limits_are_refused_with_a_sentence(
+    running: SandboxServer, content: Any
+) -> None:
+    status, answer = post(running, content)
+    assert status == 400
+    assert len(answer["detail"]) > 10
 
 
-def test_other_paths_are_not_served(running: SandboxServer) -> None:
-    assert post(running.url.replace("run_code", "etc"), {"code": "x"})[0] == 404
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content_Length": "-1"}, 400),
+        ({"Content_Length": "many"}, 400),
+        ({"Content_Length": "1_0"}, 400),
+        ({"Content_Length": "9" * 30}, 400),
+        ({"Content_Length": MAX_BODY + 1}, 413),
+        ({"Content_Length": None}, 411),
+        ({"Transfer_Encoding": "chunked"}, 411),
+        ({"Content_Length": None, "Transfer_Encoding": "chunked"}, 411),
+        ({"Content_Type": None}, 415),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": None}, 403),
+        ({"path": "/etc"}, 404),
+    ],
+)
+def test_requests_that_a_client_of_ours_would_not_send_are_refused(
+    running: SandboxServer, headers: dict[str, Any], status: int
+) -> None:
+    assert post(running, {"code": "x"}, **headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "localhost:1"},
+        {"Host": "box.test"},
+        {"Host": "[::1]:80"},
+        {"Content_Type": "application/json; charset=utf-8"},
+        {"Host": "box.test:80", "Origin": "http://box.test:80"},
+    ],
+)
+def test_requests_to_one_of_its_names_are_answered(
+    running: SandboxServer, headers: dict[str, Any], bwrap: None
+) -> None:
+    status, answer = post(running, {"code": "print(1)", "memory_limit_MB": -1}, **headers)
+    assert (status, answer["run_result"]["stdout"]) == (200, "1\n")
+
+
+def test_assertions_are_judged_in_two_boxes(running: SandboxServer, bwrap: None) -> None:
+    request = {"program": "def f(x): return x + 1", "tests": "assert f(1) == 2"}
+    status, answer = post(running, request, path=JUDGE_PATH)
+    assert (status, answer["judgement"]["passed"]) == (200, True)
+    request["tests"] = "assert f(1) == 3"
+    assert post(running, request, path=JUDGE_PATH)[1]["judgement"]["passed"] is False
+
+
+@pytest.mark.parametrize("path", [RUN_PATH, JUDGE_PATH])
+def test_a_client_that_hangs_up_ends_its_box_and_frees_its_slot(
+    running: SandboxServer, bwrap: None, path: str
+) -> None:
+    token = f"50.{time.time_ns()}"
+    forever = f"import subprocess\nsubprocess.run(['sleep', {token!r}])"
+    orders = {RUN_PATH: {"code": forever}, JUDGE_PATH: {"program": forever, "tests": "f()"}}
+    body = json.dumps({**orders[path], "run_timeout": 50}).encode()
+    with send(running, body, path=path):
+        assert wait_until(lambda: processes_that_mention(token))
+        with send(running, body, path=path):  # waits for the only slot, and is given up too
+            pass
+    status, answer = post(running, {"code": "print(1)"})
+    assert (status, answer["run_result"]["stdout"]) == (200, "1\n")
+    assert wait_until(lambda: processes_that_mention(token) == [])
 
 
 def test_a_missing_wall_is_a_sandbox_error_not_a_verdict(
@@ -59,5 +167,5 @@ def test_a_missing_wall_is_a_sandbox_error_not_a_verdict(
         raise SandboxUnavailable("no bubblewrap")
 
     monkeypatch.setattr(server, "run_python", unavailable)
-    status, answer = post(running.url, {"code": "x"})
+    status, answer = post(running, {"code": "x"})
     assert (status, answer["status"], answer["message"]) == (200, "SandboxError", "no bubblewrap")

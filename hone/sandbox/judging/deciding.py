@@ -1,0 +1,134 @@
+"""Runs in the judge's box: for each request a child that runs the tests and says what they found.
+
+The server holds no tests and no program: a child is forked for one judgement, gets its tests, the
+program's channel and the place for its verdict as descriptors, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from typing import Any, NoReturn
+
+from hone.sandbox.judging.proxies import Failed, Names, Session
+
+REQUEST = struct.Struct("!dQ")  # seconds, bytes of memory; descriptors: channel, verdict, source
+READY = b"judge ready\n"
+_DEEPER = 64  # frames of ours below the tests'
+
+
+class Server:
+    """Forks a child per request, and says how it ended to the one who waits for its verdict."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, int] = {}
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGCHLD, self._on_child)
+        self._control.sendall(READY)
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, 3)
+            if len(data) != REQUEST.size or len(descriptors) != 3:
+                os._exit(0)
+            self._judge(data, *descriptors)
+
+    def _judge(self, data: bytes, channel: int, verdict: int, source: int) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        with contextlib.suppress(OSError):  # no more processes: the caller sees no verdict
+            pid = os.fork()
+            if pid == 0:
+                decide(data, channel, verdict, source)
+            self._children[pid] = os.dup(verdict)
+        for descriptor in (channel, verdict, source):
+            os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+    def _on_child(self, *_: object) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            verdict = self._children.pop(pid, None)
+            if verdict is not None:
+                _say(verdict, False, f"the tests ended ({os.waitstatus_to_exitcode(status)})", 0)
+                os.close(verdict)
+
+
+def decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
+    """The child: run the tests, write one line, end."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        seconds, memory = REQUEST.unpack(data)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # ends the child: a verdict "ended" follows
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        texts = json.loads(os.pread(source, os.fstat(source).st_size, 0))
+        session = Session(channel)
+        try:
+            _run(session, texts["preamble"], texts["tests"])
+            _say(verdict, Failed.reason is None, Failed.reason or "", session.answers)
+        except Unusable as error:
+            _say(verdict, False, str(error), 0, usable=False)
+        except BaseException as error:  # whatever the tests raise is a failure of the program
+            _say(verdict, False, f"{type(error).__name__}: {error}"[:500], session.answers)
+    finally:
+        os._exit(0)
+
+
+class Unusable(Exception):
+    """The tests themselves cannot run."""
+
+
+def _run(session: Session, preamble: str, tests: str) -> None:
+    names = Names(session, {"__name__": "__main__", "__builtins__": __builtins__})
+    try:
+        before = compile(preamble, "preamble.py", "exec", dont_inherit=True)
+        code = compile(tests, "tests.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise Unusable(f"the tests do not compile: {error}") from None
+    sys.setrecursionlimit(sys.getrecursionlimit() + _DEEPER)
+    try:
+        exec(before, names)
+    except Exception as error:
+        raise Unusable(f"the tests' preamble raised {type(error).__name__}: {error}") from None
+    session.shared = {
+        name: value
+        for name, value in names.items()
+        if isinstance(value, type) and value.__module__ == "__main__" and value.__name__ == name
+    }
+    session.wait_until_loaded()
+    names.code = code
+    exec(code, names)
+
+
+def _say(verdict: int, passed: bool, reason: str, answers: int, usable: bool = True) -> None:
+    line: dict[str, Any] = {
+        "passed": passed,
+        "reason": reason,
+        "answers": answers,
+        "usable": usable,
+    }
+    with contextlib.suppress(OSError):  # the caller has gone
+        os.write(verdict, json.dumps(line).encode() + b"\n")
+
+
+def main() -> None:
+    """Serve on standard input, which is a socket; output goes nowhere."""
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    Server(control).serve()
+
+
+__all__ = ["READY", "REQUEST", "Failed", "main"]

@@ -1,0 +1,222 @@
+"""The caller's side: a program in its box, its tests in the judge's, and the verdict that comes back.
+
+One judge's box per process serves all judgements, each in a child of its own; one that is lost is
+replaced and asked again. The program's box is used once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import marshal
+import os
+import socket
+import sys
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.sandbox import sealed
+from hone.sandbox.client import Run
+from hone.sandbox.hang_up import wait_for
+from hone.sandbox.judging.deciding import READY, REQUEST
+from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
+from hone.sandbox.plan import Plan
+from hone.sandbox.result import MAX_TIMEOUT_S, Job, SandboxError
+
+_HERE = Path(__file__).parent
+_INSIDE = ("plain_data.py", "proxies.py", "deciding.py")
+_CONCURRENT = 8
+_CHILD_MEMORY_MB = 1024  # address space of one judgement
+_START_S, _GRACE_S = 30.0, 5.0
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the tests found."""
+
+    passed: bool
+    reason: str
+    """Why not, in a sentence; for logs, since the program can shape it."""
+    answers: int
+    """Pieces of plain data that the tests got from the program; 0 means that they asked nothing."""
+    usable: bool = True
+    """False when the tests themselves cannot run, whatever the program."""
+
+
+class JudgeLost(SandboxError):
+    """The judge's box ended before its verdict."""
+
+
+def judge(
+    program: str,
+    tests: str,
+    *,
+    preamble: str = "",
+    timeout_s: float = 10.0,
+    memory_mb: int = 512,
+    minimum: Collection[str] = DEFAULT_MINIMUM,
+    interpreter: str | None = None,
+    caller: socket.socket | None = None,
+) -> Judgement:
+    """Run `tests` (Python source) against `program`; the preamble is run before both, in both boxes.
+
+    SandboxError when a box, not the program, failed. caller: a connection whose end ends it all.
+    """
+    plan = plan_for(minimum, interpreter)
+    job = Job(_boot(program, preamble), timeout_s=timeout_s, memory_mb=memory_mb)
+    texts = json.dumps({"preamble": preamble, "tests": tests})
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return _judge_once(job, plan, texts, caller)
+        except JudgeLost:
+            if attempt == _ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) -> Judgement:
+    bench = _bench(plan)
+    bench.start()  # before the program's clock
+    with bench.slots, Run(job, plan, channel=True, caller=caller) as run:
+        channel = run.channel()
+        ours, theirs = socket.socketpair()
+        source = sealed.write(texts)
+        try:
+            bench.send(job.timeout_s, [channel, theirs.fileno(), source])
+        finally:
+            theirs.close()
+            os.close(channel)
+            os.close(source)
+        with ours:
+            judgement = _read_verdict(ours, job.timeout_s, caller)
+        if judgement is None:
+            bench.drop()
+            raise JudgeLost("sandbox: the judge's box ended before its verdict; run it again")
+        return judgement
+
+
+def _read_verdict(
+    connection: socket.socket, timeout_s: float, caller: socket.socket | None
+) -> Judgement | None:
+    data = b""
+    while not data.endswith(b"\n"):
+        try:
+            wait_for(connection, timeout_s + 2 * _GRACE_S + _START_S, caller)
+            part = connection.recv(1 << 16)
+        except TimeoutError:
+            return None
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            break
+        data += part
+    line = data.partition(b"\n")[0]
+    return Judgement(**json.loads(line)) if line else None
+
+
+class Bench:
+    """The judge's box of this process, started when first needed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.slots = threading.BoundedSemaphore(_CONCURRENT)
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._run: Run | None = None
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            if self._control is None:
+                self._start()
+
+    def send(self, timeout_s: float, descriptors: list[int]) -> None:
+        message = REQUEST.pack(timeout_s + _GRACE_S, _CHILD_MEMORY_MB << 20)
+        with self._lock:
+            try:
+                socket.send_fds(self._control or self._start(), [message], descriptors)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                self._drop()
+                raise JudgeLost("sandbox: the judge's box has ended; run it again") from error
+
+    def drop(self) -> None:
+        """End the box; the next judgement starts another."""
+        with self._lock:
+            self._drop()
+
+    def _start(self) -> socket.socket:
+        job = Job(
+            "from hone.sandbox.judging.deciding import main\nmain()\n",
+            timeout_s=MAX_TIMEOUT_S,
+            cpu_s=MAX_TIMEOUT_S,
+            memory_mb=_CHILD_MEMORY_MB * (_CONCURRENT + 1),
+            processes=4 * _CONCURRENT,
+            files=_files(),
+        )
+        self._run = Run(job, self._plan, channel=True)
+        self._control = socket.socket(fileno=self._run.channel())
+        self._control.settimeout(_START_S)
+        try:
+            if self._control.recv(len(READY)) != READY:
+                self._run.result()  # says what failed, if the box did
+                raise JudgeLost("sandbox: the judge's box did not start")
+        except TimeoutError as error:
+            raise JudgeLost(f"sandbox: the judge's box was not ready in {_START_S} s") from error
+        except BaseException:
+            self._drop()
+            raise
+        return self._control
+
+    def _drop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._run is not None:
+            with contextlib.ExitStack() as stack:
+                stack.push(self._run)
+        self._control = self._run = None
+
+
+_benches: dict[tuple[int, str], Bench] = {}
+_benches_lock = threading.Lock()
+
+
+def _bench(plan: Plan) -> Bench:
+    """One per plan and process: a forked process must not share its parent's box."""
+    with _benches_lock:
+        return _benches.setdefault((os.getpid(), repr(plan)), Bench(plan))
+
+
+def close() -> None:
+    """End the judges' boxes of this process."""
+    with _benches_lock:
+        for bench in _benches.values():
+            bench.drop()
+        _benches.clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _files() -> dict[str, str]:
+    packages = ("hone/__init__.py", "hone/sandbox/__init__.py", "hone/sandbox/judging/__init__.py")
+    modules = {f"hone/sandbox/judging/{name}": (_HERE / name).read_text() for name in _INSIDE}
+    return {**dict.fromkeys(packages, ""), **modules}
+
+
+@functools.lru_cache(maxsize=1)
+def _answering() -> str:
+    """The program's side as an expression for its code: compiled here if the version is the same."""
+    source = (_HERE / "answering.py").read_text()
+    compiled = marshal.dumps(compile(source, "answering.py", "exec", dont_inherit=True))
+    return (
+        f"__import__('marshal').loads({compiled!r}) if __import__('sys').hexversion =="
+        f" {sys.hexversion} else compile({source!r}, 'answering.py', 'exec')"
+    )
+
+
+def _boot(program: str, preamble: str) -> str:
+    return (
+        f"exec({_answering()}, _ := {{'__name__': 'answering'}})\n"
+        f"_['main']({program!r}, {preamble!r})\n"
+    )

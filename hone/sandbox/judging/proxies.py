@@ -1,0 +1,358 @@
+"""The program as the tests see it: names, functions and objects that live in the other box.
+
+A proxy passes calls on and returns plain data. It never lets the program say what is equal, true or
+contained: a test that would need that ends the judgement. Leaves out how data is read: plain_data.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import marshal
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, NoReturn
+
+from hone.sandbox.judging.plain_data import (
+    ABSENT,
+    MAX_FRAME,
+    Malformed,
+    Reader,
+    Writer,
+    update,
+)
+
+# Passed on to the program. None of them tells it the other side of a comparison, as `-` would in
+# `abs(f(x) - 3) < 1e-6`.
+_OPERATORS = (
+    *("len", "getitem", "setitem", "delitem", "str", "repr"),
+    *("abs", "neg", "pos", "int", "float", "index", "round"),
+)
+_PREDICATES = frozenset(
+    name
+    for kind in (str, bytes, list, dict, set, int, float)
+    for name in dir(kind)
+    if name.startswith("is") or name in ("startswith", "endswith")
+)
+
+
+class Failed(BaseException):
+    """The judgement is over and the program fails, also when a bare `except` of the tests goes on."""
+
+    reason: str | None = None
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        Failed.reason = reason
+
+
+class Session:
+    """The conversation with the program's box."""
+
+    def __init__(self, channel: int) -> None:
+        self.shared: dict[str, type] = {}  # classes that the tests and the program both know
+        self.answers = 0
+        self._channel = channel
+        self._callbacks: list[Callable[..., Any]] = []
+        self._exceptions: dict[str, type] = {}
+
+    def wait_until_loaded(self) -> None:
+        kind, value, _ = self._receive(Reader({}, [], self._no_handle, self._exception))
+        if kind != "v":
+            raise Failed(f"the program does not load: {_describe(value)}")
+
+    def ask(self, verb: str, *words: Any, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
+        """Send a request, answer call-backs meanwhile, and return the value or raise."""
+        writer = Writer(self.shared, _number_of, self._register)
+        positional, named = arguments
+        sent = [writer.write(value) for value in positional]
+        sent_named = {name: writer.write(value) for name, value in named.items()}
+        content = (sent, sent_named) if verb == "call" else (sent,)
+        self._send((verb, writer.table(), *words, *content))
+        while True:
+            reader = Reader(self.shared, writer.objects, self._proxy, self._exception)
+            kind, value, after = self._receive(reader)
+            if kind == "b":
+                self._run_callback(value)
+                continue
+            for place, changed in after:
+                mine = named[place] if type(place) is str else positional[place]
+                update(mine, changed)
+            if kind == "x":
+                raise self._raised(value)
+            return value
+
+    def value(self, verb: str, *words: Any, arguments: Any = ((), {})) -> Any:
+        """ask(), counted: the tests have learned something about the program."""
+        value = self.ask(verb, *words, arguments=([*arguments[0]], arguments[1]))
+        self.answers += not isinstance(value, Remote)
+        return value
+
+    # ---- messages ----
+
+    def _send(self, request: tuple[Any, ...]) -> None:
+        data = marshal.dumps(request)
+        view = memoryview(len(data).to_bytes(8, "big") + data)
+        try:
+            while view:
+                view = view[os.write(self._channel, view) :]
+        except OSError:
+            raise Failed("the program ended before the tests did") from None
+
+    def _receive(self, reader: Reader) -> tuple[str, Any, list[Any]]:
+        size = int.from_bytes(self._read(8), "big")
+        if size > MAX_FRAME:
+            raise Failed(f"an answer of {size} bytes; at most {MAX_FRAME} are read")
+        try:
+            return reader.read(self._read(size))
+        except Malformed as error:
+            raise Failed(f"the program's box sent no answer: {error}") from None
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            try:
+                part = os.read(self._channel, min(size, 1 << 20))
+            except OSError:
+                part = b""
+            if not part:
+                raise Failed("the program ended before the tests did")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    # ---- what answers name ----
+
+    def _proxy(self, kind: str, number: int) -> Remote:
+        return RemoteIterator(self, number) if kind == "iterator" else Remote(self, number)
+
+    @staticmethod
+    def _no_handle(kind: str, number: int) -> NoReturn:
+        raise Malformed("a handle before the program was loaded")
+
+    def _exception(self, names: list[str]) -> type:
+        """A class of ours for one of the program's: its name, below its nearest built-in base."""
+        base = _builtin_exception(names)
+        if names and names[0] != base.__name__ and names[0] not in self._exceptions:
+            self._exceptions[names[0]] = type(names[0], (base,), {})
+        return self._exceptions.get(names[0], base) if names else base
+
+    def _raised(self, value: Any) -> Exception:
+        names, message = _list_of_text(value)
+        if not {"Exception"} & set(names):  # SystemExit, KeyboardInterrupt, GeneratorExit
+            raise Failed(f"the program raised {_describe(value)}")
+        try:
+            error = self._exception(names)(message)
+        except TypeError:  # UnicodeDecodeError and its like want more than a message
+            error = ValueError(message)
+        return error if isinstance(error, Exception) else RuntimeError(message)
+
+    def _register(self, function: Callable[..., Any]) -> int:
+        self._callbacks.append(function)
+        return len(self._callbacks) - 1
+
+    def _run_callback(self, value: Any) -> None:
+        """The program calls a function that the tests gave it."""
+        try:
+            number, positional, named = value
+            function = self._callbacks[number]
+        except (TypeError, ValueError, LookupError):
+            raise Failed("the program's box called a function it was not given") from None
+        try:
+            result = function(*positional, **named)
+            writer = Writer(self.shared, _number_of, self._register)
+            sent = writer.write(result)
+            self._send(("return", writer.table(), sent))
+        except Exception as error:
+            self._send(("raise", [], type(error).__name__, str(error)))
+
+
+class Remote:
+    """A function, class or object of the program."""
+
+    __slots__ = ("_number", "_session")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, session: Session, number: int) -> None:
+        object.__setattr__(self, "_session", session)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._session.value("call", self._number, arguments=(arguments, named))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        if name in _PREDICATES:  # the tests expect text or a number here
+            self._refuse()
+        return self._session.value("attribute", self._number, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._session.ask("assign", self._number, name, arguments=([value], {}))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._session.value("method", self._number, "__iter__"))
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise Failed("the tests need the truth or equality of an object that is not plain data")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other if other is None or self is other else self._refuse()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __instancecheck__ = __subclasscheck__ = _refuse
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    special = f"__{name}__"
+
+    def operator(self: Remote, *arguments: Any) -> Any:
+        return self._session.value("method", self._number, special, arguments=(arguments, {}))
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(Remote, f"__{_name}__", _forward(_name))
+
+
+class RemoteIterator(Remote):
+    """A generator or iterator of the program, read in growing portions."""
+
+    __slots__ = ("_done", "_items", "_portion")
+
+    def __init__(self, session: Session, number: int) -> None:
+        super().__init__(session, number)
+        for name, value in (("_done", False), ("_items", []), ("_portion", 1)):
+            object.__setattr__(self, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._items and not self._done:
+            answer = self._session.value("next", self._number, self._portion)
+            if type(answer) is not list or len(answer) != 2 or type(answer[0]) is not list:
+                raise Failed("the program's box sent no items")
+            object.__setattr__(self, "_items", answer[0][::-1])
+            object.__setattr__(self, "_done", answer[1] is not False or not answer[0])
+            object.__setattr__(self, "_portion", min(2 * self._portion, 1024))
+        if not self._items:
+            raise StopIteration
+        return self._items.pop()
+
+
+def _number_of(value: Any) -> int | None:
+    return value._number if isinstance(value, Remote) else None
+
+
+def _list_of_text(value: Any) -> tuple[list[str], str]:
+    if type(value) is list and len(value) == 2 and type(value[0]) is list:
+        names, message = value
+        if names and all(type(item) is str for item in [*names, message]):
+            return names, message
+    raise Failed("the program's box sent no error")
+
+
+def _describe(value: Any) -> str:
+    names, message = _list_of_text(value)
+    return f"{names[0]}: {message}"[:300]
+
+
+def _builtin_exception(names: list[str]) -> type:
+    """The nearest built-in class of that name which cannot end a loop or the judge in silence."""
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            silent = issubclass(kind, (StopIteration, StopAsyncIteration))
+            return RuntimeError if silent else kind
+    return Exception
+
+
+class Names(dict[str, Any]):
+    """The tests' global names; what they do not define themselves is the program's.
+
+    Names of built-ins and of standard modules are the program's only where the tests can mean
+    nothing else: `set` in `set(f(x)) == {1}` must not be a function of the program.
+    """
+
+    def __init__(self, session: Session, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self._session = session
+        self.code: CodeType | None = None
+
+    def __missing__(self, name: str) -> Any:
+        if self.code is None or name.startswith("__"):
+            raise KeyError(name)
+        if hasattr(builtins, name):
+            return self._builtin(name)
+        if name in sys.stdlib_module_names and not self._is_called(name):
+            self[name] = module = __import__(name)
+            return module
+        value = self._session.value("get", name)
+        if value is ABSENT:
+            raise KeyError(name)
+        return value
+
+    def _builtin(self, name: str) -> Any:
+        """Ours, unless the program has one and the tests ask for nothing else of the program."""
+        remote = self._session.ask("get", name, arguments=([], {}))
+        if remote is not ABSENT and self._tested() == {name}:
+            self._session.answers += not isinstance(remote, Remote)
+            return remote
+        self[name] = getattr(builtins, name)
+        return self[name]
+
+    def _tested(self) -> set[str]:
+        """Names that the tests load and do not define; built-ins only when there are no others."""
+        assert self.code is not None
+        loaded, stored = _globals_of(self.code)
+        unknown = {name for name in loaded - stored if name not in self}
+        others = {name for name in unknown if not hasattr(builtins, name)}
+        return others or {name for name in unknown if _is_function(getattr(builtins, name))}
+
+    def _is_called(self, name: str) -> bool:
+        """Whether the tests call it: then it is a function of the program, not a module."""
+        assert self.code is not None
+        return any(_calls(code, name) for code in _nested(self.code))
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _globals_of(code: CodeType) -> tuple[set[str], set[str]]:
+    loaded, stored = set(), set()
+    for part in _nested(code):
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                loaded.add(instruction.argval)
+            elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
+                stored.add(instruction.argval)
+    return loaded, stored
+
+
+def _calls(code: CodeType, name: str) -> bool:
+    """A name that is loaded and whose attributes are not: `calendar(3)`, not `calendar.month(3)`."""
+    before = ""
+    used = False
+    for instruction in dis.get_instructions(code):
+        if before == name:
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                return False
+            used = True
+        loads = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        before = instruction.argval if loads else ""
+    return used
