@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 PARALLEL := -n logical --dist loadfile
 export RAY_AUTH_MODE := disabled
 
-.PHONY: setup quickstart test test-slow check bench bench-gpu families system clean
+.PHONY: setup quickstart test test-slow check bench references bench-gpu families system clean
 
 setup: $(STAMP) system
 
@@ -43,6 +43,9 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
+
+references: setup
+	$(BIN)/python -m benchmarks.assertions --references $(ARGS)
 
 bench-gpu:
 	$(PYTHON) -m benchmarks.gpu $(ARGS)

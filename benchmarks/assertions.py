@@ -1,8 +1,8 @@
 """Assertion tests in one box (program and tests in one process) and in two (the judge apart).
 
 `python -m benchmarks.assertions` prints seconds per program, in alternating pairs; with `--references`
-it runs every reference solution of the shared sets both ways and prints how many hold. Both write
-counts and times to `benchmarks/results/`, never text of the sets.
+it runs every reference solution of the shared sets both ways, prints how many hold, and keeps the counts
+in `benchmarks/results/reference_solutions.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import resource
 import secrets
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sandbox import CHECKS
+from hone.data.preprocess.programs import humaneval_tests
 from hone.rewards.programs import CODE_MARK, Limits, SourceTest, passes
 from hone.sandbox import run_python
 
 WANTED_RATIO = 1.5
 ROUNDS, PROGRAMS_PER_ROUND = 9, 40
 LIMITS = Limits(timeout_s=20.0, memory_mb=1024)
-RESULTS = Path(__file__).parent / "results" / "assertions"
+RESULTS = Path(__file__).parent / "results" / "reference_solutions.json"
 DATA = Path(os.environ.get("HONE_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
@@ -70,7 +72,7 @@ def _records(name: str) -> Iterator[dict[str, Any]]:
 def references() -> Iterator[Reference]:
     """Every reference solution of HumanEval, MBPP and LeetCode with its tests."""
     for row in _records("humaneval/test.jsonl"):
-        tests = f"{row['test']}\n\ncheck({row['entry_point']})"
+        tests = humaneval_tests(row)
         program = row["prompt"] + row["canonical_solution"]
         yield Reference("humaneval", row["task_id"], program, tests)
     for name in ("mbpp", "sanitized_mbpp"):
@@ -122,34 +124,52 @@ PAIRS = tuple(map(_split, CHECKS))
 
 
 def seconds(judge: Callable[[str, str], bool], concurrent: int) -> tuple[float, float]:
-    """Wall and processor seconds per program; those of the boxes are counted when they are reaped."""
+    """Wall and processor seconds per program."""
 
     def one(number: int) -> None:
         program, tests = PAIRS[number % len(PAIRS)]
         assert judge(program, tests)
 
     with ThreadPoolExecutor(concurrent) as pool:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), processor_s()
         list(pool.map(one, range(PROGRAMS_PER_ROUND)))
-        return (time.perf_counter() - started) / PROGRAMS_PER_ROUND, _machine_cpu_s()
+        wall, cpu = time.perf_counter() - started, processor_s() - cpu_started
+        return wall / PROGRAMS_PER_ROUND, cpu / PROGRAMS_PER_ROUND
 
 
-def _machine_cpu_s() -> float:
-    return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+def processor_s() -> float:
+    """Processor seconds of this process, the warden, and all its boxes, living and reaped."""
+    total, queue = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), [os.getpid()]
+    while queue:
+        pid = queue.pop()
+        try:
+            if pid != os.getpid():
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            for task in os.listdir(f"/proc/{pid}/task"):
+                queue += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+        except OSError:  # it has just ended: its parent counts it
+            continue
+    return total
 
 
 def compare(concurrent: int) -> dict[str, float]:
-    """Milliseconds per program either way, and the median over rounds of their ratio."""
+    """Milliseconds per program either way, and the medians over rounds of their ratios."""
     rounds = []
     for i in range(ROUNDS + 1):
-        before, _ = seconds(one_box, concurrent)
-        after, _ = seconds(two_boxes, concurrent)
+        before = seconds(one_box, concurrent)
+        after = seconds(two_boxes, concurrent)
         if i:  # the first round starts the warden and the judge
-            rounds.append((before, after))
+            rounds.append((*before, *after))
+
+    def median(of: Callable[[float, float, float, float], float]) -> float:
+        return round(statistics.median(of(*numbers) for numbers in rounds), 3)
+
     return {
-        "one_box_ms": 1000 * statistics.median(before for before, _ in rounds),
-        "two_boxes_ms": 1000 * statistics.median(after for _, after in rounds),
-        "ratio": statistics.median(after / before for before, after in rounds),
+        "one_box_ms": median(lambda wall, _, __, ___: 1000 * wall),
+        "two_boxes_ms": median(lambda _, __, wall, ___: 1000 * wall),
+        "ratio": median(lambda before, _, after, __: after / before),
+        "processor_ratio": median(lambda _, before, __, after: after / before),
     }
 
 
@@ -164,12 +184,19 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for name, count in {**result["sets"], "total": result["total"]}.items():
             print(f"{name:24} {count}")
         print(f"lost {100 * result['lost_share']:.2f} %: {', '.join(result['lost']) or 'none'}")
+        if not options.sets:
+            RESULTS.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
         return result
     many = 2 * (os.cpu_count() or 1)
     result = {"one_at_a_time": compare(1), "all_cores_busy": compare(many)}
     for name, row in result.items():
         print(
             f"{name.replace('_', ' '):15} one box {row['one_box_ms']:.1f} ms, two boxes"
-            f" {row['two_boxes_ms']:.1f} ms, ratio {row['ratio']:.2f} (wanted ≤ {WANTED_RATIO})"
+            f" {row['two_boxes_ms']:.1f} ms, ratio {row['ratio']:.2f} (wanted ≤ {WANTED_RATIO}),"
+            f" of processor time {row['processor_ratio']:.2f}"
         )
     return result
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -20,6 +20,7 @@ from typing import Any
 
 from hone.sandbox import sealed
 from hone.sandbox.box import SETUP_S
+from hone.sandbox.cgroups import sweep
 from hone.sandbox.hang_up import wait_for
 from hone.sandbox.plan import Order, Plan
 from hone.sandbox.result import Job, SandboxError, SandboxResult, Status
@@ -237,6 +238,8 @@ class Run:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         _warden.bury()
+        if self._plan.cgroup is not None:
+            sweep(self._plan.cgroup)
         if not self._started and self._plan.bwrap is not None:
             raise _NotStarted("sandbox: the warden was killed while it built the box; try again")
 

@@ -36,6 +36,10 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "process_madvise": (440, 440),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
+    "pidfd_open": (434, 434),
+    "process_mrelease": (448, 448),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     # namespaces and mounts
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -53,8 +57,16 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, None),  # host files below /usr could be watched
+    "inotify_init1": (294, 26),
     # kernel surface
     "bpf": (321, 280),
+    "mbind": (237, 235),
+    "get_mempolicy": (239, 236),
+    "set_mempolicy": (238, 237),
+    "set_mempolicy_home_node": (450, 450),
+    "vmsplice": (278, 75),
+    "sysfs": (139, None),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
     "keyctl": (250, 219),

@@ -55,30 +55,28 @@ def test_tests_come_in_the_benchmarks_forms(truth: Any, extra: Any, tests: list[
     assert read_tests(truth, extra) == tests
 
 
-@pytest.mark.parametrize("truth", [None, "", [], {}, {"inputs": ["1"], "outputs": []}])
+@pytest.mark.parametrize(
+    "truth",
+    [
+        *(None, "", [], {}, {"inputs": ["1"], "outputs": []}),
+        *("# nothing", " \n# a\n\n  # b", ["# a", "", "#"], {"functional": "# later"}, [" "]),
+        *({"functional": "__CODE__\n# later"}, {"assert_case": ["#"]}),
+    ],
+)
 def test_a_row_without_tests_is_an_error_not_a_pass(truth: Any) -> None:
     with pytest.raises(GroundTruthError):
         read_tests(truth, {})
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "same"),
-    [
-        ("1 2\n3", "1 2 \n3\n\n", True),
-        ("1 2 3", "1 2\n3", True),
-        ("0.3333333", "0.33333334", True),
-        ("0.34", "0.33333334", False),
-        ("1", "2", False),
-        ("1000001", "1000000", False),
-        ("Yes", "YES", False),
-        ("", "1", False),
-        ("nan", "1.0", False),
-    ],
-)
-def test_output_is_compared_by_lines_words_and_close_decimals(
-    given: str, expected: str, same: bool
-) -> None:
-    assert programs.same_output(given, expected) is same
+def test_the_mark_of_the_program_parts_preamble_and_tests() -> None:
+    test = SourceTest("import math\n__CODE__\nassert f(1)\n")
+    assert (test.preamble, test.tests) == ("import math\n", "\nassert f(1)\n")
+    assert (SourceTest("assert f(1)").preamble, SourceTest("assert f(1)").tests) == (
+        "",
+        "assert f(1)",
+    )
+    with pytest.raises(GroundTruthError, match="line of its own"):
+        _ = SourceTest("x = '__CODE__'").tests
 
 
 def test_the_suite_stops_at_the_first_failure_then_counts_the_first_tests(

@@ -13,6 +13,7 @@ import pytest
 
 from hone.sandbox import (
     Job,
+    SandboxError,
     SandboxUnavailable,
     Status,
     bubblewrap,
@@ -143,6 +144,18 @@ def test_bare_box_reaches_no_network_and_no_other_process(bare: Plan) -> None:
     code = f"import os\nprint(open('/proc/{os.getpid()}/environ').read())"
     assert "PermissionError" in run_job(Job(code), bare).stderr
     assert not run_job(Job(f"import os; os.kill({os.getpid()}, 0)"), bare).ok
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_bare_box_takes_any_exit_code_for_the_programs_own(bare: Plan, code: int) -> None:
+    result = run_job(Job(f"import os; os._exit({code})"), bare)
+    assert (result.status, result.exit_code) == (Status.ERROR, code)
+
+
+def test_bare_box_that_cannot_be_built_is_an_error_not_a_verdict(bare: Plan) -> None:
+    absent = dataclasses.replace(bare.interpreter, executable="/usr/bin/absent")
+    with pytest.raises(SandboxError, match="FileNotFoundError"):
+        run_job(Job("pass"), dataclasses.replace(bare, interpreter=absent))
 
 
 def test_bare_box_kills_what_a_program_leaves_behind(bare: Plan) -> None:

@@ -22,11 +22,23 @@ from hone.sandbox import Job
         ("disk_mb", -1),
         ("open_files", 3),
         ("argv", ["a\0b"]),
+        ("argv", ["\ud800"]),
+        ("argv", [5]),
+        ("code", b"pass"),
+        ("stdin", None),
+        ("files", {"a": b"bytes"}),
+        ("files", {"\ud800": ""}),
+        *(
+            (field, value)
+            for field in ("timeout_s", "cpu_s", "memory_mb", "output_bytes", "processes")
+            for value in (True, "1", 2**70, 1e308, math.nan, -math.inf, [1])
+        ),
+        *((field, value) for field in ("disk_mb", "open_files") for value in (2**70, 64.5, True)),
     ],
 )
 def test_impossible_limits_are_refused(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match="sandbox"):
-        Job("pass", **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"sandbox: ({field}|an? |file)"):
+        Job(**{"code": "pass", field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

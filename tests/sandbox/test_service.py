@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hone.sandbox import Job, Status, service
+from hone.sandbox import Job, SandboxUnavailable, Status, service
 from hone.sandbox.server import SandboxServer
 from hone.sandbox.service import SandboxService, SandboxServiceError
 
@@ -67,6 +67,19 @@ def test_verdicts_come_back_over_http(url: str) -> None:
 def test_the_server_keeps_its_own_memory_limit(url: str) -> None:
     greedy = client(url, memory_limit_mb=100_000)
     assert greedy.run_python("x = bytearray(1 << 29)", memory_mb=100_000).status is Status.MEMORY
+
+
+def test_assertions_are_judged_there_in_two_boxes(url: str) -> None:
+    limits: dict[str, Any] = {"preamble": "", "timeout_s": 5.0, "memory_mb": 128}
+    program = "def f(x): return x + 1"
+    assert client(url).judge(program, "assert f(1) == 2", **limits).passed
+    assert not client(url).judge(program, "assert f(1) == 3", **limits).passed
+
+
+def test_a_service_with_one_box_is_refused_for_assertions() -> None:
+    with answering(lambda _: (404, b"{}")) as url:
+        with pytest.raises(SandboxUnavailable, match=r"hone\.sandbox\.server"):
+            client(url).judge("", "", preamble="", timeout_s=1.0, memory_mb=64)
 
 
 def test_many_jobs_keep_their_order(url: str) -> None:
@@ -154,6 +167,11 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not(
     [
         (b"<html>", "no JSON"),
         (b"[]", "no 'status'"),
+        (b"[" * 100_000, "no JSON"),
+        (
+            b'{"status": "Success", "run_result": {"status": "Finished", "execution_time": "x"}}',
+            "could not convert",
+        ),
         (b'{"status": "SandboxError", "message": "disk full"}', "disk full"),
         (b'{"status": "Failed", "run_result": null}', "neither run_result"),
     ],

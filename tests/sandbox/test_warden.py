@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 import uuid
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import pytest
 from hone.sandbox import Job, SandboxError, Status, cgroups, client, run_many, run_python
 from hone.sandbox.client import run_job
 from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
+from hone.sandbox.plan import Order
 
 from .attacks import processes_that_mention
 
@@ -183,6 +186,42 @@ def test_a_warden_killed_while_a_box_is_being_built_leaves_nothing(bwrap: None) 
         assert "warden" in outcomes[0]
         assert wait_until(lambda warden=pid: members(warden) == [])
     assert wait_until(lambda: processes_that_mention(token) == [])
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"timeout_s": 1e308},
+        {"cpu_s": 2**70},
+        {"memory_mb": 2**70},
+        {"memory_mb": "much"},
+        {"processes": -(2**70)},
+        {"disk_mb": 1.5},
+        {"open_files": None},
+        {"files": ("main.py", "\ud800")},
+        {"argv": ("\ud800",)},
+        {"argv": 5},
+        {"plan": None},
+    ],
+)
+def test_no_order_takes_the_warden_and_other_runs_with_it(
+    bwrap: None, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orders that Job would refuse, sent all the same."""
+    pid = warden_pid()
+    others: list[str] = []
+    code = "import time; time.sleep(0.3); print(1)"
+    other = threading.Thread(target=lambda: others.append(run_python(code).stdout))
+    other.start()
+    raw = json.loads(Order.of(Job("pass"), plan_for(DEFAULT_MINIMUM)).to_json())
+    order = SimpleNamespace(to_json=lambda: json.dumps({**raw, **limits}).encode())
+    with monkeypatch.context() as patched:
+        patched.setattr(Order, "of", lambda *_, **__: order)
+        with contextlib.suppress(SandboxError):
+            run_job(Job("pass", timeout_s=20.0), plan_for(DEFAULT_MINIMUM))
+    other.join(60)
+    assert others == ["1\n"]
+    assert warden_pid() == pid
 
 
 def test_a_warden_killed_before_the_program_starts_is_tried_again(

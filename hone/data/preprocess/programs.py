@@ -6,6 +6,7 @@ different shapes must share a column. Leaves out running them: hone.rewards and 
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
@@ -51,11 +52,25 @@ def _row(
     }
 
 
+def humaneval_tests(record: Row) -> str:
+    """The tests as one source. Functions that a prompt gives beside the one to write belong to the tests:
+    they must not be the program's own when they check it."""
+    given = ""
+    try:
+        tree = ast.parse(record.get("prompt") or "")
+    except SyntaxError:
+        tree = ast.Module([], [])
+    tree.body = [n for n in tree.body if getattr(n, "name", None) != record["entry_point"]]
+    if any(isinstance(node, ast.FunctionDef) for node in tree.body):
+        given = ast.unparse(tree)
+    return f"{given}\n{record['test']}\ncheck({record['entry_point']})\n"
+
+
 def humaneval_splits(source: Source) -> dict[str, list[Row]]:
     rows = []
     for index, record in enumerate(source.need(HUMANEVAL, "test")["test"]):
         prompt = f"Complete this function.\n```python\n{record['prompt']}```\n{ASK}"
-        tests = {"functional": f"{record['test']}\ncheck({record['entry_point']})\n"}
+        tests = {"functional": humaneval_tests(record)}
         rows.append(_row("humaneval", prompt, tests, "test", index, record["task_id"]))
     return {"test": rows}
 

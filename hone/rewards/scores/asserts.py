@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.config.reward import SandboxFusionConfig
+from hone.data.preprocess.programs import humaneval_tests
 from hone.rewards import ground_truth as truth
 from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
 
@@ -38,7 +39,7 @@ def _from_benchmark(extra_info: Mapping[str, Any]) -> list[str]:
     """Assertions from the fields that MBPP and HumanEval have."""
     info = truth.plain(extra_info)
     if info.get("test") and info.get("entry_point"):
-        return [f"{info['test']}\n\ncheck({info['entry_point']})"]
+        return [humaneval_tests(info)]
     imports = info.get("test_imports") or []
     setup = [info["test_setup_code"]] if info.get("test_setup_code") else []
     return [*imports, *setup, *info["test_list"]] if info.get("test_list") else []

@@ -30,7 +30,7 @@ _HERE = Path(__file__).parent
 _INSIDE = ("plain_data.py", "proxies.py", "deciding.py")
 _CONCURRENT = 8
 _CHILD_MEMORY_MB = 1024  # address space of one judgement
-_START_S, _GRACE_S = 30.0, 5.0
+_START_S, _GRACE_S = 30.0, 2.0
 _ATTEMPTS = 3
 
 

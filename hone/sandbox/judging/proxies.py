@@ -77,12 +77,19 @@ class Session:
             if kind == "b":
                 self._run_callback(value)
                 continue
-            for place, changed in after:
-                mine = named[place] if type(place) is str else positional[place]
-                update(mine, changed)
+            self._apply(after, positional, named)
             if kind == "x":
                 raise self._raised(value)
             return value
+
+    @staticmethod
+    def _apply(after: list[Any], positional: list[Any], named: dict[str, Any]) -> None:
+        """Change the tests' own arguments as the program changed its copies."""
+        try:
+            for place, changed in after:
+                update(named[place] if type(place) is str else positional[place], changed)
+        except (LookupError, TypeError, ValueError):
+            raise Failed("the program's box changed an argument that was not given") from None
 
     def value(self, verb: str, *words: Any, arguments: Any = ((), {})) -> Any:
         """ask(), counted: the tests have learned something about the program."""

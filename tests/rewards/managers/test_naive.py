@@ -283,13 +283,12 @@ def test_a_missing_sandbox_stops_the_run_under_any_policy(
     tokenizer: Any, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hone import sandbox
-    from hone.rewards import programs
     from hone.rewards.failures import SetupError
 
     def closed(*_: Any, **__: Any) -> None:
         raise sandbox.SandboxUnavailable("no walls")
 
-    monkeypatch.setattr(programs, "_runner", lambda url, memory_mb: closed)
+    monkeypatch.setattr(sandbox, "run_python", closed)
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
     with pytest.raises(SetupError, match="cannot be run here: no walls"):
         manager(make_batch(["print(1)"], "taco", [{"inputs": [""], "outputs": ["1"]}]))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import asserts, default_compute_score
 
 hone_sandbox = pytest.importorskip("hone.sandbox")
@@ -55,6 +56,23 @@ def test_only_held_assertions_count(code: str, score: float) -> None:
 def test_assertions_come_in_the_benchmarks_forms(truth: Any, extra: Any) -> None:
     assert default_compute_score("mbpp", block(RIGHT), truth, extra) == 1.0
     assert default_compute_score("mbpp", block("def f(x): return 0"), truth, extra) == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests", ["pass", "import math", "def check(f): pass\ncheck(f)", "assert (", "raise_(\n"]
+)
+def test_tests_that_test_nothing_are_a_failure_of_the_row_not_a_score(tests: str) -> None:
+    with pytest.raises(GroundTruthError, match="tests of this row"):
+        asserts.compute_score(block(RIGHT), [tests])
+
+
+def test_functions_of_a_prompt_are_the_tests_own() -> None:
+    prompt = 'def encode(s): return s[::-1]\n\ndef decode(s):\n    """Undo encode."""\n'
+    test = "def check(candidate):\n    assert candidate(encode('abc')) == 'abc'"
+    extra = {"prompt": prompt, "test": test, "entry_point": "decode"}
+    right, cheat = "def decode(s): return s[::-1]", "def encode(s): return s\ndecode = encode"
+    assert asserts.compute_score(block(prompt + right), None, extra) == 1.0
+    assert asserts.compute_score(block(cheat), None, extra) == 0.0
 
 
 @pytest.mark.slow

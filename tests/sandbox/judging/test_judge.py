@@ -1,0 +1,228 @@
+"""Tests see a program's values as if it were theirs, and decide alone."""
+
+# ruff: noqa: E501 (programs as text)
+
+from __future__ import annotations
+
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hone.sandbox import client
+from hone.sandbox.judging import judge
+from hone.sandbox.judging.judge import _bench, close
+from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
+
+pytestmark = pytest.mark.usefixtures("bwrap")
+
+
+NODE = """
+class Node:
+    def __init__(self, val, next=None):
+        self.val, self.next = val, next
+    def total(self):
+        return self.val + (self.next.total() if self.next else 0)
+"""
+HOLDS = {
+    "plain types": (
+        "def f(): return [None, True, 1, 1.5, 'x', b'y', (1, [2]), {3}, frozenset({4}), {5: (6,)}, 1j]",
+        "assert f() == [None, True, 1, 1.5, 'x', b'y', (1, [2]), {3}, frozenset({4}), {5: (6,)}, 1j]\n"
+        "assert [type(v).__name__ for v in f()[6:10]] == ['tuple', 'set', 'frozenset', 'dict']",
+    ),
+    "nan and infinity": (
+        "def f(): return float('nan'), float('-inf')",
+        "a, b = f()\nassert a != a and b == float('-inf')",
+    ),
+    "large integers": (
+        "def f(x): return [x, x * x]",
+        "assert f(10**5000) == [10**5000, 10**10000]",
+    ),
+    "collections": (
+        "from collections import *\ndef f(): return Counter('aab'), deque([1]), OrderedDict(a=1), defaultdict(int, b=2)",
+        "from collections import *\nassert f() == (Counter('aab'), deque([1]), OrderedDict(a=1), {'b': 2})",
+    ),
+    "views and ranges": (
+        "def f(): return {1: 2}.keys(), {1: 2}.items(), range(3)",
+        "assert f() == ({1}, {(1, 2)}, range(3))",
+    ),
+    "decimals and fractions": (
+        "from decimal import *\nfrom fractions import *\ndef f(x): return Decimal('0.1'), x",
+        "from decimal import *\nfrom fractions import *\nassert f(Fraction(1, 3)) == (Decimal('0.1'), Fraction(1, 3))",
+    ),
+    "a list changed in place": (
+        "def f(x): x[0].append(1)",
+        "x = [[]]\ny = x[0]\nf(x)\nassert x == [[1]] and y == [1]",
+    ),
+    "other arguments changed in place": (
+        "def f(s, d=None): s.add(1); d['a'] = [2]",
+        "s, d = set(), {}\nf(s, d=d)\nassert (s, d) == ({1}, {'a': [2]})",
+    ),
+    "rows that are one list": (
+        "def f(g): g[0][0] = 1; return g[1][0]",
+        "assert f([[0] * 2] * 2) == 1",
+    ),
+    "generators": (
+        "def f():\n    n = 0\n    while True:\n        yield n\n        n += 1",
+        "from itertools import islice\nassert list(islice(f(), 70)) == list(range(70))",
+    ),
+    "exceptions": (
+        "class Odd(ValueError): pass\ndef f(x):\n    raise Odd(f'no {x}') if x else KeyError('k')",
+        "for kind, x in ((Odd, 1), (ValueError, 2), (KeyError, 0)):\n    try:\n        f(x)\n"
+        "    except kind as error:\n        assert str(x) in str(error) or kind is KeyError\n"
+        "    else:\n        assert False",
+    ),
+    "objects of the program": (
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+        "    def __len__(self): return len(self.items)\n    def __getitem__(self, i): return self.items[i]\n"
+        "    def __iter__(self): return iter(self.items)",
+        "s = Stack()\ns.push(3)\nassert len(s) == 1 and s[0] == 3 and list(s) == [3] and 3 in s and s.items == [3]\n"
+        "s.items = [4]\nassert s[0] == 4",
+    ),
+    "functions of the tests": (
+        "def f(g, x): return g(g(x))",
+        "assert f(lambda x: 2 * x, 3) == 12\nassert f(int, '5') == 5",
+    ),
+    "functions of the program": ("def f(n): return lambda x: x + n", "assert f(1)(2) == 3"),
+    "a match": (
+        "import re\ndef f(x): return re.search('a', x)",
+        "assert f('a')\nassert not f('b')\nassert f('a') is not None",
+    ),
+    "modules that the program imported": (
+        "import sys\ndef f(x): return x",
+        "assert sys.getsizeof(f('')) > 0",
+    ),
+    "a program's function named as a built-in": (
+        "def sum(a, b): return a - b",
+        "assert sum(3, 1) == 2",
+    ),
+    "variables of the program": (
+        "LIMIT = {'a': 1}\ndef f(): LIMIT['a'] += 1",
+        "f()\nassert LIMIT == {'a': 2}",
+    ),
+    "standard input is empty": (
+        "import sys\ntext = sys.stdin.read()\ndef f(): return text",
+        "assert f() == ''",
+    ),
+    "a main block": (
+        "def f(): return 1\nif __name__ == '__main__': print('hello')",
+        "assert f() == 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_values_arrive_as_they_are(name: str) -> None:
+    program, tests = HOLDS[name]
+    judgement = judge(program, tests)
+    assert judgement.passed, judgement.reason
+    assert judgement.answers > 0
+
+
+def test_objects_of_the_preamble_cross_with_their_shape_and_changes() -> None:
+    program = "def f(n):\n    n.next = Node(n.val, n.next)\n    n.val = 9\n    return n"
+    tests = "n = Node(1, Node(2))\nassert f(n) is n and (n.val, n.next.val) == (9, 1) and n.total() == 12\n"
+    tests += "m = Node(0)\nm.next = m\nassert f(m).next.next is m\n"
+    tests += "long = None\nfor i in range(5000): long = Node(i, long)\nassert f(long).next.next.val == 4998\n"
+    judgement = judge(program, tests, preamble=NODE)
+    assert judgement.passed, judgement.reason
+
+
+FAILS = {
+    "a method of the preamble's class replaced": (
+        "def f():\n    n = Node(1)\n    n.__dict__['total'] = lambda: 3\n    return n",
+        "assert f().total() == 3",
+    ),
+    "a name of the preamble replaced": (
+        "class Node: total = lambda s: 3\ndef f(): return 1",
+        "assert Node(1).total() == 3 * f()",
+    ),
+    "a predicate of the program's": (
+        "class S:\n    def startswith(self, x): return True\ndef f(): return S()",
+        "assert f().startswith('a')",
+    ),
+    "an exception that ends a loop": ("def f(x): raise StopIteration", "assert all(map(f, [1]))"),
+    "a bare except in the tests": (
+        "class E:\n    __eq__ = lambda *_: True\ndef f(): return E()",
+        "try:\n    assert f() == 3\nexcept:\n    pass",
+    ),
+    "an exit that the tests expect as an error": (
+        "import os\ndef f(): os._exit(0)",
+        "try:\n    f()\nexcept BaseException:\n    pass",
+    ),
+    "arithmetic that hears the expected value": (
+        "class N:\n    def __sub__(self, other): return 0\ndef f(): return N()",
+        "assert abs(f() - 3) < 1e-6",
+    ),
+    "a name that is not there": ("def g(): return 1", "assert f() == 1"),
+    "a program that does not compile": ("def f(", "assert f() == 1"),
+    "a program with NUL": ("x = '\0'", "assert x"),
+    "a program of surrogates": ("x = '\ud800'", "assert f() == 1"),
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_the_program_decides_nothing(name: str) -> None:
+    program, tests = FAILS[name]
+    judgement = judge(program, tests, preamble=NODE)
+    assert not judgement.passed
+    assert judgement.usable
+    assert judgement.reason
+
+
+@pytest.mark.parametrize(
+    ("tests", "preamble"),
+    [("assert (", ""), ("pass\0", ""), ("pass", "raise KeyError"), ("pass", "def")],
+)
+def test_tests_that_cannot_run_are_not_the_programs_failure(tests: str, preamble: str) -> None:
+    judgement = judge("def f(): pass", tests, preamble=preamble)
+    assert (judgement.passed, judgement.usable) == (False, False)
+
+
+def test_tests_that_ask_nothing_are_told() -> None:
+    assert judge("def f(): return 1", "def check(c): pass\ncheck(f)").answers == 0
+
+
+def test_tests_that_never_end_are_stopped() -> None:
+    judgement = judge("def f(): return 1", "f()\nwhile True: pass", timeout_s=0.2)
+    assert not judgement.passed
+
+
+def test_many_judgements_at_a_time_keep_apart() -> None:
+    def one(number: int) -> bool:
+        return judge(f"def f(): return {number}", f"assert f() == {number}").passed
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(one, range(24)))
+
+
+def test_a_judge_or_warden_that_is_lost_is_replaced() -> None:
+    program, tests = "def f(): return 1", "assert f() == 1"
+    assert judge(program, tests).passed
+    client.close()
+    assert judge(program, tests).passed
+    close()
+    assert judge(program, tests).passed
+
+
+def test_a_judge_killed_while_it_judges_is_asked_again() -> None:
+    slow = "import time\ndef f():\n    time.sleep(0.5)\n    return 1"
+    assert judge("def f(): return 1", "assert f() == 1").passed
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(judge(slow, "assert f() == 1").passed))
+    thread.start()
+    bench = _bench(plan_for(DEFAULT_MINIMUM))
+    assert bench._run is not None
+    signal.pidfd_send_signal(bench._run._lent[0], signal.SIGKILL)
+    thread.join(60)
+    assert results == [True]
+
+
+def test_a_program_and_its_judge_share_no_namespace_and_no_file() -> None:
+    look = "[__import__('os').readlink('/proc/self/ns/' + n) for n in ('pid', 'mnt', 'net', 'ipc', 'user')]"
+    program = f"def f(): open('/box/mine', 'w').close(); return {look}"
+    tests = f"import os\nmine = {look}\ntheirs = f()\nassert not set(mine) & set(theirs), (mine, theirs)\n"
+    tests += "assert not os.path.exists('/box/mine')\nassert len(os.listdir('/box')) > 1"
+    judgement = judge(program, tests)
+    assert judgement.passed, judgement.reason
