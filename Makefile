@@ -7,7 +7,6 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; files are shared out over the cores.
 PARALLEL := -n logical --dist loadfile
-export RAY_AUTH_MODE := disabled
 
 .PHONY: setup quickstart test test-slow check bench references bench-gpu families system clean
 

@@ -59,7 +59,12 @@ def _only(*paths: str) -> Callable[[str], bool]:
 
 
 OPTIONAL_PACKAGES: dict[str, Callable[[str], bool]] = {
-    "ray": _only("controller/ray.py"),
+    "ray": _only(
+        "controller/ray.py",
+        "controller/ray_start.py",
+        "controller/ray_liveness.py",
+        "controller/ray_wait.py",
+    ),
     "vllm": _only("rollout/vllm.py"),
     "sglang": _only("rollout/sglang.py"),
     "wandb": _only("tracking/wandb.py"),

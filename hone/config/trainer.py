@@ -75,6 +75,8 @@ class TrainerConfig(Block):
     """Checkpoints kept; a checkpoint holds actor and critic, so the smaller limit rules."""
     ray_wait_register_center_timeout: int = 300
     """Seconds a worker group may take to come up."""
+    liveness_deadline_s: float = 20.0
+    """Seconds after which a stopped worker process, or a silent Ray node or control plane, ends the run."""
     use_legacy_worker_impl: str = "auto"
     """There is one family of workers here."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+GO_ON = "The same command, started again, goes on from the run's last checkpoint"
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -33,11 +35,38 @@ class WorkerDied(RuntimeError):
         super().__init__(
             f"worker rank {seat.rank} of {role!r} (pid {seat.pid} on {seat.node_ip}) died during "
             f"{method!r}: {reason}\nits last log lines:\n{tail}\nlogs: {', '.join(seat.logs)}\n"
-            "the same command, started again, goes on from the run's last checkpoint"
+            f"{GO_ON}"
         )
 
     def __reduce__(self) -> tuple[type[WorkerDied], tuple[object, ...]]:
         return type(self), (self.role, self.seat, self.method, self.reason, self.last_lines)
+
+
+class WorkerStopped(RuntimeError):
+    """A worker's process is stopped (SIGSTOP) and does not work on."""
+
+    def __init__(self, role: str, seat: Seat, owner: str, method: str, seconds: float) -> None:
+        self.role, self.rank, self.seat = role, seat.rank, seat
+        self.owner, self.method, self.seconds = owner, method, seconds
+        super().__init__(
+            f"worker rank {seat.rank} of {role!r} (pid {seat.pid} on {seat.node_ip}) has been "
+            f"stopped (SIGSTOP) for {seconds:g} s, while {owner!r} waited for {method!r}; it was "
+            f"ended. {GO_ON}"
+        )
+
+    def __reduce__(self) -> tuple[type[WorkerStopped], tuple[object, ...]]:
+        return type(self), (self.role, self.seat, self.owner, self.method, self.seconds)
+
+
+class ClusterFailed(RuntimeError):
+    """A process of Ray itself, or a whole node, has ended or does not answer."""
+
+    def __init__(self, what: str, owner: str, method: str, hint: str) -> None:
+        self.what, self.owner, self.method, self.hint = what, owner, method, hint
+        super().__init__(f"{what}, while {owner!r} waited for {method!r}; {hint}. {GO_ON}")
+
+    def __reduce__(self) -> tuple[type[ClusterFailed], tuple[object, ...]]:
+        return type(self), (self.what, self.owner, self.method, self.hint)
 
 
 class WaitTimeout(TimeoutError):

@@ -72,6 +72,7 @@ class LocalWorkerGroup(WorkerGroup):
         name_prefix: str = "",
         start_deadline_s: float | None = None,
         call_deadline_s: float | None = None,
+        liveness_deadline_s: float | None = None,
     ) -> None:
         """Made like a Ray group; the deadlines are moot, as nothing is waited for here."""
         if ray_cls_with_init is None:

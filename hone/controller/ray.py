@@ -1,7 +1,7 @@
-"""Ranks as Ray actors: N processes on M nodes behind the same worker group. The only ray import.
+"""Ranks as Ray actors: N processes on M nodes behind the same worker group.
 
-Every wait has a deadline and says who waits for what; a process that dies is reported with its rank
-and last log lines. Leaves out restarting it: a run resumes from its checkpoint.
+Every wait has a deadline and says who waits for what; a process that dies or is stopped is reported
+with its rank. Leaves out restarting it: a run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 try:
@@ -22,19 +21,18 @@ except ImportError as error:
         "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
         "or use trainer.controller=local"
     ) from error
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hone.config.trainer import TrainerConfig
 from hone.controller.class_with_init_args import ClassWithInitArgs
-from hone.controller.cluster_address import check_reachable
 from hone.controller.crew import Call, Crew
-from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
+from hone.controller.failures import Seat, WaitTimeout
 from hone.controller.host import WorkerHost
-from hone.controller.process_log import last_lines, own_log_files
+from hone.controller.process_log import own_log_files
+from hone.controller.ray_liveness import cluster_failed, forget_workers, look, watch_workers
+from hone.controller.ray_start import TOKEN_ENV, start_ray
+from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
 from hone.controller.worker import LOOPBACK, Placement, free_port
@@ -45,28 +43,6 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 24 * 3600.0
 GOODBYE_DEADLINE_S = 5.0
-LOG_DEADLINE_S = 10.0
-
-
-def start_ray(ray_init: Mapping[str, Any]) -> bool:
-    """Start or join Ray with these `ray.init` options; False where it runs already."""
-    if ray.is_initialized():
-        return False
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a token in the home folder serves nobody
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options = {key: value for key, value in ray_init.items() if value is not None}
-    check_reachable(options.get("address"), "ray_kwargs.ray_init.address")
-    if "address" not in options:
-        check_reachable(os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")
-    ray.init(**{"include_dashboard": False, "logging_level": logging.WARNING, **options})
-    return True
-
-
-def stop_ray(timeline_json_file: str | None = None) -> None:
-    """Leave Ray, and end it where this process started it; its timeline to a file if wanted."""
-    if timeline_json_file is not None and ray.is_initialized():
-        ray.timeline(filename=timeline_json_file)
-    ray.shutdown()
 
 
 class RayResourcePool(ResourcePool):
@@ -93,6 +69,7 @@ class _SeatActor:
     """One rank's process: it says where it is, makes the workers, runs calls."""
 
     def __init__(self, import_path: list[str], folder: str) -> None:
+        os.environ.pop(TOKEN_ENV, None)  # Ray has read it; what a worker starts needs it not
         # What the loop can import, a worker can: a user's own module may lie anywhere on its path.
         sys.path += [entry for entry in import_path if entry not in sys.path]
         if os.path.isdir(folder):
@@ -117,85 +94,6 @@ class _SeatActor:
             self._host.close()
 
 
-@dataclass(frozen=True)
-class RefWait:
-    """Waits for the results of one call; picklable, so that a future can be resolved anywhere."""
-
-    owner: str
-    method: str
-    seats: tuple[Seat, ...]
-    deadline_s: float
-
-    def __call__(self, refs: Sequence[Any]) -> list[Any]:
-        """Results in rank order; the first failure of any rank is raised as soon as it is known."""
-        ends = time.monotonic() + self.deadline_s
-        rank_of = {ref: rank for rank, ref in enumerate(refs)}
-        results: dict[int, Any] = {}
-        pending = list(refs)
-        while pending:
-            left = ends - time.monotonic()
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, left))
-            if not ready:
-                raise self._too_late([rank_of[ref] for ref in pending])
-            for ref in ready:
-                rank = rank_of[ref]
-                results[rank] = self._result(ref, rank, max(1.0, ends - time.monotonic()))
-        return [results[rank] for rank in range(len(refs))]
-
-    def _result(self, ref: Any, rank: int, timeout_s: float) -> Any:
-        try:
-            return ray.get(ref, timeout=timeout_s)
-        except RayTaskError as error:
-            where = f"rank {rank} of {self.owner!r} raised in {self.method!r}:\n{error}"
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
-                raise cause from RemoteTraceback(where)
-            raise RuntimeError(where) from error
-        except GetTimeoutError as error:
-            raise self._too_late([rank]) from error
-        except RayError as error:  # the process died, or its result went with its node or owner
-            raise died(self.owner, self._seat(rank), self.method, error) from error
-
-    def _seat(self, rank: int) -> Seat:
-        return self.seats[rank] if rank < len(self.seats) else Seat(rank, 0, "its node", "", ())
-
-    def _too_late(self, ranks: list[int]) -> WaitTimeout:
-        where = [f"rank {r} (pid {self._seat(r).pid} on {self._seat(r).node_ip})" for r in ranks]
-        return WaitTimeout(
-            self.owner,
-            f"{self.method!r} on {', '.join(where)}",
-            self.deadline_s,
-            "the process lives but has not answered: look at its stack with py-spy, or raise the "
-            "deadline if the work is that long",
-        )
-
-
-def died(owner: str, seat: Seat, method: str, error: Exception) -> WorkerDied:
-    """The report on a dead process: why Ray thinks it died, and what it wrote last."""
-    text = str(error)
-    start = text.find("Worker exit detail:")
-    reason = text[start + len("Worker exit detail:") :] if start >= 0 else text
-    reason = " ".join(reason.split("Some common causes")[0].split()).rstrip(". ")
-    hint = "; killed for memory, crashed, or stopped from outside" if start >= 0 else ""
-    return WorkerDied(owner, seat, method, reason + hint, last_log_lines(seat))
-
-
-def last_log_lines(seat: Seat) -> list[str]:
-    """What a process wrote last; read on its node where that is another."""
-    if not seat.logs:
-        return []
-    here = ray.get_runtime_context().get_node_id()
-    if here == seat.node_id:
-        return last_lines(seat.logs)
-    strategy = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
-    reader = ray.remote(last_lines).options(num_cpus=0, scheduling_strategy=strategy)
-    try:
-        lines: list[str] = ray.get(reader.remote(seat.logs), timeout=LOG_DEADLINE_S)
-    except RayError as error:
-        return [f"(its log could not be read from here: {type(error).__name__})"]
-    return lines
-
-
 class Reservation:
     """The placement groups of one pool, shared by all crews on it; one group a node."""
 
@@ -212,11 +110,16 @@ class Reservation:
         for group in self.groups:
             if not group.wait(timeout_seconds=1):
                 logger.warning("%s waits for resources; free are %s", pool, _free())
-            if not group.wait(timeout_seconds=max(1.0, ends - time.monotonic())):
+                self._wait(group, ends, deadline_s)
+
+    def _wait(self, group: PlacementGroup, ends: float, deadline_s: float) -> None:
+        while not group.wait(timeout_seconds=1):
+            look(self._pool.name_prefix, "its reservation")
+            if time.monotonic() > ends:
                 self._give_back()
                 raise WaitTimeout(
-                    pool.name_prefix,
-                    f"Ray to reserve {pool.process_on_nodes} processes",
+                    self._pool.name_prefix,
+                    f"Ray to reserve {self._pool.process_on_nodes} processes",
                     deadline_s,
                     f"free are {_free()}: other worker groups or another run hold the rest",
                 )
@@ -253,11 +156,13 @@ class RayCrew(Crew):
         name: str,
         start_deadline_s: float,
         call_deadline_s: float,
+        liveness_deadline_s: float,
         worker_env: Mapping[str, str],
     ) -> None:
         self.world_size = pool.world_size
         self.name = name
         self._call_deadline_s = call_deadline_s
+        self._liveness_deadline_s = liveness_deadline_s
         self._seats: tuple[Seat, ...] = ()
         self._actors: list[Any] = []
         reservation = _reservations.get(pool)
@@ -283,6 +188,7 @@ class RayCrew(Crew):
         ask = RefWait(self.name, "start", (), deadline_s)
         told = ask([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
         self._seats = tuple(seat for seat, _ in told)
+        watch_workers(self.name, self._seats, self._liveness_deadline_s)
         one_node = len({seat.node_id for seat in self._seats}) == 1
         master_addr = LOOPBACK if one_node else self._seats[0].node_ip
         builds = []
@@ -343,10 +249,11 @@ class RayCrew(Crew):
 
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []
-        if ray.is_initialized():
+        if ray.is_initialized() and not cluster_failed():
             goodbyes = [actor.close.remote() for actor in actors if self._seats]
             if goodbyes:
                 ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_DEADLINE_S)
+            forget_workers(self._seats)
             for actor in actors:
                 ray.kill(actor, no_restart=True)
             if self._reservation is not None:
@@ -364,6 +271,7 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str = "",
         start_deadline_s: float = START_DEADLINE_S,
         call_deadline_s: float = CALL_DEADLINE_S,
+        liveness_deadline_s: float = TrainerConfig.liveness_deadline_s,
         worker_env: Mapping[str, str] | None = None,
     ) -> None:
         if ray_cls_with_init is None:
@@ -377,6 +285,7 @@ class RayWorkerGroup(WorkerGroup):
             name,
             start_deadline_s,
             call_deadline_s,
+            liveness_deadline_s,
             worker_env or {},
         )
         super().__init__(crew, ray_cls_with_init, name)

@@ -44,6 +44,8 @@ _MISTAKES = (
     "hone.models.fetch:FetchError",
     "hone.models.tiny:TinyModelError",
     "hone.controller.failures:WorkerDied",
+    "hone.controller.failures:WorkerStopped",
+    "hone.controller.failures:ClusterFailed",
     "hone.controller.failures:WaitTimeout",
     "hone.engine.checkpoint:AnotherBase",
     "hone.engine.checkpoint:CheckpointMissing",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     pytest.importorskip("ray")
-    from hone.controller.ray import start_ray, stop_ray
+    from hone.controller.ray_start import start_ray, stop_ray
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     # Four slots on whatever cores there are: two groups of two ranks may live at a time.
     started = start_ray({"num_cpus": 4, "log_to_driver": False, "object_store_memory": 200_000_000})
     yield

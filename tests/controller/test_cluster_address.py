@@ -36,7 +36,7 @@ def test_an_address_without_a_port_is_refused() -> None:
 
 def test_ray_is_not_asked_to_join_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
-    from hone.controller.ray import start_ray
+    from hone.controller.ray_start import start_ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("asked"))

@@ -187,16 +187,19 @@ def test_what_a_worker_receives_may_be_changed_in_place() -> None:
 
 
 TWO_NODES = """
-import sys
+import os, signal, sys
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 cluster.add_node(num_cpus=1)
 from toy_workers import Toy
 from hone.controller import ClassWithInitArgs, RayWorkerGroup, ResourcePool
-from hone.controller.failures import WorkerDied
-from hone.controller.ray import start_ray, stop_ray
+from hone.controller.failures import WorkerDied, WorkerStopped
+from hone.controller.ray_start import start_ray, stop_ray
+def new_group():
+    made_of = ClassWithInitArgs(Toy, 1.0)
+    return RayWorkerGroup(ResourcePool([1, 1]), made_of, call_deadline_s=400, liveness_deadline_s=5)
 start_ray({"address": cluster.address, "log_to_driver": False})
-group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=400)
+group = new_group()
 places = group.whereabouts()
 assert [p["local_rank"] for p in places] == [0, 0], places
 assert [p["local_world_size"] for p in places] == [1, 1], places
@@ -211,42 +214,59 @@ for rank in (1, 0):
     else:
         sys.exit("nobody died")
     group.shutdown()
-    group = RayWorkerGroup(ResourcePool([1, 1]), ClassWithInitArgs(Toy, 1.0), call_deadline_s=400)
+    group = new_group()
+for rank in (1, 0):  # one of them is not on the node of the loop
+    group.hold_interpreter(8.0)
+    os.kill(group.whereabouts()[rank]["pid"], signal.SIGSTOP)
+    try:
+        group.nap(600)
+    except WorkerStopped as stop:
+        assert stop.rank == rank, stop
+    else:
+        sys.exit("nobody was stopped")
+    group.shutdown()
+    group = new_group() if rank else None
 stop_ray()
 cluster.shutdown()
 """
 
+JOIN = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+from toy_workers import Toy
+from hone.controller import ClassWithInitArgs, RayWorkerGroup
+from hone.controller.ray_start import start_ray, stop_ray
+start_ray({"address": cluster.address, "log_to_driver": False})
+with RayWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Toy, 1.0)) as group:
+    assert group.echo(5) == [(0, 5, None)]
+stop_ray()
+cluster.shutdown()
+"""
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+
 
 @pytest.mark.slow
-def test_ranks_on_two_nodes_work_together_and_their_logs_are_found() -> None:
-    here = os.path.dirname(__file__)
+@pytest.mark.timeout(1300)
+def test_ranks_on_two_nodes_behind_a_token_work_together_and_are_told_dead_or_stopped() -> None:
+    _run(TWO_NODES, TOKEN)
+
+
+@pytest.mark.slow
+def test_a_cluster_without_authentication_is_joined() -> None:
+    _run(JOIN, {"RAY_AUTH_MODE": "disabled"})
+
+
+def _run(program: str, environment: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", TWO_NODES],
-        cwd=here,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        [sys.executable, "-c", program],
+        cwd=os.path.dirname(__file__),
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_ray_starts_with_the_options_of_ray_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    from hone.config import load_config
-    from hone.controller.ray import start_ray
-
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
-    config = load_config(
-        ["ray_kwargs.ray_init.num_cpus=3", "ray_kwargs.ray_init.runtime_env={env_vars: {A: b}}"]
-    )
-    assert start_ray(vars(config.ray_kwargs.ray_init))
-    assert (given["num_cpus"], given["runtime_env"]) == (3, {"env_vars": {"A": "b"}})
-    assert "address" not in given  # what nobody asked for is Ray's to choose
 
 
 def test_failures_survive_pickling() -> None:

@@ -126,6 +126,16 @@ class Toy(Worker):
         os.kill(os.getpid(), signal.SIGKILL)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hold_interpreter(self, seconds: float) -> None:
+        """Calls during which no other thread of this process runs Python."""
+        ends = time.monotonic() + seconds
+        switch = sys.getswitchinterval()
+        sys.setswitchinterval(600.0)
+        while time.monotonic() < ends:
+            sum(range(10_000_000))
+        sys.setswitchinterval(switch)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
 

@@ -43,7 +43,7 @@ def train(task: Task, tmp_path: Path) -> Callable[..., Run]:
 def ray_cluster() -> Iterator[None]:
     """One cluster for all runs of this folder: starting it costs seconds."""
     pytest.importorskip("ray")
-    from hone.controller.ray import start_ray, stop_ray
+    from hone.controller.ray_start import start_ray, stop_ray
 
     started = start_ray({"num_cpus": 4, "log_to_driver": False, "object_store_memory": 200_000_000})
     yield

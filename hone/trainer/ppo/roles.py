@@ -82,7 +82,7 @@ def start_workers(
             arguments["role"] = str(role)
         by_pool.setdefault(pools.mapping[role], {})[str(role)] = ClassWithInitArgs(cls, **arguments)
     if group_cls is not LocalWorkerGroup:
-        from hone.controller.ray import start_ray, stop_ray
+        from hone.controller.ray_start import start_ray, stop_ray
 
         if start_ray(vars(config.ray_kwargs.ray_init)):
             running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
@@ -93,6 +93,7 @@ def start_workers(
             resource_pool=pool,
             ray_cls_with_init=create_colocated_worker_cls(members),
             start_deadline_s=config.trainer.ray_wait_register_center_timeout,
+            liveness_deadline_s=config.trainer.liveness_deadline_s,
         )
         running.callback(shared.shutdown)
         for name, group in shared.spawn(prefix_set=members).items():

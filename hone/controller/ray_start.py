@@ -1,0 +1,241 @@
+"""Joining Ray, or starting it: what we start is one machine, on loopback, behind a token.
+
+A cluster that is there already keeps its own authentication. Every process of a cluster of ours
+carries a mark, by which what is left of it is ended. Leaves out what runs on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    import ray
+except ImportError as error:
+    raise ImportError(
+        "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
+        "or use trainer.controller=local"
+    ) from error
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError
+
+from hone.controller import reaper
+from hone.controller.cluster_address import check_reachable
+from hone.controller.ray_liveness import PARTS, cluster_failed, end_watch, watch_cluster
+
+logger = logging.getLogger(__name__)
+
+TOKEN_ENV = "RAY_AUTH_TOKEN"
+STOP_DEADLINE_S = 30.0
+_DRIVER_SETTINGS = {
+    # A lost control plane is told by our watch; Ray would end this process without a word of ours.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "180",
+}
+_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's own switch, named after where it is the default, for staying on this machine."""
+
+
+@dataclass(frozen=True)
+class OwnCluster:
+    """A cluster this process started: its mark, and the process that ends it after this one."""
+
+    mark: str
+    reaper: subprocess.Popen[bytes]
+
+
+_own: OwnCluster | None = None
+
+
+def start_ray(ray_init: Mapping[str, Any]) -> bool:
+    """Join a cluster or start one with these `ray.init` options; False where Ray runs already."""
+    if ray.is_initialized():
+        return False
+    options = {key: value for key, value in ray_init.items() if value is not None}
+    options = {"include_dashboard": False, "logging_level": logging.WARNING, **options}
+    for name, value in _DRIVER_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    _messages_to_log()
+    if _to_join(options.get("address")):
+        _join(options)
+    else:
+        _start({**options, "address": "local"})
+    return True
+
+
+def stop_ray(timeline_json_file: str | None = None) -> None:
+    """Leave Ray, and end it where this process started it; its timeline to a file if wanted."""
+    global _own
+    failed = cluster_failed()
+    if timeline_json_file is not None and ray.is_initialized() and not failed:
+        ray.timeline(filename=timeline_json_file)
+    end_watch()
+    own, _own = _own, None
+    if own is not None and failed:
+        reaper.end_marked(own.mark)  # a stopped process would be waited for
+    leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    leaving.start()
+    leaving.join(STOP_DEADLINE_S)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)
+        logger.warning("Ray did not let go of this process within %g s", STOP_DEADLINE_S)
+    if own is not None:
+        reaper.end_marked(own.mark)
+        own.reaper.kill()
+        own.reaper.wait()
+
+
+def _to_join(address: str | None) -> bool:
+    """Whether a cluster is named: by the option, by RAY_ADDRESS, or by `ray start` on this machine."""
+    for named, key in (
+        (address, "ray_kwargs.ray_init.address"),
+        (os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS"),
+    ):
+        if named:
+            check_reachable(named, key)
+            return named != "local"
+    file = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    if not os.path.exists(file) or os.stat(file).st_uid not in (0, os.getuid()):
+        return False  # what another user wrote there is no reason to work for their cluster
+    with open(file, encoding="utf-8") as text:
+        latest = text.read().strip()
+    try:
+        check_reachable(latest, file)
+    except (ConnectionError, ValueError):
+        logger.warning("%s names a Ray cluster that is gone (%s); one is started", file, latest)
+        return False
+    return bool(latest)
+
+
+def _join(options: Mapping[str, Any]) -> None:
+    _read_settings()
+    address = options.get("address") or os.environ.get("RAY_ADDRESS") or "of this machine"
+    logger.info("joining the Ray cluster %s", address)
+    try:
+        with _own_signal_handlers():
+            ray.init(**options)
+    except AuthenticationError as error:
+        raise ConnectionError(
+            f"the Ray cluster {address} did not accept the token of this process: set "
+            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
+        ) from error
+    watch_cluster({})
+
+
+def _start(options: Mapping[str, Any]) -> None:
+    global _own
+    mark = secrets.token_hex(8)
+    _own = OwnCluster(mark, _start_reaper(mark))
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
+        reaper.MARK_ENV: mark,
+        _LOOPBACK_ENV: "0",
+    }
+    logger.info("starting Ray on this machine")
+    try:
+        with _environment(settings), _loopback(), _own_signal_handlers():
+            _read_settings()
+            context = ray.init(**options)
+    except BaseException:
+        stop_ray()
+        raise
+    folder = context.address_info["session_dir"]
+    os.chmod(folder, 0o700)  # Ray lets every user of the machine write there
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        logger.warning(
+            "Ray listens on %s and not on loopback alone; its token protects it", address
+        )
+    watch_cluster(_parts_of(mark), os.path.join(folder, "logs"))
+
+
+def _read_settings() -> None:
+    # Ray read them when it was imported, or for a cluster before this one.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _parts_of(mark: str) -> dict[str, int]:
+    """Ray's own processes of a cluster of ours, by name."""
+    parts = {}
+    for pid in reaper.marked(mark):
+        with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
+            name = file.read().strip()
+        if name in PARTS:
+            parts[name] = pid
+    return parts
+
+
+def _start_reaper(mark: str) -> subprocess.Popen[bytes]:
+    # In a session of its own: what ends this process's group must not end it as well.
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", reaper.__file__, mark, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """The settings for this process and those it starts meanwhile; the token goes no further."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray reads its switch when it is imported: set what it read."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; a handler of the program stays."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _messages_to_log() -> None:
+    """What Ray prints about its own failures goes to the log; our sentence says what happened."""
+    show = ray_worker.print_to_stdstream
+
+    def route(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data.get("pid") == "raylet":
+            logger.info("Ray: %s", "\n".join(data["lines"]))
+        else:
+            show(data, ignore_prefix)
+
+    if show.__module__ == ray_worker.__name__:
+        ray_worker.print_to_stdstream = route

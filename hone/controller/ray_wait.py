@@ -1,0 +1,104 @@
+"""Waiting for calls on Ray: results in rank order, and what went wrong with a process said.
+
+Leaves out who lives and who is stopped: the watch over the cluster is asked while waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
+from hone.controller.process_log import last_lines
+from hone.controller.ray_liveness import look
+
+LOOK_EVERY_S = 1.0
+LOG_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class RefWait:
+    """Waits for the results of one call; picklable, so that a future can be resolved anywhere."""
+
+    owner: str
+    method: str
+    seats: tuple[Seat, ...]
+    deadline_s: float
+
+    def __call__(self, refs: Sequence[Any]) -> list[Any]:
+        """Results in rank order; the first failure of any rank is raised as soon as it is known."""
+        ends = time.monotonic() + self.deadline_s
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        results: dict[int, Any] = {}
+        pending = list(refs)
+        while pending:
+            left = max(0.0, ends - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, LOOK_EVERY_S))
+            if not ready:
+                look(self.owner, self.method)
+                if left <= LOOK_EVERY_S:
+                    raise self._too_late([rank_of[ref] for ref in pending])
+            for ref in ready:
+                rank = rank_of[ref]
+                results[rank] = self._result(ref, rank, max(1.0, ends - time.monotonic()))
+        return [results[rank] for rank in range(len(refs))]
+
+    def _result(self, ref: Any, rank: int, timeout_s: float) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except RayTaskError as error:
+            where = f"rank {rank} of {self.owner!r} raised in {self.method!r}:\n{error}"
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
+                raise cause from RemoteTraceback(where)
+            raise RuntimeError(where) from error
+        except GetTimeoutError as error:
+            raise self._too_late([rank]) from error
+        except RayError as error:  # the process died, or its result went with its node or owner
+            look(self.owner, self.method)  # a worker dies with Ray: that is then the cause
+            raise died(self.owner, self._seat(rank), self.method, error) from error
+
+    def _seat(self, rank: int) -> Seat:
+        return self.seats[rank] if rank < len(self.seats) else Seat(rank, 0, "its node", "", ())
+
+    def _too_late(self, ranks: list[int]) -> WaitTimeout:
+        where = [f"rank {r} (pid {self._seat(r).pid} on {self._seat(r).node_ip})" for r in ranks]
+        return WaitTimeout(
+            self.owner,
+            f"{self.method!r} on {', '.join(where)}",
+            self.deadline_s,
+            "the process lives but has not answered: look at its stack with py-spy, or raise the "
+            "deadline if the work is that long",
+        )
+
+
+def died(owner: str, seat: Seat, method: str, error: Exception) -> WorkerDied:
+    """The report on a dead process: why Ray thinks it died, and what it wrote last."""
+    text = str(error)
+    start = text.find("Worker exit detail:")
+    reason = text[start + len("Worker exit detail:") :] if start >= 0 else text
+    reason = " ".join(reason.split("Some common causes")[0].split()).rstrip(". ")
+    hint = "; killed for memory, crashed, or stopped from outside" if start >= 0 else ""
+    return WorkerDied(owner, seat, method, reason + hint, last_log_lines(seat))
+
+
+def last_log_lines(seat: Seat) -> list[str]:
+    """What a process wrote last; read on its node where that is another."""
+    if not seat.logs:
+        return []
+    here = ray.get_runtime_context().get_node_id()
+    if here == seat.node_id:
+        return last_lines(seat.logs)
+    strategy = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
+    reader = ray.remote(last_lines).options(num_cpus=0, scheduling_strategy=strategy)
+    try:
+        lines: list[str] = ray.get(reader.remote(seat.logs), timeout=LOG_DEADLINE_S)
+    except RayError as error:
+        return [f"(its log could not be read from here: {type(error).__name__})"]
+    return lines

@@ -1,0 +1,204 @@
+"""A stopped worker, a lost control plane, a lost node, a killed loop: told in time, nothing left."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hone.controller import ClassWithInitArgs, ResourcePool, reaper
+from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
+from hone.controller.liveness import GONE, STOPPED
+
+pytest.importorskip("ray")
+
+from hone.controller import ray_liveness
+
+HERE = Path(__file__).parent
+SEAT = Seat(1, 4711, "10.0.0.7", "far", ())
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A watch over a cluster that exists on paper: its clock, processes and probes are the test's."""
+    monkeypatch.setattr(ray_liveness, "_Ping", lambda: SimpleNamespace(unanswered=False, number=1))
+    monkeypatch.setattr(ray_liveness, "_RemoteNode", lambda node_id: FakeNode())
+    context = SimpleNamespace(get_node_id=lambda: "here", gcs_address="10.0.0.1:6379")
+    monkeypatch.setattr(ray_liveness.ray, "get_runtime_context", lambda: context)
+    states: dict[int, str] = {}
+    monkeypatch.setattr(ray_liveness, "process_state", lambda pid: states.get(pid, "S"))
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(ray_liveness.time, "monotonic", lambda: clock.now)
+    made = ray_liveness.ClusterWatch(20.0, {"gcs_server": 7, "raylet": 8}, "/logs")
+    made.clock, made.states = clock, states  # type: ignore[attr-defined]
+    return made
+
+
+class FakeNode:
+    def __init__(self) -> None:
+        self.answers, self.told, self.ended = 0, dict[int, str](), list[int]()
+        self.actor = SimpleNamespace(end=SimpleNamespace(remote=self.ended.append))
+
+    def states(self, pids: list[int]) -> dict[int, str]:
+        return self.told
+
+
+def look_for(watch: Any, seconds: int, each: Callable[[], None] = lambda: None) -> None:
+    for _ in range(seconds):
+        each()
+        watch.look("critic", "update_critic")
+        watch.clock.now += 1.0
+
+
+def test_a_stopped_worker_of_another_node_is_named_and_ended(watch: Any) -> None:
+    watch.add("actor", [SEAT], 20.0)
+    node = watch._nodes["far"]
+    node.told = {4711: STOPPED}
+    with pytest.raises(WorkerStopped) as caught:
+        look_for(watch, 30)
+    assert watch.clock.now == 20.0
+    assert node.ended == [4711]
+    said = str(caught.value)
+    assert "rank 1 of 'actor' (pid 4711 on 10.0.0.7)" in said
+    assert "for 20 s, while 'critic' waited for 'update_critic'" in said
+
+
+def test_a_worker_that_is_busy_for_hours_is_left_alone(watch: Any) -> None:
+    watch.add("actor", [SEAT], 20.0)
+    node = watch._nodes["far"]
+    node.told = {4711: "R"}
+
+    def answer() -> None:
+        node.answers += 1
+
+    look_for(watch, 7200, answer)
+
+
+def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
+    watch.add("actor", [SEAT], 20.0)
+    look_for(watch, 100)  # its probe starts: that is the start's deadline
+    watch._nodes["far"].answers = 1
+    with pytest.raises(ClusterFailed, match=r"node 10.0.0.7 .*has not answered for 20 s.*'critic'"):
+        look_for(watch, 30)
+    assert watch.failed
+
+
+def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
+    watch._ping.unanswered = True
+
+    def next_ping() -> None:
+        watch._ping.number += 1
+
+    look_for(watch, 100, next_ping)  # each one was answered, the next is on its way
+    with pytest.raises(ClusterFailed, match=r"control plane \(the GCS at 10.0.0.1:6379\).*20 s"):
+        look_for(watch, 30)
+
+
+@pytest.mark.parametrize(("pid", "part"), [(7, "control plane"), (8, "node manager")])
+@pytest.mark.parametrize(("state", "seconds"), [(GONE, 0), ("Z", 0), (STOPPED, 20)])
+def test_a_process_of_our_ray_that_ended_or_is_stopped_is_named(
+    watch: Any, pid: int, part: str, state: str, seconds: int
+) -> None:
+    watch.states[pid] = state
+    with pytest.raises(ClusterFailed, match=f"Ray's {part} .*pid {pid}.*see /logs"):
+        look_for(watch, 30)
+    assert watch.clock.now == seconds
+
+
+def test_failures_survive_pickling() -> None:
+    stopped = WorkerStopped("actor", SEAT, "critic", "step", 20.0)
+    lost = ClusterFailed("it has ended", "critic", "step", "do x")
+    for error in (stopped, lost):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+# -- with a real cluster ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_that_holds_its_interpreter_is_busy_and_a_stopped_one_is_not() -> None:
+    from toy_workers import Toy
+
+    from hone.controller.ray import RayWorkerGroup
+
+    group = RayWorkerGroup(
+        ResourcePool([2]), ClassWithInitArgs(Toy, 1.0), "toy", 250.0, 200.0, liveness_deadline_s=3.0
+    )
+    group.hold_interpreter(8.0)
+    pid = group.whereabouts()[1]["pid"]
+    stop = threading.Timer(1.0, os.kill, (pid, signal.SIGSTOP))
+    stop.start()
+    with pytest.raises(WorkerStopped, match=rf"rank 1 of 'toy' \(pid {pid} on 127.0.0.1\).*'nap'"):
+        group.nap(600)
+    stop.join()
+    group.shutdown()
+    _until(lambda: not os.path.exists(f"/proc/{pid}"), "the stopped process ends")
+
+
+LOOP = """
+import os, signal, sys, threading, time
+from toy_workers import Toy
+from hone.controller import ClassWithInitArgs, ResourcePool, reaper
+from hone.controller import ray_liveness, ray_start
+from hone.controller.ray import RayWorkerGroup
+ray_start.start_ray({"num_cpus": 1, "log_to_driver": False, "object_store_memory": 100_000_000})
+group = RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Toy, 1.0), "toy")
+worker = group.whereabouts()[0]["pid"]
+print(ray_start._own.mark, flush=True)
+victim, signal_name = sys.argv[1:3]
+pid = {**ray_liveness._watch._own, "worker": worker, "loop": os.getpid()}[victim]
+if victim == "loop":
+    os.kill(worker, signal.SIGSTOP)
+os.kill(pid, getattr(signal, signal_name))
+try:
+    group.nap(600)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+finally:
+    group.shutdown()
+    ray_start.stop_ray()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("victim", "sentence"),
+    [
+        ("gcs_server", "ClusterFailed: Ray's control plane (gcs_server, pid "),
+        ("raylet", "ClusterFailed: Ray's node manager (raylet, pid "),
+        ("loop", ""),
+    ],
+)
+def test_what_is_killed_is_told_and_nothing_is_left(victim: str, sentence: str) -> None:
+    loop = subprocess.Popen(
+        [sys.executable, "-c", LOOP, victim, "SIGKILL"],
+        cwd=HERE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    output, errors = loop.communicate(timeout=300)
+    mark, _, said = output.partition("\n")
+    assert mark, errors[-3000:]
+    assert loop.returncode == (-signal.SIGKILL if victim == "loop" else 0), errors[-3000:]
+    assert said.startswith(sentence), output + errors
+    _until(lambda: reaper.marked(mark) == [], "all processes end")
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends, f"waited 60 s, and not: {what}"
+        time.sleep(0.1)

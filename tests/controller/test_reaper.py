@@ -1,0 +1,61 @@
+"""What carries a mark is ended: stopped processes too, and after any end of the one that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from hone.controller import reaper
+
+SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+PARENT = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-S", sys.argv[1], sys.argv[2], str(os.getpid())], start_new_session=True)
+child = subprocess.Popen(
+    [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
+    env={**os.environ, "HONE_RAY_CLUSTER": sys.argv[2]}, start_new_session=True,
+)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_only_marked_processes_are_ended_and_stopped_ones_too() -> None:
+    mine, stopped, other = (
+        subprocess.Popen(SLEEPER, env={**os.environ, reaper.MARK_ENV: mark})
+        for mark in ("one", "one", "another")
+    )
+    try:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        _until(lambda: len(reaper.marked("one")) == 2)
+        assert reaper.end_marked("one") == []
+        assert (mine.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
+        assert other.poll() is None
+    finally:
+        for process in (mine, stopped, other):
+            process.kill()
+            process.wait()
+
+
+def test_what_a_killed_process_left_is_ended() -> None:
+    mark = f"left-{os.getpid()}"
+    parent = subprocess.Popen(
+        [sys.executable, "-S", "-c", PARENT, reaper.__file__, mark], stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    _until(lambda: reaper.marked(mark) == [child])
+    parent.kill()
+    parent.communicate()
+    _until(lambda: reaper.marked(mark) == [])
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
