@@ -27,25 +27,31 @@ def clean_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def clean_values(value: Any, depth: int = MAX_DEPTH) -> Any:
+def clean_values(value: Any) -> Any:
     """A copy of the value as JSON data that can be written, sent and rendered: text is cleaned."""
+    return _cleaned(value, ())
+
+
+def _cleaned(value: Any, around: tuple[int, ...]) -> Any:
+    """`around` are the ids of the values that hold this one."""
     if isinstance(value, str):
         return clean_text(value)
     if value is None or isinstance(value, float | bool):
         return value
     if isinstance(value, int):
         return value if value.bit_length() <= LONGEST_INTEGER_BITS else hex(value)
-    if depth == 0:
+    if id(value) in around or len(around) > MAX_DEPTH:
         return "(nested too deeply)"
+    inside = (*around, id(value))
     if isinstance(value, Mapping):
         return {
-            clean_text(key) if isinstance(key, str) else shown(key): clean_values(item, depth - 1)
+            clean_text(key) if isinstance(key, str) else shown(key): _cleaned(item, inside)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [clean_values(item, depth - 1) for item in value]
+        return [_cleaned(item, inside) for item in value]
     if hasattr(value, "tolist"):  # numpy and torch
-        return clean_values(value.tolist(), depth - 1)
+        return _cleaned(value.tolist(), inside)
     return shown(value)
 
 
@@ -161,3 +167,15 @@ def described(error: BaseException) -> str:
     except Exception:  # the exception's own code
         reason = "(its message cannot be shown)"
     return f"{type(error).__name__}: {reason}"
+
+
+def printable(text: str, encoding: str | None = None) -> str:
+    """The text as a terminal may show it: control characters and what it cannot encode are escaped."""
+    text = text.translate(_CONTROLS)
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+}

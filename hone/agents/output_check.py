@@ -9,6 +9,7 @@ from typing import Any
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import COLUMNS
 from hone.protocol.union import same
+from hone.text import shown
 
 MEASURED = ("generate_sequences", "tool_calls", "num_preempted")
 """What every loop may measure; absent is 0."""
@@ -60,6 +61,14 @@ def check_output(
         raise BadTrajectory(
             f"agent loop {name!r} returned reward_score={score!r}; give a finite number, or None in "
             "every loop where the reward function scores"
+        )
+    if not isinstance(output.stop_reason, str | None):
+        raise BadTrajectory(
+            f"agent loop {name!r} returned stop_reason={shown(output.stop_reason)}; give text or None"
+        )
+    if not _is_finite(output.num_turns):
+        raise BadTrajectory(
+            f"agent loop {name!r} returned num_turns={shown(output.num_turns)}; give a number"
         )
     for field, value in measured(output).items():
         if not _is_finite(value):

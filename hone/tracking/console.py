@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hone.text import printable
 from hone.tracking.contract import Number, RunInfo, Tracker
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """One line of plain text, neither wrapped nor coloured; above the live region if any."""
+        text = printable(text, self.console.encoding)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -86,7 +88,9 @@ class Screen:
     def say(self, *renderables: Any) -> None:
         """Tables, panels and text for the reader, above the live region if any."""
         for item in renderables:
-            self.console.print(item, markup=False)
+            is_text = isinstance(item, str)
+            shown = printable(item, self.console.encoding) if is_text else item
+            self.console.print(shown, markup=False)
 
     def status(self, text: str | None) -> None:
         """Set the live line (terminals only); None takes it away."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hone.text import clean_text
+
 Number = int | float
 
 
@@ -56,7 +58,7 @@ class TrackerError(ValueError):
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Number]:
     """Plain ints and floats of Python, numpy or torch scalars; anything else is an error."""
-    return {key: _as_number(key, value) for key, value in metrics.items()}
+    return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 
 
 def _as_number(key: str, value: Any) -> Number:

@@ -215,3 +215,16 @@ def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
 
 def test_a_line_without_metrics_is_the_step() -> None:
     assert plain_line({}, 5) == "step:5"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_any_text_can_be_written_and_moves_no_cursor(encoding: str) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    screen = Screen(Console(file=file))
+    screen.line("a\ud800\0\x1b[2J é · b")
+    screen.say("c\udfff\x1b[H")
+    file.seek(0)
+    text = file.read()
+    assert "\x1b" not in text
+    assert text.startswith("a\\ud800\\x00\\x1b[2J ")
+    assert "c\\udfff\\x1b[H" in text

@@ -15,6 +15,7 @@ import numpy as np
 
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
+from hone.text import clean_text, shown
 from hone.tracking import atomic_path
 
 SCHEMA_VERSION = 1
@@ -117,14 +118,19 @@ def rollout_columns(batch: DataProto, tokenizer: Any, *, step: int) -> dict[str,
     ordered = {name: table[name] for name in [*SCHEMA, *parts]}
     for name in batch.meta_info.get("reward_extra_names", []):
         if name in facts:
-            ordered.setdefault(name, _one_type([_plain(v) for v in facts[name]]))
+            values = _one_type([_plain(v) for v in facts[name]])
+            ordered.setdefault(clean_text(str(name)), values)
     return {name: [_writable(value) for value in values] for name, values in ordered.items()}
 
 
 def _value(name: str, value: Any) -> Any:
     if name in ("extra_info", "tool_outputs", "timeouts"):
         return _as_json(value)
-    return int(value) if SCHEMA[name].endswith("int64") and value is not None else value
+    if value is None:
+        return None
+    if SCHEMA.get(name) == "string":
+        return value if isinstance(value, str) else shown(value)
+    return int(value) if SCHEMA[name].endswith("int64") else value
 
 
 def _as_json(value: Any) -> str | None:
@@ -134,18 +140,16 @@ def _as_json(value: Any) -> str | None:
         return json.dumps(value, default=_readable, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         # Keys that are no text, a circle, an integer of thousands of digits: as text at least.
-        return json.dumps(hex(value) if isinstance(value, int) else _shown(value))
+        return json.dumps(hex(value) if isinstance(value, int) else shown(value))
 
 
 def _readable(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _shown(value: Any) -> str:
+    if hasattr(value, "tolist"):
+        return value.tolist()
     try:
-        return repr(value)
-    except (ValueError, RecursionError):
-        return f"a {type(value).__name__} that cannot be shown"
+        return str(value)
+    except Exception:  # the object's own code
+        return shown(value)
 
 
 def _plain(value: Any) -> Any:
@@ -166,5 +170,4 @@ def _one_type(values: list[Any]) -> list[Any]:
 
 
 def _writable(value: Any) -> Any:
-    """Text that UTF-8 can hold: half a surrogate pair becomes a question mark."""
-    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+    return clean_text(value) if isinstance(value, str) else value

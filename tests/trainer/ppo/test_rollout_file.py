@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from hone.trainer.ppo.rollout_file import SCHEMA, SCHEMA_KEY, SCHEMA_VERSION
+from hone.models.tiny import character_tokenizer
+from hone.protocol import DataProto
+from hone.protocol.rows import object_array
+from hone.trainer.ppo.rollout_file import SCHEMA, SCHEMA_KEY, SCHEMA_VERSION, write_rollouts
 
 from .. import rewards
 from ..runs import Run, Task, said
@@ -114,3 +118,36 @@ def test_ids_texts_and_masks_belong_together(train: Callable[..., Run], task: Ta
         assert row["trajectory_id"] == f"{row['uid']}-{row['sample_index']}"
         assert set(row["versions"]) == {1}
         assert row["stop_reason"] is not None
+
+
+class Hostile:
+    def __str__(self) -> str:
+        raise SystemError("no")
+
+    __repr__ = __str__
+
+
+def test_any_text_and_any_object_of_a_row_is_written(tmp_path: Path) -> None:
+    columns = {
+        "data_source": ["a\ud800"],
+        "stop_reason": [5],
+        "extra_info": [{"x": "\udfff", "own": Hostile()}],
+        "tool_outputs": [[{"text": "\0\ud800"}]],
+        "reward_model": [{"ground_truth": "\ud800"}],
+        "na\ud800me": ["\ud800"],
+        "own": [Hostile()],
+    }
+    batch = DataProto.from_dict(
+        tensors={
+            "prompts": torch.tensor([[5]]),
+            "responses": torch.tensor([[6]]),
+            "attention_mask": torch.ones(1, 2, dtype=torch.long),
+        },
+        non_tensors={name: object_array(values) for name, values in columns.items()},
+    )
+    batch.meta_info["reward_extra_names"] = ["na\ud800me", "own"]
+    write_rollouts(tmp_path / "x.parquet", batch, character_tokenizer(), step=1)
+    [row] = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert (row["data_source"], row["stop_reason"], row["na?me"]) == ("a?", "5", "?")
+    assert json.loads(row["extra_info"]) == {"x": "?", "own": "a Hostile that cannot be shown"}
+    assert json.loads(row["own"]) == "a Hostile that cannot be shown"
