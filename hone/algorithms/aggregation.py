@@ -101,7 +101,10 @@ def agg_loss(
     loss = total / _divisor(rows, local, dp_size, "global_batch_size") * dp_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
         width = _first(loss_scale_factor, counts.width if counts else None)
-        loss = loss / (loss_mask.shape[-1] if width is None else width)
+        width = max(loss_mask.shape[-1], 1) if width is None else width
+        if not width > 0:
+            raise ValueError(f"loss_scale_factor={width} divides the loss and must be above 0")
+        loss = loss / width
     return loss
 
 

@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hone.algorithms.advantages.chain import rewards_to_go
 from hone.ops.masked import masked_fill_zero
@@ -22,7 +23,7 @@ def step_ends(responses: Tensor, response_mask: Tensor, separator_ids: Tensor) -
     """[B, T] bool: tokens that end a step, and the last token the policy wrote, each once."""
     mask = response_mask.bool()
     position = torch.arange(mask.shape[-1], device=mask.device)
-    last = torch.where(mask, position, -1).amax(-1, keepdim=True)
+    last = pad(torch.where(mask, position, -1), (0, 1), value=-1).amax(-1, keepdim=True)
     return mask & (torch.isin(responses, separator_ids) | (position == last))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hone.algorithms import thresholds
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
@@ -82,7 +83,8 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Any) -> Verdict:
         case "seq_mean":
             values = masked_mean(per_token, mask, -1)
         case _:
-            values = masked_fill_zero(per_token, mask).amax(-1)
+            # k2 and k3 are never below 0; the added column lets a row without tokens be 0.
+            values = pad(masked_fill_zero(per_token, mask), (0, 1)).amax(-1)
     inside = (values >= low) & (values <= high)
     return Verdict(values, low, high, mask & (inside if values.dim() == 2 else inside[:, None]))
 

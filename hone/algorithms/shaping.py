@@ -49,6 +49,8 @@ def pf_ppo_rows(
     scores: Tensor, reweight_method: str, weight_pow: float, generator: torch.Generator
 ) -> Tensor:
     """[B] row numbers drawn with replacement. The caller's generator keeps a run replayable."""
+    if not len(scores):
+        return torch.zeros(0, dtype=torch.long, device=scores.device)
     weights = pf_ppo_weights(scores, reweight_method, weight_pow)
     return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
 

@@ -115,3 +115,11 @@ def test_shares_of_any_cut_sum_to_the_whole(rows, width, seed, mode, size):
             for i in range(0, rows, size)
         ]
     assert math.fsum(shares) == pytest.approx(whole, rel=1e-12, abs=1e-12)
+
+
+def test_a_mask_without_columns_gives_nothing_and_a_divisor_of_zero_is_refused():
+    mode = "seq-mean-token-sum-norm"
+    assert agg_loss(torch.zeros(2, 0), torch.zeros(2, 0), mode).item() == 0
+    for width in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"loss_scale_factor={width} divides"):
+            agg_loss(torch.ones(1, 1), torch.ones(1, 1), mode, loss_scale_factor=width)

@@ -306,3 +306,14 @@ def test_presets_by_name():
     assert preset("bypass_ppo_clip")["loss_type"] == "ppo_clip"
     with pytest.raises(ValueError, match="Did you mean 'decoupled_geo_rs'"):
         preset("decoupled_geors")
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+def test_batches_without_rows_or_without_columns_report_finite_numbers(shape, level):
+    setting = options(
+        rollout_is=level, rollout_rs="token_k1,seq_max_k2,seq_mean_k3", rollout_rs_threshold="2,1,1"
+    )
+    _, mask, metrics = correct(torch.ones(shape), torch.ones(shape), torch.ones(shape), setting)
+    assert mask.shape == shape
+    assert all(math.isfinite(value) for value in metrics.values())

@@ -87,3 +87,8 @@ def test_under_the_strict_minimum_everything_else_is_a_sum():
     rest = torch.tensor([[-0.01, -0.01, -0.01, 1.0]])
     returns = min_form(process + rest, process, steps, torch.ones(1, 4))
     np.testing.assert_allclose(returns[0], [0.67, 0.68, 0.69, 0.7], rtol=1e-5)
+
+
+def test_responses_without_columns_end_no_step():
+    none = step_ends(torch.ones(2, 0), torch.ones(2, 0), torch.tensor([1.0]))
+    assert none.shape == (2, 0)

@@ -54,3 +54,8 @@ def test_whitening_is_over_policy_tokens_and_zero_elsewhere():
     advantages = torch.tensor([[1.0, 3.0, torch.nan]])
     white = normalise_advantages(advantages, torch.tensor([[1, 1, 0]]))
     np.testing.assert_allclose(white, [[-np.sqrt(0.5), np.sqrt(0.5), 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
+def test_nothing_is_drawn_from_no_rows(method):
+    assert pf_ppo_rows(torch.zeros(0), method, 2.0, torch.Generator()).tolist() == []

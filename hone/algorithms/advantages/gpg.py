@@ -21,6 +21,8 @@ def gpg(
     f_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """A = α·(R − mean_g)/f_norm with α = trajectories / trajectories whose score is not 0."""
+    if f_norm == 0:
+        raise ValueError("gpg: f_norm divides the advantages and cannot be 0")
     outcome = outcomes("gpg", token_level_rewards, response_mask, index, trajectory_id)
     scores = outcome.scores
     alpha = len(scores) / scores.count_nonzero().double().clamp(min=1)

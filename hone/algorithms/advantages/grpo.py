@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.outcome import Labels, outcomes
@@ -43,7 +44,8 @@ def relative_to_group(groups: Groups, scores: Tensor, by_std: bool, epsilon: flo
     if not by_std:
         return scores - mean
     std = groups.std(scores)[groups.ids].masked_fill(groups.singleton, 1.0)
-    return (scores - mean) / (std + epsilon)
+    divisor = std + epsilon
+    return torch.where(divisor > 0, (scores - mean) / divisor, 0.0)  # 0/0 where epsilon is 0
 
 
 @estimator

@@ -46,6 +46,7 @@ def grpo_passk(
     best, second = order[first], order[first + 1]
     margin = scores[best] - scores[second]
     if by_std:
-        margin = margin / (groups.std(scores)[compared] + epsilon)
+        divisor = groups.std(scores)[compared] + epsilon
+        margin = torch.where(divisor > 0, margin / divisor, 0.0)  # 0/0 where epsilon is 0
     spread = outcome.spread(torch.zeros_like(scores).index_copy_(0, best, margin))
     return spread, spread

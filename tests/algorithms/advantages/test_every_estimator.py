@@ -185,3 +185,11 @@ def test_float32_in_gives_float32_out(name):
     b.rewards = b.rewards.astype(np.float32)
     b.columns = {key: x.astype(np.float32) for key, x in b.columns.items()}
     assert all(x.dtype == np.float32 for x in run(name, b))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
+def test_batches_without_rows_or_without_columns_give_nothing(name, shape):
+    b = batch(np.ones(shape), np.ones(shape), ["a"] * shape[0])
+    for tensor in run(name, b):
+        assert tensor.shape == shape

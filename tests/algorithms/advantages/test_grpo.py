@@ -77,3 +77,10 @@ def test_a_misspelt_switch_is_refused():
         grpo(rewards, mask, index=["p", "p"], norm_adv_by_std=False)
     with pytest.raises(TypeError, match="dr_grpo takes no argument 'norm_adv_by_std_in_grpo'"):
         dr_grpo(rewards, mask, index=["p", "p"], norm_adv_by_std_in_grpo=True)
+
+
+def test_an_epsilon_of_zero_gives_groups_of_equal_scores_nothing():
+    rewards, mask = column([0.7, 0.7, 0.7])
+    for estimator in (grpo, grpo_passk):
+        advantages, _ = estimator(rewards, mask, index=["p"] * 3, epsilon=0.0)
+        assert (advantages == 0).all()

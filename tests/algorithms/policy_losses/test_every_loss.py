@@ -197,3 +197,16 @@ def test_the_defaults_come_from_hone_config(name):
         return
     loss, _ = get_policy_loss_fn(name)(*MiniBatch(2).tensors())
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
+def test_batches_without_rows_or_without_columns_give_nothing(name, mode, shape):
+    old, adv, mask = torch.zeros(shape), torch.zeros(shape), torch.ones(shape)
+    new = torch.zeros(shape, requires_grad=True)
+    config = {**CFG, "loss_scale_factor": None}
+    loss, metrics = get_policy_loss_fn(name)(old, new, adv, mask, mode, config)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(float(value) == 0 for value in metrics.values())
