@@ -84,9 +84,14 @@ def agg_loss(
         raise ValueError(
             f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {', '.join(MODES)}"
         )
+    if loss_mask.is_floating_point() and not ((loss_mask == 0) | (loss_mask == 1)).all():
+        raise ValueError(
+            "agg_loss: loss_mask holds numbers other than 0 and 1; it says which tokens count. "
+            "Multiply weights into loss_mat"
+        )
+    counts = _counts.get()
     if loss_agg_mode == "token-sum":
         return masked_sum(loss_mat, loss_mask) * dp_size
-    counts = _counts.get()
     if loss_agg_mode == "token-mean":
         total = masked_sum(loss_mat, loss_mask)
         tokens = _first(batch_num_tokens, counts.tokens if counts else None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from hone.columns import REWARD_PREFIX
@@ -41,6 +41,17 @@ def refuse_unknown(function: str, unknown: Iterable[str], known: Iterable[str]) 
         )
 
 
+def _refuse_verls_order(function: str, args: tuple[Any, ...]) -> None:
+    """Raise TypeError for positions that mean something else in verl: they would be ignored here."""
+    index, config = (*args, None, None, None, None)[2:4]
+    if isinstance(index, Mapping) or isinstance(config, int | float):
+        raise TypeError(
+            f"{function} takes (token_level_rewards, response_mask, index, config); got "
+            f"{type(index).__name__} as index and {type(config).__name__} as config. Name the "
+            "arguments, or call verl's form in hone.trainer.ppo.core_algos"
+        )
+
+
 def estimator(function: Function) -> Function:
     """Hand on the keywords that `function` takes, drop other columns, refuse the rest."""
     parameters = inspect.signature(function).parameters.values()
@@ -52,6 +63,7 @@ def estimator(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
+        _refuse_verls_order(function.__name__, args)
         others = [name for name in keywords if name not in known]
         refuse_unknown(function.__name__, (n for n in others if not is_column(n)), known)
         if not takes_columns:

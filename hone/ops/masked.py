@@ -17,9 +17,9 @@ def masked_fill_zero(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), x, 0)
 
 
-def masked_sum(x: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum of the kept entries."""
-    kept = masked_fill_zero(x, mask)
+    kept = masked_fill_zero(values, mask)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
 
@@ -31,21 +31,23 @@ def count_kept(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tenso
     return kept.sum(dim=axis, dtype=torch.int32)  # and into 32 bits faster than into 64
 
 
-def masked_mean(x: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Mean of the kept entries; 0 where the mask keeps none."""
-    return masked_sum(x, mask, axis) / count_kept(mask.expand_as(x), axis).clamp(min=1)
+    return masked_sum(values, mask, axis) / count_kept(mask.expand_as(values), axis).clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of the kept entries; 0 where fewer than two are kept."""
-    mean = masked_mean(x, mask)
-    count = count_kept(mask.expand_as(x))
-    squares = masked_sum((masked_fill_zero(x, mask) - mean) ** 2, mask)
+    mean = masked_mean(values, mask)
+    count = count_kept(mask.expand_as(values))
+    squares = masked_sum((masked_fill_zero(values, mask) - mean) ** 2, mask)
     return squares / (count - 1 if unbiased else count).clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Kept entries scaled to variance one (and mean zero unless `shift_mean` is off); 0 outside."""
-    mean = masked_mean(x, mask)
-    white = (masked_fill_zero(x, mask) - mean) * torch.rsqrt(masked_var(x, mask) + WHITEN_EPS)
+    mean = masked_mean(values, mask)
+    white = (masked_fill_zero(values, mask) - mean) * torch.rsqrt(
+        masked_var(values, mask) + WHITEN_EPS
+    )
     return masked_fill_zero(white if shift_mean else white + mean, mask)

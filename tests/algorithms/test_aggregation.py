@@ -123,3 +123,10 @@ def test_a_mask_without_columns_gives_nothing_and_a_divisor_of_zero_is_refused()
     for width in (0.0, -1.0):
         with pytest.raises(ValueError, match=f"loss_scale_factor={width} divides"):
             agg_loss(torch.ones(1, 1), torch.ones(1, 1), mode, loss_scale_factor=width)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_of_weights_is_refused_not_rounded(mode):
+    with pytest.raises(ValueError, match="other than 0 and 1"):
+        agg_loss(torch.ones(1, 2), torch.tensor([[1.0, 0.5]]), mode)
+    assert agg_loss(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), mode).item() > 0

@@ -193,3 +193,13 @@ def test_batches_without_rows_or_without_columns_give_nothing(name, shape):
     b = batch(np.ones(shape), np.ones(shape), ["a"] * shape[0])
     for tensor in run(name, b):
         assert tensor.shape == shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_that_mean_something_else_in_verl_are_refused(name):
+    """There the fourth of grpo is epsilon and the third of reinforce_plus_plus the config."""
+    fn, ones = get_adv_estimator_fn(name), torch.ones(2, 2)
+    with pytest.raises(TypeError, match=r"float as config.*core_algos"):
+        fn(ones, ones, ["a", "a"], 0.5)
+    with pytest.raises(TypeError, match=r"dict as index"):
+        fn(ones, ones, {"gamma": 0.5})
