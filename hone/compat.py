@@ -20,6 +20,7 @@ _MANAGERS = "hone.rewards.managers"
 _ADVANTAGES = "hone.algorithms.advantages"
 _LOSSES = "hone.algorithms.policy_losses"
 _CORE = "hone.algorithms.core_algos"
+_STEPS = "hone.trainer.ppo.verl_steps"
 _AGENTS = "hone.agents.contract"
 _DATA = "hone.data"
 
@@ -44,6 +45,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.workers.reward_manager.blank": f"{_MANAGERS}.blank",
     "hone.workers.reward_manager.registry": f"{_MANAGERS}.registry",
     "hone.trainer.ppo.reward": "hone.rewards.loading",
+    "hone.trainer.ppo.rollout_corr_helper": "hone.algorithms.rollout_correction",
     "hone.single_controller.base.decorator": f"{_CONTROLLER}.decorator",
     "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
     "hone.single_controller.base.worker_group": f"{_CONTROLLER}.worker_group",
@@ -153,6 +155,12 @@ _CORE_ALGOS = {
     "FixedKLController": "hone.algorithms.kl:FixedKLController",
     "get_kl_controller": "hone.algorithms.kl:get_kl_controller",
 }
+_ALGORITHM_CONFIGS = {
+    "AlgoConfig": "hone.config.algorithm:AlgorithmConfig",
+    "FilterGroupsConfig": "hone.config.algorithm:FilterGroupsConfig",
+    "KLControlConfig": "hone.config.algorithm:KLControlConfig",
+    "RolloutCorrectionConfig": "hone.config.algorithm:RolloutCorrectionConfig",
+}
 _DATASET_NAMES = {
     "RLHFDataset": f"{_DATA}:RLHFDataset",
     "SFTDataset": f"{_DATA}:SFTDataset",
@@ -173,7 +181,18 @@ NAMES: dict[str, dict[str, str]] = {
         "RayPPOTrainer": "hone.trainer.ppo.trainer:PPOTrainer",
         "ResourcePoolManager": f"{_CONTROLLER}:ResourcePoolManager",
         "Role": f"{_CONTROLLER}:Role",
+        "AdvantageEstimator": f"{_CORE}:AdvantageEstimator",
+        "apply_kl_penalty": f"{_STEPS}:apply_kl_penalty",
+        "compute_advantage": f"{_STEPS}:compute_advantage",
+        "compute_response_mask": f"{_STEPS}:compute_response_mask",
     },
+    "hone.trainer.ppo.metric_utils": {
+        "process_validation_metrics": "hone.trainer.ppo.validation:process_validation_metrics",
+        "reduce_metrics": f"{_STEPS}:reduce_metrics",
+    },
+    "hone.utils.metric": {"reduce_metrics": f"{_STEPS}:reduce_metrics"},
+    "hone.trainer.config": _ALGORITHM_CONFIGS,
+    "hone.trainer.config.algorithm": _ALGORITHM_CONFIGS,
     "hone.trainer.ppo.utils": {"Role": f"{_CONTROLLER}:Role"},
     "hone.utils.dataset": _DATASET_NAMES,
     "hone.utils.dataset.rl_dataset": _DATASET_NAMES,

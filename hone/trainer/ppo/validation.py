@@ -76,28 +76,47 @@ def validation_metrics(
 
     Core are mean, best and majority of all attempts, of the core variable (acc, else reward).
     """
+    metrics: dict[str, float] = {}
+    for source, of_source in process_validation_metrics(sources, uids, variables).items():
+        core = "acc" if "acc" in of_source else "reward"
+        for name, statistics in of_source.items():
+            attempts = max(map(_attempts, statistics))
+            for statistic, value in statistics.items():
+                is_core = name == core and _is_core(statistic, attempts)
+                prefix = "val-core" if is_core else "val-aux"
+                metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
+    return metrics
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[str],
+    infos_dict: Mapping[str, Sequence[Any]],
+    seed: int = 42,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Source to variable to statistic to value, for the variables of numbers.
+
+    Name and arguments are verl's; nothing is drawn, so the seed enters nothing.
+    """
     groups: dict[str, Group] = {}
-    predictions = variables.get("pred")
-    numeric = sorted(name for name, values in variables.items() if are_numbers(values))
-    for row, (source, uid) in enumerate(zip(sources, uids, strict=True)):
+    predictions = infos_dict.get("pred")
+    numeric = sorted(name for name, values in infos_dict.items() if are_numbers(values))
+    for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         group = groups.setdefault(uid, Group(source))
         for name in numeric:
-            if (value := variables[name][row]) is not None:
+            if (value := infos_dict[name][row]) is not None:
                 group.variables[name].append(float(value))
         if predictions is not None:
             group.answers.append(vote_of(predictions[row]))
-    metrics: dict[str, float] = {}
-    for source in dict.fromkeys(sources):
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for source in dict.fromkeys(data_sources):
         of_source = [g for g in groups.values() if g.source == source]
-        with_values = {n for g in of_source for n in g.variables}
-        core = "acc" if "acc" in with_values else "reward"
-        for name in sorted(with_values):
+        result[source] = {}
+        for name in sorted({n for g in of_source for n in g.variables}):
             attempts = max(len(g.variables[name]) for g in of_source)
             seen = [(g.variables[name], g.answers) for g in of_source if g.variables[name]]
-            for statistic, value in _statistics(seen, attempts).items():
-                prefix = "val-core" if name == core and _is_core(statistic, attempts) else "val-aux"
-                metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
-    return metrics
+            result[source][name] = _statistics(seen, attempts)
+    return result
 
 
 def _statistics(
@@ -125,5 +144,8 @@ def _statistics(
 
 
 def _is_core(statistic: str, attempts: int) -> bool:
-    kind, _, rest = statistic.partition("@")
-    return kind in _CORE_STATISTICS and int(rest.split("/")[0]) == attempts
+    return statistic.split("@")[0] in _CORE_STATISTICS and _attempts(statistic) == attempts
+
+
+def _attempts(statistic: str) -> int:
+    return int(statistic.split("@")[1].split("/")[0])

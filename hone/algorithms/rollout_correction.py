@@ -1,0 +1,133 @@
+"""The functions of verl's `rollout_corr_helper`, with verl's arguments and results.
+
+Each hands its arguments to the correction of this package. Bounds of k1 are bounds of train/rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hone.algorithms import thresholds
+from hone.algorithms.correction import correct
+from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics
+from hone.algorithms.rejection import rejection_mask
+from hone.algorithms.settings import setting
+from hone.ops.masked import masked_fill_zero
+from hone.protocol import DataProto
+
+_PREFIX = "rollout_corr/"
+_SECTION = "algorithm.rollout_correction"
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str | None = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """Importance weights as the column `rollout_is_weights` or None, the narrowed mask, metrics."""
+    weights, narrowed, metrics = correct(
+        old_log_prob,
+        rollout_log_prob,
+        response_mask,
+        {
+            "rollout_is": rollout_is if rollout_is_threshold is not None else None,
+            "rollout_is_threshold": rollout_is_threshold,
+            "rollout_is_batch_normalize": rollout_is_batch_normalize,
+            "rollout_rs": rollout_rs,
+            "rollout_rs_threshold": rollout_rs_threshold,
+        },
+    )
+    batch = None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})
+    return batch, narrowed, metrics
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """Weights [B, T] of log(train/rollout), and their metrics without prefix."""
+    batch, _, metrics = compute_rollout_correction_and_rejection_mask(
+        log_ratio,
+        log_ratio.new_zeros(log_ratio.shape),
+        response_mask,
+        rollout_is,
+        rollout_is_threshold,
+        rollout_is_batch_normalize,
+    )
+    if batch is None:
+        raise ValueError(f"rollout_is={rollout_is!r}: use 'token' or 'sequence' and a threshold")
+    of_weights = _PREFIX + "rollout_is_"
+    return batch.batch["rollout_is_weights"], {
+        key.removeprefix(_PREFIX): value
+        for key, value in metrics.items()
+        if key.startswith(of_weights)
+    }
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: float | str | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask without rejected tokens, and what was rejected, without prefix."""
+    if not thresholds.split(rollout_rs):
+        raise ValueError("rollout_rs names no rejection option, for example token_k1")
+    mask = response_mask.bool()
+    keep, verdicts = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+    metrics = rejection_metrics(verdicts, keep, mask)
+    return response_mask * keep, {key: float(value) for key, value in metrics.items()}
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """How far the rollout's log-probs are from the trainer's; without them, perplexity alone."""
+    mask = response_mask.bool()
+    old = masked_fill_zero(old_log_prob.detach(), mask)
+    rollout = old if rollout_log_prob is None else masked_fill_zero(rollout_log_prob.detach(), mask)
+    metrics = agreement_metrics(old, rollout, mask)
+    return {
+        key: float(value)
+        for key, value in metrics.items()
+        if rollout_log_prob is not None or key.startswith("training_")
+    }
+
+
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """The same, named `rollout_corr/…`."""
+    metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {_PREFIX + key: value for key, value in metrics.items()}
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, rollout_corr_config: Any
+) -> tuple[DataProto, dict[str, float]]:
+    """Narrow `response_mask` in place and add `rollout_is_weights`, as verl's trainer does."""
+    names = (
+        "rollout_is",
+        "rollout_is_threshold",
+        "rollout_is_batch_normalize",
+        "rollout_rs",
+        "rollout_rs_threshold",
+    )
+    weights, narrowed, metrics = compute_rollout_correction_and_rejection_mask(
+        batch.batch["old_log_probs"],
+        batch.batch["rollout_log_probs"],
+        batch.batch["response_mask"],
+        **{name: setting(rollout_corr_config, name, _SECTION) for name in names},
+    )
+    batch.batch["response_mask"] = narrowed
+    return (batch if weights is None else batch.union(weights)), metrics

@@ -1,0 +1,74 @@
+"""verl's correction functions give what the correction of this package gives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hone.algorithms import rollout_correction as functions
+from hone.algorithms.correction import correct
+from hone.config.algorithm import RolloutCorrectionConfig
+from hone.protocol import DataProto
+
+OLD = torch.tensor([[-1.0, -0.5, -2.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
+ROLLOUT = torch.tensor([[-2.0, -0.4, -1.0], [-1.1, -1.0, -3.0]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+SETTINGS = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": "token_k1,seq_mean_k3",
+    "rollout_rs_threshold": "0.5_2.0,2.0",
+}
+
+
+def test_all_at_once_equals_the_correction():
+    batch, mask, metrics = functions.compute_rollout_correction_and_rejection_mask(
+        OLD, ROLLOUT, MASK, **SETTINGS
+    )
+    weights, narrowed, reported = correct(OLD, ROLLOUT, MASK, SETTINGS)
+    assert torch.equal(batch.batch["rollout_is_weights"], weights)
+    assert torch.equal(mask, narrowed)
+    assert metrics == reported
+    nothing, same, _ = functions.compute_rollout_correction_and_rejection_mask(OLD, ROLLOUT, MASK)
+    assert nothing is None
+    assert torch.equal(same, MASK)
+
+
+def test_the_parts_take_a_log_ratio():
+    weights, metrics = functions.compute_rollout_correction_weights(OLD - ROLLOUT, MASK, "token", 2)
+    assert weights[0, 0] == 2.0
+    assert weights[0, 1].item() == pytest.approx(math.exp(-0.1))
+    assert metrics["rollout_is_max"] == 2.0
+    assert all(name.startswith("rollout_is_") for name in metrics)
+    mask, metrics = functions.compute_rollout_rejection_mask(
+        OLD - ROLLOUT, MASK, "token_k1", "0.5_2.0"
+    )
+    assert mask.tolist() == [[0, 1, 0], [1, 1, 0]]
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
+    with pytest.raises(ValueError, match="gives 0 bounds"):
+        functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "token_k1")
+    with pytest.raises(ValueError, match="names no rejection option"):
+        functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "", 2.0)
+
+
+def test_the_distance_with_and_without_rollout_log_probs():
+    metrics = functions.compute_offpolicy_metrics(OLD, ROLLOUT, MASK)
+    assert metrics["kl"] == pytest.approx((-1.0 + 0.1 - 0.1 + 0.0 - 2.0) / 5)
+    alone = functions.compute_offpolicy_metrics(OLD, None, MASK)
+    assert set(alone) == {"training_ppl", "training_log_ppl"}
+    assert alone["training_log_ppl"] == pytest.approx((0.75 + 1.0) / 2)
+    named = functions.compute_rollout_corr_metrics_from_logprobs(OLD, ROLLOUT, MASK)
+    assert named == {f"rollout_corr/{key}": value for key, value in metrics.items()}
+
+
+def test_a_batch_is_narrowed_and_weighed_in_place():
+    columns = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
+    for config in (SETTINGS, RolloutCorrectionConfig(**SETTINGS)):
+        data = DataProto.from_dict(dict(columns))
+        out, metrics = functions.compute_rollout_correction_and_add_to_batch(data, config)
+        assert out.batch["response_mask"].tolist() == [[0, 1, 0], [1, 1, 0]]
+        assert out.batch["rollout_is_weights"][0, 0] == 2.0
+        assert "rollout_corr/kl" in metrics

@@ -1,0 +1,82 @@
+"""The steps a trainer written for verl calls."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hone.algorithms.core_algos import AdvantageEstimator
+from hone.algorithms.kl import AdaptiveKLController, FixedKLController
+from hone.config.algorithm import AlgorithmConfig
+from hone.protocol import DataProto
+from hone.trainer.ppo.verl_steps import (
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+    reduce_metrics,
+)
+
+ONE = torch.ones(2, 1, dtype=torch.float64)
+
+
+def scored(**columns: torch.Tensor) -> DataProto:
+    rewards = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    tensors = {"token_level_rewards": rewards, "response_mask": ONE, **columns}
+    return DataProto.from_dict(tensors, {"uid": ["p", "p"], "acc": [1.0, 0.0]})
+
+
+def test_the_response_mask_is_the_end_of_the_attention_mask() -> None:
+    attention = torch.tensor([[0, 1, 1, 1, 0]])
+    data = DataProto.from_dict({"responses": torch.zeros(1, 3), "attention_mask": attention})
+    assert compute_response_mask(data).tolist() == [[1, 1, 0]]
+
+
+def test_the_kl_leaves_the_reward_and_moves_the_controller() -> None:
+    data = DataProto.from_dict(
+        {
+            "token_level_scores": torch.tensor([[0.0, 1.0, 9.0]]),
+            "old_log_probs": torch.tensor([[-1.0, -1.0, -1.0]]),
+            "ref_log_prob": torch.tensor([[-2.0, -1.5, -9.0]]),
+            "response_mask": torch.tensor([[1, 1, 0]]),
+        }
+    )
+    data, metrics = apply_kl_penalty(data, FixedKLController(0.5))
+    assert data.batch["token_level_rewards"].tolist() == [[-0.5, 0.75, 0.0]]
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.75)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    adaptive = AdaptiveKLController(0.5, target_kl=0.1, horizon=10)
+    apply_kl_penalty(data, adaptive)
+    assert adaptive.value == pytest.approx(0.5 * (1 + 0.2 * 1 / 10))
+
+
+def test_advantages_by_enum_and_by_name() -> None:
+    data = compute_advantage(scored(), AdvantageEstimator.GRPO)
+    assert data.batch["advantages"][0, 0].item() == pytest.approx(math.sqrt(0.5), abs=1e-5)
+    plain = compute_advantage(scored(), "grpo", norm_adv_by_std_in_grpo=False)
+    assert plain.batch["advantages"][:, 0].tolist() == [0.5, -0.5]
+    values = compute_advantage(scored(values=ONE * 0.25), "gae", gamma=0.5, lam=1.0)
+    assert values.batch["returns"][:, 0].tolist() == [1.0, 0.0]
+    parts = compute_advantage(scored(), "gdpo", config=AlgorithmConfig(gdpo_reward_keys=("acc",)))
+    assert parts.batch["advantages"][0, 0] > 0 > parts.batch["advantages"][1, 0]
+    remax = compute_advantage(scored(reward_baselines=torch.tensor([0.5, 0.5])), "remax")
+    assert remax.batch["advantages"][:, 0].tolist() == [0.5, -0.5]
+
+
+def test_a_missing_column_is_named() -> None:
+    with pytest.raises(KeyError, match="'values'"):
+        compute_advantage(scored(), "gae")
+
+
+def test_pf_ppo_draws_the_rows_again() -> None:
+    torch.manual_seed(0)
+    data = scored(values=ONE, token_level_scores=torch.tensor([[3.0], [0.0]]))
+    drawn = compute_advantage(data, "gae", config=AlgorithmConfig(use_pf_ppo=True))
+    assert drawn.non_tensor_batch["acc"].tolist() == [1.0, 1.0]
+
+
+def test_lists_of_metrics_become_numbers_by_their_names() -> None:
+    metrics = {"a/max": [1.0, 3.0], "a/min": [1, 3], "a/loss": [np.float32(1), 3.0], "none": []}
+    assert reduce_metrics(metrics) == {"a/max": 3.0, "a/min": 1.0, "a/loss": 2.0}
