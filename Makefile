@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; files are shared out over the cores.
 PARALLEL := -n logical --dist loadfile
 
-.PHONY: setup quickstart test test-slow check bench references bench-gpu families system clean
+.PHONY: setup quickstart test test-slow check bench references bench-gpu families storm system clean
 
 setup: $(STAMP) system
 
@@ -45,6 +45,10 @@ bench: setup
 
 references: setup
 	$(BIN)/python -m benchmarks.assertions --references $(ARGS)
+
+# Hundreds of kills, about half an hour; the result is committed.
+storm: setup
+	$(BIN)/python -m benchmarks.storm $(ARGS)
 
 bench-gpu:
 	$(PYTHON) -m benchmarks.gpu $(ARGS)

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .runs import ALPHABET, REWARDS, Run, Task, task_row
+from .runs import Run, Task, make_task
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     """A random policy of two layers, 24 rows to train on and 6 held out."""
-    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = character_tokenizer(ALPHABET)
-    lm = tiny_lm(len(tokenizer), hidden=32, layers=2, mlp=48, tie_embeddings=False, seed=3)
-    model = save_pretrained(lm, tokenizer, folder / "model")
-    files = {}
-    for name, numbers in (("train", range(24)), ("test", range(100, 106))):
-        files[name] = folder / f"{name}.jsonl"
-        lines = [json.dumps(task_row(i, n)) for i, n in enumerate(numbers)]
-        files[name].write_text("\n".join(lines) + "\n")
-    return Task(model, files["train"], files["test"], REWARDS)
+    return make_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture

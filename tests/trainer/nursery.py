@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 
@@ -39,31 +40,37 @@ class Nursery:
 
     def run(self, overrides: Sequence[str]) -> int:
         """To the end; the exit code."""
-        self._start(overrides)
-        return int(self._line())
+        self.start(overrides)
+        return self.exit_code()
 
     def run_and_kill(
         self, overrides: Sequence[str], moment: Callable[[], bool], delay_s: float
     ) -> bool:
         """Kill -9 when the moment has come; False where the run ended before (and well)."""
-        pid = self._start(overrides)
-        while not self._has_line():
+        pid = self.start(overrides)
+        while not self.has_ended():
             if moment():
                 time.sleep(delay_s)
-                if self._has_line():
+                if self.has_ended():
                     break
                 os.kill(pid, 9)
-                return int(self._line()) == -9
-        assert int(self._line()) == 0
+                return self.exit_code() == -9
+        assert self.exit_code() == 0
         return False
 
-    def _start(self, overrides: Sequence[str]) -> int:
+    def start(self, overrides: Sequence[str]) -> int:
+        """The process id of a new run."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(list(overrides)).encode() + b"\n")
         self._process.stdin.flush()
         return int(self._line())
 
-    def _has_line(self) -> bool:
+    def exit_code(self) -> int:
+        """How the run ended; waits for it."""
+        return int(self._line())
+
+    def has_ended(self) -> bool:
+        """Looks for some milliseconds."""
         return b"\n" in self._read or bool(select.select([self._process.stdout], [], [], 0.002)[0])
 
     def _line(self) -> bytes:
@@ -76,6 +83,13 @@ class Nursery:
         return line
 
 
+def _train(overrides: list[str]) -> None:
+    from hone.config import load_config
+    from hone.trainer.main_ppo import run
+
+    run(load_config(overrides))
+
+
 def main() -> None:
     import pyarrow.parquet
     import torch.distributed.checkpoint
@@ -84,8 +98,7 @@ def main() -> None:
     import hone.trainer.ppo.trainer
     import hone.workers.actor_rollout_ref
     import hone.workers.critic
-    from hone.config import load_config
-    from hone.trainer.main_ppo import run
+    from hone.trainer.command_line import finish
 
     loaded: list[Any] = [pyarrow, torch, transformers.AutoModelForCausalLM, hone]
     assert loaded
@@ -96,8 +109,9 @@ def main() -> None:
         if pid == 0:
             code = 1
             try:
-                run(load_config(json.loads(line)))
-                code = 0
+                code = finish(partial(_train, json.loads(line)))
+            except SystemExit as stopped:
+                code = int(stopped.code or 0)
             except BaseException:  # a child must never go on with the loop
                 traceback.print_exc()
             os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -73,6 +74,21 @@ class Task:
 
     def validated(self) -> str:
         return f"data.val_files={self.test}"
+
+
+def make_task(folder: Path) -> Task:
+    """A random policy of two layers, 24 rows to train on and 6 held out."""
+    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+
+    tokenizer = character_tokenizer(ALPHABET)
+    lm = tiny_lm(len(tokenizer), hidden=32, layers=2, mlp=48, tie_embeddings=False, seed=3)
+    model = save_pretrained(lm, tokenizer, folder / "model")
+    files = {}
+    for name, numbers in (("train", range(24)), ("test", range(100, 106))):
+        files[name] = folder / f"{name}.jsonl"
+        lines = [json.dumps(task_row(i, n)) for i, n in enumerate(numbers)]
+        files[name].write_text("\n".join(lines) + "\n")
+    return Task(model, files["train"], files["test"], REWARDS)
 
 
 @dataclass(frozen=True)
