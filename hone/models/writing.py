@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hone.tracking.atomic import make_folder, rename_folder
 from hone.tracking.lock import lock_target
+from hone.tracking.storage import naming
 
 
 @contextmanager
@@ -21,7 +22,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         make_folder(temporary)
         try:
-            yield temporary
+            with naming(target):
+                yield temporary
             if target.exists():
                 target.rmdir()
             rename_folder(temporary, target)

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hone.tracking.storage import naming
+
 LEFTOVER_SUFFIX = ".tmp"
 
 
@@ -22,10 +24,11 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     make_folder(target.parent)
     temporary = target.parent / f".{target.name}.{os.getpid()}{LEFTOVER_SUFFIX}"
     try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, target)
-        sync(target.parent)
+        with naming(target):
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, target)
+            sync(target.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -37,8 +37,11 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 class FolderLocked(RuntimeError):
     """Another process works in the folder."""
 
+    changes_nothing = True
+    """The folder is not this process's: no log of the error goes there."""
 
-class LockLost(RuntimeError):
+
+class LockLost(FolderLocked):
     """Another machine took this process for dead and works in the folder now."""
 
 

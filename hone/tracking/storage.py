@@ -6,6 +6,9 @@ Libraries wrap the system's error in their own; the cause is looked for in the w
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -50,6 +53,17 @@ def storage_failure(error: BaseException | None) -> int | None:
                 return number
         error = error.__cause__ or error.__context__
     return None
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Give a failed write the name of the file, where the library that wrote it left it out."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
 
 
 def reason(number: int) -> str:

@@ -57,7 +57,6 @@ _MISTAKES = (
     "hone.sandbox.result:SandboxError",
     "hone.tracking.contract:TrackerError",
     "hone.tracking.lock:FolderLocked",
-    "hone.tracking.lock:LockLost",
     "hone.trainer.ppo.checkpoint:CheckpointError",
     "hone.trainer.ppo.collect:NotEnoughSignal",
     "hone.trainer.ppo.memory:OutOfMemory",
@@ -164,7 +163,7 @@ def _keep_traceback(error: BaseException) -> Path | None:
     """Write where an error came from into the run folder, where there is one; the file."""
     run = getattr(_latest[0].config, "trainer", None) if _latest else None
     folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
-    if folder == Path() or not folder.is_dir():
+    if folder == Path() or not folder.is_dir() or getattr(error, "changes_nothing", False):
         return None
     file = folder / ERROR_LOG
     try:

@@ -32,6 +32,8 @@ from hone.trainer.ppo.checkpoint import newest_sound
 
 _VALUE_HEAD = "model.value_head."
 _TOKENS = 8192
+_WRONG_SHAPE = (AttributeError, KeyError, TypeError, RecursionError)
+"""What a config.yaml raises that is YAML and no config."""
 
 
 class ExportError(ValueError):
@@ -187,7 +189,7 @@ def _model_config(source: Path) -> ModelConfig:
             block = config.get("model") or config.get("actor_rollout_ref", {}).get("model")
             if block:
                 return build(ModelConfig, block, {})
-        except (ConfigError, RecursionError, ValueError, AttributeError, YAMLError) as error:
+        except (ConfigError, ValueError, YAMLError, *_WRONG_SHAPE) as error:
             said = " ".join(str(error).split())
             raise ExportError(f"{folder}/config.yaml is not the config of a run: {said}") from error
     raise ExportError(

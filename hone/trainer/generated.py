@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hone.data.rows import Row, file_fingerprint, write_parquet
 from hone.tracking import atomic_path, atomic_write_text
+from hone.tracking.storage import naming
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Parts:
     def append(self, row: int, columns: Row) -> None:
         line = json.dumps({"row": row, "columns": columns}) + "\n"
         self.folder.mkdir(parents=True, exist_ok=True)  # not before there is something to keep
-        with self._file.open("a", encoding="utf-8") as stream:
+        with naming(self._file), self._file.open("a", encoding="utf-8") as stream:
             if stream.tell() and not _ends_whole(self._file):
                 stream.write("\n")
             stream.write(line)

@@ -221,7 +221,7 @@ def test_a_process_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path, f
     from hone.trainer.ppo.checkpoint import writing
 
     with lock_folder(tmp_path):
-        tracking = Tracking([], "p", "e", {}, tmp_path)
+        tracking = Tracking("p", "e", [], {}, run_folder=tmp_path)
         tracking.log({"a": 1}, 1)
         write_lock(tmp_path, elsewhere())
         deadline = time.monotonic() + 20

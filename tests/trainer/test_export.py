@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -232,4 +233,48 @@ def test_shards_without_their_run_say_what_is_missing(plain: Path, tmp_path: Pat
     step = without(plain, tmp_path / "run", "huggingface")
     (tmp_path / "run" / "config.yaml").unlink()
     with pytest.raises(ExportError, match=r"no config.yaml of its run"):
+        export(step, tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["external_lib", "trust_remote_code"])
+def test_the_code_that_a_runs_config_names_is_not_imported(
+    plain: Path,
+    tmp_path: Path,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from hone import cli
+
+    step = without(plain, tmp_path / "run", "huggingface")
+    (tmp_path / "own_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    value = "own_code" if key == "external_lib" else "true"
+    changed = re.sub(rf"(?m)^  {key}: .*$", f"  {key}: {value}", text)
+    assert changed != text
+    (tmp_path / "run" / "config.yaml").write_text(changed)
+    asked: list[bool] = []
+    real = load_causal_lm
+
+    def watched(path: str, **options: Any) -> Any:
+        asked.append(options["trust_remote_code"])
+        return real(path, **options)
+
+    monkeypatch.setattr("hone.trainer.export.load_causal_lm", watched)
+    assert cli.main(["export", str(step), str(tmp_path / "out")]) == 0
+    flag = {"external_lib": "--external-lib own_code", "trust_remote_code": "--trust-remote-code"}
+    assert flag[key] in capsys.readouterr().out
+    assert not (tmp_path / "ran").exists()
+    given = flag[key].split()
+    assert cli.main(["export", str(step), str(tmp_path / "again"), *given]) == 0
+    assert (tmp_path / "ran").exists() == (key == "external_lib")
+    assert asked == [False, key == "trust_remote_code"]
+
+
+@pytest.mark.parametrize("text", ["[]", "model: 5", "a: [", "!!python/object/apply:os.system [x]"])
+def test_a_config_that_is_none_is_a_sentence(plain: Path, tmp_path: Path, text: str) -> None:
+    step = without(plain, tmp_path / "run", "huggingface")
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    with pytest.raises(ExportError, match=r"config\.yaml"):
         export(step, tmp_path / "out")

@@ -34,6 +34,12 @@ class CheckpointError(RuntimeError):
     """No usable checkpoint where one was asked for, or one that could not be written."""
 
 
+class NoSoundCheckpoint(CheckpointError):
+    """There are checkpoints, and none can be resumed; what to do is the user's decision."""
+
+    changes_nothing = True
+
+
 @contextmanager
 def writing(run: RunFolder, step: int) -> Iterator[Path]:
     """A folder to fill; on success it becomes `global_step_N` and the latest.
@@ -98,7 +104,7 @@ def chosen(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | No
         return at_path(path)
     found = newest_sound(run)
     if found is None and (folders := run.checkpoints()):
-        raise CheckpointError(
+        raise NoSoundCheckpoint(
             f"{run.path} has {len(folders)} checkpoints, and none can be resumed "
             f"({folders[-1][1].name}: {damage(folders[-1][1])}); nothing was changed. Restore one from a "
             "copy, set another trainer.default_local_dir, or start anew here with "
@@ -216,8 +222,8 @@ def _not_saved(run: RunFolder, step: int, number: int) -> str:
     advice = remedy(number).capitalize()
     if number in (errno.ENOSPC, errno.EDQUOT):
         advice += (
-            ", set trainer.max_actor_ckpt_to_keep (or leave hf_model out of "
-            "actor_rollout_ref.actor.checkpoint.save_contents),"
+            ", keep fewer checkpoints (trainer.max_actor_ckpt_to_keep; SFT: trainer.max_ckpt_to_keep), or "
+            "leave hf_model out of checkpoint.save_contents,"
         )
     return (
         f"{reason(number)}: step {step} could not be saved in {run.path}; {left}. {advice} and start "
