@@ -61,7 +61,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.errno is not None and error.filename is None:
             error.filename = str(file)
         raise
 
