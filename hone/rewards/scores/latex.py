@@ -88,6 +88,7 @@ _GROUPED = re.compile(r"[+-]? ?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 _MIXED = re.compile(
     r"(?<![\w.^}\\])(\d{1,64})(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
 )
+_PRIMED = re.compile(r"\d\s*'+\s*\d")
 _LOOSE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
 _RATIO = re.compile(r"([+-]?)(\d+)/(\d+)")
 _DECIMAL = re.compile(r"[+-]?\d{1,64}(?:\.\d{1,64})?", re.ASCII)
@@ -123,11 +124,11 @@ def without_unit(text: str) -> str:
 
 
 def has_one_reading(string: str) -> bool:
-    r"""False for what a symbolic reader would read in part: `42\text{ or 43}`, `4 2`."""
+    r"""False for what a symbolic reader would read in part: `42\text{ or 43}`, `4 2`, `4'2`."""
     words = [text.strip() for text in _TEXT.findall(without_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False
-    return " " not in strip_string(string)
+    return " " not in strip_string(string) and not _PRIMED.search(string)
 
 
 def _improper(match: re.Match[str]) -> str:

@@ -28,9 +28,9 @@ Pair = tuple[str, str]
 
 SHORT_CPU_S = 0.1
 """CPU time of a comparison in its first round, in which every one of a batch gets its turn."""
-LONG_CPU_S = 1.0
+LONG_CPU_S = 0.5
 """CPU time in the second round, for those that were late in the first."""
-MAX_LONG = 16
+MAX_LONG = 32
 """Comparisons of one batch that get a second round."""
 MAX_DEATHS = 8
 """Processes that a round of comparisons may cost; those that are then left are skipped."""
