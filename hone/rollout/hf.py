@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hone.models.attention import forward_options
 from hone.models.policy import PolicyModel
 from hone.ops.segments import SegmentLayout
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
@@ -63,7 +64,7 @@ class HFRollout:
             input_ids=ids[None],
             position_ids=torch.arange(len(ids), device=device)[None],
             use_cache=False,
-            layout=layout,
+            **forward_options(self._policy.decoder, layout),
         ).last_hidden_state[0]
         logits = self._policy.logits(hidden[-1:])
         position = torch.tensor([len(ids)], device=device)

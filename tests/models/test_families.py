@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from benchmarks.families.measure import CPU_BOUND, GRADIENT_BOUND, examine, meas
 from hone.models import families
 from hone.models.families import FAMILIES, UnsupportedModel, key_shape, logit_rule
 from hone.models.load import load_causal_lm
+from hone.models.policy import PolicyModel
+from hone.models.tiny import tiny_lm
+from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.hf import HFRollout
+from hone.rollout.native.paged_cache import PagedCache
 
 CPU = torch.device("cpu")
 IMPORTANT = (
@@ -118,3 +124,21 @@ def test_the_table_in_the_docs_is_that_of_the_results_and_of_the_list() -> None:
     unequal = {n for n, r in gpu["families"].items() if r["outcome"] not in GOOD}
     assert unequal <= families.CPU_ONLY, "add them to CPU_ONLY"
     assert families.CPU_ONLY <= FAMILIES
+
+
+@pytest.mark.parametrize("family", ["falcon", "nemotron", "stablelm"])
+def test_the_slow_reference_decodes_families_whose_layers_drop_keywords(family: str) -> None:
+    lm = tiny_lm(40, hidden=32, family=family)
+    engine = HFRollout(PolicyModel(lm.eval()), eos_ids=(), tokenizer=None)
+    out = asyncio.run(engine.generate([3, 4, 5], Sampling(4, 1.0, 0, ignore_eos=True), "one"))
+    assert len(out.token_ids) == len(out.log_probs) == 4
+
+
+def test_keys_of_another_shape_than_the_config_says_are_not_written_into_the_cache() -> None:
+    cache = PagedCache(
+        layers=1, kv_heads=2, head_dim=8, pages=3, page_size=4, dtype=torch.float32, device=CPU
+    )
+    good, wrong = torch.zeros(5, 2, 8), torch.zeros(5, 4, 8)
+    cache.check(good, good)
+    with pytest.raises(RolloutError, match=r"keys are \(4, 8\).*config says \(2, 8\)"):
+        cache.check(wrong, wrong)

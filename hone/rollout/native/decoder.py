@@ -84,7 +84,7 @@ class ModuleDecoder:
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
-            **forward_options(self._policy.lm, layout),
+            **forward_options(self._policy.decoder, layout),
         )
         return out.last_hidden_state[0]
 
