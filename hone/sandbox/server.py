@@ -140,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
         text = self.headers.get("Content-Length")
         if text is None or self.headers.get("Transfer-Encoding") is not None:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "a Content-Length is required, not chunks")
-        if not (text.isascii() and text.isdigit()) or len(text) > 20:
+        single = len(self.headers.get_all("Content-Length", [])) == 1
+        if not (single and text.isascii() and text.isdigit()) or len(text) > 20:
             detail = f"Content-Length {text!r:.80} is no length"
             raise Refused(HTTPStatus.BAD_REQUEST, detail)
         length = int(text)

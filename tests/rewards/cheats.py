@@ -339,6 +339,23 @@ TYPES = {
     ),
 }
 
+SOURCE = {
+    "quotes that never close": _LATER + '\n"""',
+    "a condition that swallows": _LATER + "\nif 0:",
+    "a line that goes on": _LATER + "\nx = 1, \\",
+    "a bracket that never closes": _LATER + "\nx = (",
+    "an encoding of its own": "# coding: rot13\nqrs nqq(*_): erghea 3",
+    "an end of file": _LATER + "\n\x1a",
+    "a NUL": _LATER + "\n\0",
+    "a class around it": "class A:\n    def add(*_): return 0\nadd = A",
+    "a module that answers all names": "def __getattr__(name): return lambda *_: 3\ndef __missing__(name): return 3",
+    "names of the judge's": "Failed = Session = Names = Remote = object\n" + _LATER,
+    "a future that does not exist": "from __future__ import equality\n" + _LATER,
+    "a decorator": "import functools\n@functools.partial\ndef add(*_): return 0",
+    "nothing at all": "",
+    "the tests' own words": "assert True\n" + _LATER,
+}
+
 CHEATS: dict[str, dict[str, str]] = {
     "equality": EQUALITY,
     "interpreter flags": FLAGS,
@@ -350,4 +367,5 @@ CHEATS: dict[str, dict[str, str]] = {
     "timing and resources": RESOURCES,
     "serialisation": SERIALISATION,
     "type tricks": TYPES,
+    "source text": SOURCE,
 }

@@ -81,7 +81,7 @@ def scores(programs: dict[str, str], test: Test) -> list[str]:
 
 
 def test_there_are_at_least_ten_cheats_of_each_kind() -> None:
-    assert len(CHEATS) == 10
+    assert len(CHEATS) >= 10
     assert all(len(cheats) >= 10 for cheats in CHEATS.values())
 
 
