@@ -79,7 +79,11 @@ class Answers:
 
     def send_error(self, error: BaseException) -> None:
         names = [kind.__name__ for kind in type(error).__mro__]
-        self.send("x", [names, str(error)[:2000]], [], Encoder(self, {}, True))
+        try:
+            message = str(error)[:2000]
+        except Exception:
+            message = ""
+        self.send("x", [names, message], [], Encoder(self, {}, True))
 
     def serve(self) -> None:
         while True:
@@ -117,6 +121,8 @@ class Answers:
             setattr(target, words[1], decoder.decode(words[2])[0])
             return None, None
         if verb == "method":
+            if not hasattr(target, words[1]):
+                raise TypeError(f"{type(target).__name__!r} object has no {words[1]}")
             return getattr(target, words[1])(*decoder.decode(words[2])), None
         if verb == "next":
             items = []

@@ -27,9 +27,10 @@ from hone.sandbox.judging.plain_data import (
 # Passed on to the program. None of them tells it the other side of a comparison, as `-` would in
 # `abs(f(x) - 3) < 1e-6`.
 _OPERATORS = (
-    *("len", "getitem", "setitem", "delitem", "str", "repr"),
+    *("len", "getitem", "setitem", "delitem", "str", "repr", "enter", "exit"),
     *("abs", "neg", "pos", "int", "float", "index", "round"),
 )
+_DESCRIPTIVE = frozenset({"__name__", "__qualname__"})
 _PREDICATES = frozenset(
     name
     for kind in (str, bytes, list, dict, set, int, float)
@@ -190,7 +191,7 @@ class Remote:
         return self._session.value("call", self._number, arguments=(arguments, named))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
+        if name.startswith("__") and name.endswith("__") and name not in _DESCRIPTIVE:
             raise AttributeError(name)
         if name in _PREDICATES:  # the tests expect text or a number here
             self._refuse()
@@ -240,6 +241,9 @@ class RemoteIterator(Remote):
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __len__(self) -> int:  # list() asks, and goes on without
+        raise TypeError("an iterator of the program has no len()")
 
     def __next__(self) -> Any:
         if not self._items and not self._done:

@@ -67,6 +67,22 @@ HOLDS = {
         "def f():\n    n = 0\n    while True:\n        yield n\n        n += 1",
         "from itertools import islice\nassert list(islice(f(), 70)) == list(range(70))",
     ),
+    "generators that end": (
+        "def f(n): return (i * i for i in range(n))",
+        "assert list(f(100))[-1] == 99 * 99 and sorted(f(3)) == [0, 1, 4] and 4 in f(3) and sum(f(3)) == 5",
+    ),
+    "objects that iterate and have no length": (
+        "class A:\n    def __iter__(self): return iter([1, 2])",
+        "assert list(A()) == [1, 2] and set(A()) == {1, 2}",
+    ),
+    "context managers and descriptions": (
+        "class A:\n    def __enter__(self): return 3\n    def __exit__(self, *_): self.left = True",
+        "a = A()\nwith a as value:\n    assert value == 3\nassert a.left and A.__name__ == 'A'",
+    ),
+    "errors that cannot be printed": (
+        "class E(Exception):\n    def __str__(self): raise KeyError\ndef f(x):\n    if x: raise E\n    return 1",
+        "try:\n    f(1)\n    assert False\nexcept E:\n    assert f(0) == 1",
+    ),
     "exceptions": (
         "class Odd(ValueError): pass\ndef f(x):\n    raise Odd(f'no {x}') if x else KeyError('k')",
         "for kind, x in ((Odd, 1), (ValueError, 2), (KeyError, 0)):\n    try:\n        f(x)\n"
