@@ -31,14 +31,14 @@ def observation_ids(
 
     `last_token` is the turn's last id: an end token the model wrote itself is not written twice.
     """
-    messages = [clean_values(message) for message in messages]
+    messages = [_without_mark(clean_values(message)) for message in messages]
     if chat and getattr(tokenizer, "chat_template", None):
         text = _rendered(messages, tokenizer, template_kwargs)
         ended = tokenizer.decode([last_token], skip_special_tokens=False)
         text = text.removeprefix(ended) if ended else text
     else:
         text = "".join(_plain(message) for message in messages)
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    return [int(token) for token in tokenizer.encode(clean_text(text), add_special_tokens=False)]
 
 
 def _rendered(messages: Sequence[Message], tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
@@ -64,6 +64,16 @@ def _rendered(messages: Sequence[Message], tokenizer: Any, kwargs: Mapping[str, 
             "the tokenizer's chat template leaves out the assistant's turn, so turns cannot follow it"
         )
     return after
+
+
+def _without_mark(message: Message) -> Message:
+    """The message without the stand-in of the model's turn: what follows it would count as all."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    while _SPOKEN in content:
+        content = content.replace(_SPOKEN, "")
+    return {**message, "content": content}
 
 
 def _plain(message: Message) -> str:

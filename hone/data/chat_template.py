@@ -83,7 +83,7 @@ def _sentence(tokenizer: Any, what: str) -> str:
     name = getattr(tokenizer, "name_or_path", None) or "the tokenizer"
     return (
         f"the chat template of {name} {what}; repair it, or give another one "
-        "(actor_rollout_ref.model.custom_chat_template)"
+        "(actor_rollout_ref.model.custom_chat_template; data.chat_template in hone sft)"
     )
 
 

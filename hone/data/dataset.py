@@ -28,7 +28,7 @@ from hone.data.prompts import (
 )
 from hone.data.rows import BadRows, DataError, Row, read_rows
 from hone.data.schema import COLUMNS, SchemaCheck
-from hone.text import BadText, read_yaml
+from hone.text import BadText, read_yaml, shown
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class RLHFDataset:
 
     def prompt_tokens(self, index: int) -> int:
         """How many tokens the row's prompt has before it is truncated."""
-        return len(self._rendered(self.raw_row(index)))
+        return len(self._rendered(self.raw_row(index), self._max_tokens))
 
     def where(self, index: int) -> str:
         if index < len(self.positions):
@@ -220,6 +220,11 @@ class RLHFDataset:
             return None
         return self.tools
 
+    @property
+    def _max_tokens(self) -> int | None:
+        """Tokens of a prompt, where a longer one is refused and not cut."""
+        return self.config.max_prompt_length if self.config.truncation == "error" else None
+
     def _rendered(self, row: Row, max_tokens: int | None = None) -> list[int]:
         return render_prompt(
             row[self.config.prompt_key],
@@ -231,8 +236,7 @@ class RLHFDataset:
         )
 
     def _prepared(self, row: Row) -> Row:
-        is_cut = self.config.truncation != "error"
-        ids = self._rendered(row, None if is_cut else self.config.max_prompt_length)
+        ids = self._rendered(row, self._max_tokens)
         row["prompt_ids"] = truncate(ids, self.config.max_prompt_length, self.config.truncation)
         row["raw_prompt"] = self._raw_prompt(row)
         if self.config.prompt_key != "raw_prompt":
@@ -260,7 +264,9 @@ def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
     """Split `<image>` and `<video>` in the text into typed parts, as many as the row holds."""
-    expected = {"image": len(row.get(image_key) or ()), "video": len(row.get(video_key) or ())}
+    expected = {
+        kind: len(_media(row, key)) for kind, key in (("image", image_key), ("video", video_key))
+    }
     found = dict.fromkeys(expected, 0)
     typed: list[Message] = []
     for message in messages:
@@ -277,6 +283,14 @@ def with_typed_parts(
                 f"the prompt names <{kind}> {found[kind]} times, the row holds {count} of them"
             )
     return typed
+
+
+def _media(row: Row, key: str) -> Sequence[Any]:
+    media = row.get(key)
+    media = media.tolist() if hasattr(media, "tolist") else media
+    if media is not None and not isinstance(media, list | tuple):
+        raise PromptError(f"column {key!r} is a list, got {shown(media)}")
+    return media or ()
 
 
 def _split(text: str) -> list[dict[str, str]]:

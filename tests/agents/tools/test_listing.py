@@ -137,3 +137,12 @@ def test_a_tool_without_execute_says_so() -> None:
     schema = OpenAIFunctionToolSchema.model_validate({"function": {"name": "x"}})
     with pytest.raises(NotImplementedError, match="execute"):
         asyncio.run(BaseTool({}, schema).execute("i", {}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tools: [", 'tools: [{class_name: "\\ud800"}]', "tools:\n  - {class_name: a, config: 5}"],
+)
+def test_a_hostile_list_is_an_error_with_its_file(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ToolError, match=r"tools\.yaml"):
+        load_tools(written(tmp_path / "tools.yaml", text), None)

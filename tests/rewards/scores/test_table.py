@@ -208,3 +208,15 @@ def test_every_source_that_a_preparer_writes_has_a_rule(
         rows = [row for split in splits.values() for row in split if "data_source" in row]
         assert rows or name in ("gsm8k_multiturn_sft",), name
         check_sources(rows)
+
+
+@pytest.mark.parametrize("source", ["os:getcwd", "os.getcwd", "file.py:score", "a/b.py:score"])
+def test_a_data_source_is_a_name_and_never_imported(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(target: str) -> None:
+        raise AssertionError(f"{target} was imported")
+
+    monkeypatch.setattr("hone.rewards.scores.table.load_object", refuse)
+    with pytest.raises(UnknownSourceError, match="no score for data_source"):
+        table.scorer_of(source)
