@@ -158,6 +158,7 @@ class RLHFDataset:
                 if problem is None:
                     positions.append(position)
                 else:
+                    problem = check.problem(self.store[position]) or problem  # names all columns
                     self.bad_rows.report(problem.reason, f"{self.store.where(position)}: {problem}")
                 position += 1
         if not positions:
@@ -286,7 +287,7 @@ def with_typed_parts(
 
 
 def _media(row: Row, key: str) -> Sequence[Any]:
-    media = row.get(key)
+    media: Any = row.get(key)
     media = media.tolist() if hasattr(media, "tolist") else media
     if media is not None and not isinstance(media, list | tuple):
         raise PromptError(f"column {key!r} is a list, got {shown(media)}")

@@ -199,8 +199,9 @@ def _object(number: int, row: Any, path: str, bad: BadRows) -> Iterator[tuple[in
 def _read_json(path: str, bad: BadRows) -> tuple[Rows, list[int]]:
     opener: Any = gzip.open if path.endswith(".gz") else open
     name = path.removesuffix(".gz")
-    # Bytes that are not UTF-8 become lone surrogates, so that only their row is refused.
-    with opener(path, "rt", encoding="utf-8", errors="surrogateescape") as file:
+    # Bytes that are not UTF-8 become lone surrogates, so that only their row is refused. A mark of
+    # the byte order, which some editors write, is left out.
+    with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
         if name.endswith(".json"):
             numbered = list(_json_document(file.read(), path, bad))
         else:

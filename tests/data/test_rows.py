@@ -225,6 +225,14 @@ def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
     assert len(list(rows.scan())) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("x.jsonl", b'{"a": 1}\n'), ("x.json", b'[{"a": 1}]')]
+)
+def test_a_mark_of_the_byte_order_is_left_out(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert list(read_rows(str(tmp_path / name), BadRows("raise")).scan()) == [{"a": 1}]
+
+
 def test_a_corrupt_gzip_file_is_unreadable(tmp_path: Path) -> None:
     import gzip
 
