@@ -231,7 +231,7 @@ def test_arguments_of_tools_that_a_row_does_not_name_are_dropped(
 
 
 def test_a_row_without_a_prompt_is_told_with_the_columns_it_has(
-    tokenizer: Any, config: Callable[..., DataConfig], write_jsonl: Callable[..., str]
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
 ) -> None:
-    with pytest.raises(DataError, match="row 0: column 'prompt' .*the row has question, id"):
+    with pytest.raises(DataError, match=r"row 0: column 'prompt' .*the row has question, id"):
         RLHFDataset(write_jsonl([{"question": "a", "id": 1}]), tokenizer, config())
