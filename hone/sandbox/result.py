@@ -93,9 +93,9 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():
-            _check_number(name, getattr(self, name), least, most)
+            check_number(name, getattr(self, name), least, most)
         if self.cpu_s is not None:
-            _check_number("cpu_s", self.cpu_s, 0.0, MAX_TIMEOUT_S)
+            check_number("cpu_s", self.cpu_s, 0.0, MAX_TIMEOUT_S)
         for name in ("code", "stdin"):
             if not isinstance(getattr(self, name), str):
                 kind = type(getattr(self, name)).__name__
@@ -116,7 +116,7 @@ class Job:
         return math.ceil(self.cpu_s)
 
 
-def _check_number(name: str, value: object, least: float, most: float) -> None:
+def check_number(name: str, value: object, least: float, most: float) -> None:
     """A finite number in the range: of the limit's own kind, so 512.5 processes are refused."""
     whole = isinstance(most, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):

@@ -24,7 +24,7 @@ from hone.sandbox.api import run_python
 from hone.sandbox.hang_up import HungUp, has_gone
 from hone.sandbox.judging import judge
 from hone.sandbox.orders import Limits, read_judgement, read_run
-from hone.sandbox.result import SandboxError, SandboxResult, Status
+from hone.sandbox.result import RANGES, SandboxError, SandboxResult, Status, check_number
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class SandboxServer(ThreadingHTTPServer):
         max_timeout_s: float = 300.0,
         names: Sequence[str] = (),
     ) -> None:
+        check_number("max_concurrent", max_concurrent, 1, 1 << 15)
+        check_number("max_memory_mb", max_memory_mb, *RANGES["memory_mb"])
+        check_number("max_timeout_s", max_timeout_s, *RANGES["timeout_s"])
         super().__init__((host, port), _Handler)
         self.slots = threading.BoundedSemaphore(max_concurrent)
         self.limits = Limits(max_timeout_s, max_memory_mb)

@@ -63,6 +63,16 @@ def test_it_listens_on_loopback_only(running: SandboxServer) -> None:
 
 
 @pytest.mark.parametrize(
+    "limits",
+    [{"max_concurrent": 0}, {"max_memory_mb": 2**70}, {"max_timeout_s": float("nan")}],
+)
+def test_a_server_without_finite_limits_does_not_start(limits: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {"max_concurrent": 1, "max_memory_mb": 64}
+    with pytest.raises(ValueError, match=f"{next(iter(limits))}=.* must be"):
+        SandboxServer("127.0.0.1", 0, **{**usual, **limits})
+
+
+@pytest.mark.parametrize(
     "content",
     [
         {},

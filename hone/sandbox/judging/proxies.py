@@ -81,6 +81,8 @@ class Session:
             self._apply(after, positional, named)
             if kind == "x":
                 raise self._raised(value)
+            if kind != "v" or (value is ABSENT and verb != "get"):
+                raise Failed("the program's box sent no value")
             return value
 
     @staticmethod

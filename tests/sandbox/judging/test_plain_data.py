@@ -1,0 +1,171 @@
+"""Whatever the program's box sends becomes exact plain types, or is refused."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.sandbox.judging.plain_data import ABSENT, Malformed, Match, Reader, Writer, update
+
+
+class Node:
+    """A class that tests and program share."""
+
+    def __init__(self, val: Any = 0) -> None:
+        self.val = val
+
+    def total(self) -> Any:
+        return self.val
+
+
+class Handle:
+    """Stands for what stays in the program's box."""
+
+
+PLAIN = (
+    *(type(None), bool, int, float, str, bytes, bytearray, complex, range, list, tuple, set),
+    *(frozenset, dict, collections.deque, collections.Counter, collections.OrderedDict),
+    *(collections.defaultdict, Decimal, Fraction, Match, Node, Handle, type(ABSENT), type(...)),
+    *(type({}.keys()), type({}.items()), type({}.values()), type),
+)
+
+
+def reader(known: tuple[Any, ...] = ()) -> Reader:
+    return Reader({"Node": Node}, [*known], lambda kind, number: Handle(), lambda names: ValueError)
+
+
+def read(value: Any, table: Any = (), known: tuple[Any, ...] = ()) -> Any:
+    return reader(known).read(json.dumps(["v", value, [*table], []]).encode())[1]
+
+
+@pytest.mark.parametrize(
+    ("sent", "value"),
+    [
+        ({"t": [1, {"t": []}]}, (1, ())),
+        ({"s": [1, 2]}, {1, 2}),
+        ({"d": ["a", 1, {"t": [1]}, 2]}, {"a": 1, (1,): 2}),
+        ({"b": "\xff\0"}, b"\xff\0"),
+        ({"i": "-0x10"}, -16),
+        ({"c": [1.0, -2.0]}, 1 - 2j),
+        ({"q": [[1], 3]}, collections.deque([1], 3)),
+        ({"F": [1, 3]}, Fraction(1, 3)),
+        ("\ud800", "\ud800"),
+    ],
+)
+def test_tags_become_their_types(sent: Any, value: Any) -> None:
+    assert read(sent) == value
+    assert type(read(sent)) is type(value)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {},
+        {"t": 1},
+        {"zz": 1},
+        {"t": [], "s": []},
+        {"s": [[]]},
+        {"d": [1]},
+        {"d": [[], 1]},
+        {"b": "\u0100"},
+        {"b": 1},
+        {"i": "x"},
+        {"i": "0x" + "f" * (1 << 19)},
+        {"r": [0, 1, 0]},
+        {"r": [0, 1]},
+        {"c": ["1", 2.0]},
+        {"q": [[], -1]},
+        {"I": [[1, 2]]},
+        {"F": [1, 0]},
+        {"N": "x"},
+        {"h": -1},
+        {"h": True},
+        {"h": "0"},
+        {"o": [0, "Other"]},
+        {"o": [0]},
+        {"e": [1]},
+        {"M": []},
+    ],
+)
+def test_tags_with_another_content_are_refused(sent: Any) -> None:
+    with pytest.raises(Malformed):
+        read(sent)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[", b"[" * 100_000, b"9" * 10_000, b"\xff\xfe", b"{}", b"[1,2,3,4]", b'["v",0,0,0]'],
+)
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        reader().read(data)
+
+
+def test_shared_objects_are_filled_and_no_method_is_replaced() -> None:
+    mine = Node(1)
+    row = [0, "Node", ["val", {"o": [1, "Node"]}]]
+    assert read({"o": [0, "Node"]}, [row, [1, "Node", ["val", 5]]], (mine,)) is mine
+    assert mine.val.val == 5
+    for name in ("total", "__class__", "__eq__", "__dict__"):
+        with pytest.raises(Malformed):
+            read(None, [[0, "Node", [name, 1]]], (mine,))
+
+
+TAGS = st.sampled_from([*"itsfdbBrcKIVqCODNFMohge-.", "x"])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TAGS, inner, max_size=2),
+    max_leaves=12,
+)
+
+
+def types_of(value: Any) -> set[type]:
+    found = {type(value)}
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        for item in value:
+            found |= types_of(item)
+    return found
+
+
+@settings(max_examples=50)
+@given(ANYTHING, st.lists(st.tuples(st.integers(0, 2), st.just("Node"), ANYTHING), max_size=2))
+def test_any_message_is_plain_data_or_refused(value: Any, table: list[Any]) -> None:
+    with contextlib.suppress(Malformed):
+        assert types_of(read(value, table)) <= set(PLAIN)
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=40))
+def test_any_bytes_are_refused_or_read(data: bytes) -> None:
+    with contextlib.suppress(Malformed):
+        reader().read(data)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    writer = Writer({"Node": Node}, lambda value: None, lambda function: 0)
+    assert writer.write([{"a": (1, range(2))}]) == [{"a": (1, (..., "r", [0, 2, 1]))}]
+    assert writer.write(len) == (..., "builtin", "len")
+    with pytest.raises(TypeError, match="Handle is not plain data"):
+        writer.write([Handle()])
+    with pytest.raises(TypeError, match="begins with"):
+        writer.write((..., "h", 0))
+
+
+def test_changes_reach_the_tests_own_objects() -> None:
+    inner: list[int] = [1]
+    mine = {"a": inner, "b": {2}}
+    assert update(mine, {"a": [1, 3], "b": {4}, "c": ()}) is mine
+    assert mine == {"a": [1, 3], "b": {4}, "c": ()}
+    assert mine["a"] is inner
+    assert update(inner, "other") == "other"
+    assert inner == [1, 3]
