@@ -1,4 +1,4 @@
-"""Named settings of `algorithm.rollout_correction`, as the family names them.
+"""Named settings of `algorithm.rollout_correction`, as verl names them.
 
 A preset is a dict of keys to lay over the configuration; "decoupled" recomputes old log-probs,
 "bypass" takes the rollout's. Unnamed keys keep their configured value.
@@ -6,8 +6,12 @@ A preset is a dict of keys to lay over the configuration; "decoupled" recomputes
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from typing import Any
+
+from hone.algorithms.keywords import refuse_unknown
+from hone.config.algorithm import RolloutCorrectionConfig
 
 Settings = dict[str, Any]
 
@@ -63,4 +67,6 @@ def preset(name: str, **changes: Any) -> Settings:
         raise ValueError(
             f"unknown rollout-correction preset {name!r}.{hint} Known: {', '.join(PRESETS)}"
         )
+    known = [field.name for field in dataclasses.fields(RolloutCorrectionConfig)]
+    refuse_unknown(f"preset {name}", set(changes) - set(known), known)
     return PRESETS[name] | changes

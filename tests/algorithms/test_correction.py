@@ -304,6 +304,8 @@ def test_presets_by_name():
     assert preset("bypass_pg_is", rollout_is_threshold=3.0)["rollout_is_threshold"] == 3.0
     assert preset("bypass_pg_is")["loss_type"] == "reinforce"
     assert preset("bypass_ppo_clip")["loss_type"] == "ppo_clip"
+    with pytest.raises(TypeError, match="Did you mean 'rollout_is_threshold'"):
+        preset("bypass_pg_is", rollout_is_treshold=3.0)
     with pytest.raises(ValueError, match="Did you mean 'decoupled_geo_rs'"):
         preset("decoupled_geors")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from hone.config.data import DataConfig
 from hone.data.create import create_rl_dataset
@@ -23,7 +24,7 @@ from hone.ops.at_n import (
 )
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
-from hone.trainer.ppo.metrics import are_numbers
+from hone.trainer.ppo.metrics import are_numbers, spread
 
 _CORE_STATISTICS = ("mean", "best", "maj")
 
@@ -45,6 +46,7 @@ class Attempts:
     sources: list[str] = field(default_factory=list)
     uids: list[str] = field(default_factory=list)
     variables: dict[str, list[Any]] = field(default_factory=dict)
+    turns: list[float] = field(default_factory=list)
 
     def add(self, batch: DataProto) -> None:
         facts, before = batch.non_tensor_batch, len(self.uids)
@@ -52,12 +54,14 @@ class Attempts:
         found["reward"] = batch.batch["token_level_scores"].sum(-1).tolist()
         self.sources += list(facts["data_source"])
         self.uids += list(facts["uid"])
+        self.turns += [float(n) for n in facts.get("num_turns", ()) if n is not None]
         for name in {*self.variables, *found}:
             values = self.variables.setdefault(name, [None] * before)
             values += found.get(name, [None] * len(batch))
 
     def metrics(self) -> dict[str, float]:
-        return validation_metrics(self.sources, self.uids, self.variables)
+        turns = spread("val-aux/num_turns", torch.tensor(self.turns))
+        return validation_metrics(self.sources, self.uids, self.variables) | turns
 
 
 @dataclass

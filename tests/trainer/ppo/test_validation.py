@@ -119,6 +119,7 @@ def test_n_attempts_are_reported_by_mean_best_worst_and_majority(
     )
     assert "val-aux/lexical/format/mean@4" in line
     assert "val-aux/lexical/reward/mean@4" in line
+    assert [line[f"val-aux/num_turns/{kind}"] for kind in ("mean", "max", "min")] == [2, 2, 2]
 
 
 def test_a_response_without_an_answer_casts_no_vote() -> None:
