@@ -125,8 +125,8 @@ HOSTILE: tuple[Callable[[int], str], ...] = (
 
 def hostile_seconds(count: int = 512) -> float:
     """Wall seconds for `count` hostile answers, all different, in one batch."""
-    from hone.rewards.comparing import compare_ahead
     from hone.rewards.outcome import Row
+    from hone.rewards.symbolic_batch import compare_ahead
 
     texts = [HOSTILE[i % len(HOSTILE)](i + 2) for i in range(count)]
     rows = [Row("lighteval/MATH", rf"\boxed{{{t}}}", r"\sqrt{2}+x", {}) for t in texts]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hone.plugins import load_object
-from hone.rewards.comparing import Comparisons
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Row, score_row
 from hone.rewards.places import describe
 from hone.rewards.scores import symbolic, table
+from hone.rewards.symbolic_batch import Comparisons
 
 
 def reference(function: Callable[..., Any]) -> str | Callable[..., Any]:

@@ -19,13 +19,14 @@ from hone.data.rows import BadRows, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
-from hone.rewards.comparing import compare_ahead
 from hone.rewards.cores import usable_cores
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Row, vote_of
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores import table
 from hone.rewards.scores.latex import boxed_answer
+from hone.rewards.symbolic_batch import compare_ahead
+from hone.rewards.transcript import of_policy
 from hone.rewards.transport import row_scorer_keywords
 from hone.tracking import progress
 
@@ -166,7 +167,12 @@ def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(row.get("extra_info") or {})
     return [
-        Row(str(row[data.data_source_key]), text, reward_model.get("ground_truth"), extra)
+        Row(
+            str(row[data.data_source_key]),
+            text,
+            reward_model.get("ground_truth"),
+            extra | of_policy(text),
+        )
         for text in responses
     ]
 

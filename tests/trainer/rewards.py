@@ -96,6 +96,12 @@ def fails_after_eight(
     return {"score": 1.0, "format": 1.0}
 
 
+def repeats_what_it_read(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
+) -> dict[str, Any]:
+    return {"score": 1.0, "read": solution_str, "heard": extra_info["transcript"]}
+
+
 def bonus_for_some(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> dict[str, Any]:

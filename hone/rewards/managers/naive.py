@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from hone.rewards.calling import run_coroutine, taken_arguments
-from hone.rewards.comparing import compare_ahead
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Row, failed_by, read_result, score_row
+from hone.rewards.symbolic_batch import compare_ahead
 
 
 class NaiveRewardManager(RuleRewardManager):

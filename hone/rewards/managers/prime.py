@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hone.rewards.comparing import compare_ahead
 from hone.rewards.cores import usable_cores
 from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.managers.abstract import RawRewardFn
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Row
 from hone.rewards.pool import DeadlinePool
+from hone.rewards.symbolic_batch import compare_ahead
 from hone.rewards.transport import row_scorer_keywords
 
 

@@ -76,6 +76,12 @@ _SUBSTRING: dict[str, Entry] = {
     **_rows("countdown", "countdown"),
     **_rows("arithmetic", "multiply", "arithmetic"),
 }
+SYMBOLIC_MODULES = frozenset(
+    entry.target.partition(":")[0]
+    for entry in _EXACT.values()
+    if entry.symbolic and isinstance(entry.target, str)
+)
+"""Modules whose score functions may also be chosen for all rows, by `custom_reward_function.path`."""
 _BUILT_IN: dict[str, dict[str, Entry]] = {
     "exact": _EXACT,
     "prefix": _PREFIX,

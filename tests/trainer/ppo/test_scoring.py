@@ -92,6 +92,29 @@ def test_a_score_that_hangs_is_killed_and_counted(train: Callable[..., Run]) -> 
     ]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_score_function_reads_what_the_policy_wrote_in_training_and_validation(
+    train: Callable[..., Run], task: Task, whole: bool
+) -> None:
+    run = train(
+        loop("TwoTurns"),
+        task.validated(),
+        "custom_reward_function.name=repeats_what_it_read",
+        f"reward_model.score_observations={str(whole).lower()}",
+        "data.max_response_length=8",
+        "trainer.total_training_steps=1",
+    )
+    validation = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
+    tokenizer = character_tokenizer(ALPHABET)
+    for row in [*run.rollouts(1), *validation]:
+        ids, mask = row["response_ids"], row["response_mask"]
+        heard = tokenizer.decode(ids, skip_special_tokens=True)
+        turns = [ids[: mask.index(0)], ids[mask.index(0) + 2 :]]
+        texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
+        assert row["heard"] == heard
+        assert row["read"] == (heard if whole else "\n".join(text for text in texts if text))
+
+
 def test_failures_in_validation_are_counted_too(train: Callable[..., Run], task: Task) -> None:
     run = train(
         task.validated(),

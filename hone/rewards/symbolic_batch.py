@@ -10,6 +10,7 @@ from typing import Any
 
 from hone.rewards.failures import Failed
 from hone.rewards.outcome import Row, score_row
+from hone.rewards.places import unbound
 from hone.rewards.scores import symbolic, table
 
 Comparisons = dict[symbolic.Pair, bool | Failed]
@@ -18,12 +19,10 @@ Comparisons = dict[symbolic.Pair, bool | Failed]
 def compare_ahead(
     compute_score: Callable[..., Any], rows: Sequence[Row], options: Mapping[str, Any]
 ) -> list[Comparisons]:
-    """Make what the table's rules will ask for; each row's comparisons, for another process.
+    """Make what our own rules will ask for; each row's comparisons, for another process.
 
     A user's own score function is not called: it may not bear to be called twice.
     """
-    if not table.is_table(compute_score):
-        return [{} for _ in rows]
     pairs = [_asked(compute_score, row, options) for row in rows]
     symbolic.compare_all(pair for of_row in pairs for pair in of_row)
     return [symbolic.known(of_row) for of_row in pairs]
@@ -32,9 +31,15 @@ def compare_ahead(
 def _asked(
     compute_score: Callable[..., Any], row: Row, options: Mapping[str, Any]
 ) -> list[symbolic.Pair]:
-    entry = table.find(row.data_source)
-    if entry is None or not entry.symbolic:
+    if not _compares_expressions(compute_score, row):
         return []
     with symbolic.noting() as pairs:
         score_row(compute_score, row, options)
     return pairs
+
+
+def _compares_expressions(compute_score: Callable[..., Any], row: Row) -> bool:
+    if table.is_table(compute_score):
+        entry = table.find(row.data_source)
+        return entry is not None and entry.symbolic
+    return getattr(unbound(compute_score), "__module__", None) in table.SYMBOLIC_MODULES
