@@ -1,7 +1,7 @@
-"""The family's module paths, as one table: what a user imports there, and which room has it here.
+"""verl's module paths, as one table: what a user imports there, and which module has it here.
 
 A finder at the end of `sys.meta_path` answers only for paths of this table that are no real module;
-names load when they are asked for. Leaves out what the family keeps private.
+names load when they are asked for. Leaves out what verl keeps private.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def paths() -> set[str]:
     return listed | {path[:i] for path in listed for i, letter in enumerate(path) if letter == "."}
 
 
-class FamilyModule(ModuleType):
+class VerlModule(ModuleType):
     """A module that looks its names up in the table."""
 
     def __getattr__(self, name: str) -> Any:
@@ -262,11 +262,11 @@ def _known(path: str) -> str:
     return f"; it has {', '.join(sorted(names))}" if names else ""
 
 
-class FamilyLoader(Loader):
-    """Makes a `FamilyModule`; nothing is run."""
+class VerlLoader(Loader):
+    """Makes a `VerlModule`; nothing is run."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return FamilyModule(spec.name)
+        return VerlModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         names = NAMES.get(module.__name__)
@@ -281,7 +281,7 @@ class FamilyLoader(Loader):
         return compile(text, f"<{name}>", "exec")
 
 
-class FamilyFinder(MetaPathFinder):
+class VerlFinder(MetaPathFinder):
     """Finds the paths of the table; real modules were found before it is asked."""
 
     def __init__(self) -> None:
@@ -292,10 +292,10 @@ class FamilyFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._paths:
             return None
-        return ModuleSpec(fullname, FamilyLoader(), is_package=fullname not in PROGRAMS)
+        return ModuleSpec(fullname, VerlLoader(), is_package=fullname not in PROGRAMS)
 
 
 def install() -> None:
-    """Answer for the family's paths from now on; doing it twice changes nothing."""
-    if not any(isinstance(finder, FamilyFinder) for finder in sys.meta_path):
-        sys.meta_path.append(FamilyFinder())
+    """Answer for verl's paths from now on; doing it twice changes nothing."""
+    if not any(isinstance(finder, VerlFinder) for finder in sys.meta_path):
+        sys.meta_path.append(VerlFinder())

@@ -1,4 +1,4 @@
-"""The family's module paths: every import a user writes there runs here, under our name."""
+"""verl's module paths: every import a user writes there runs here, under our name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def in_user_docs() -> list[str]:
 
 
 @pytest.mark.parametrize("line", sorted({*WRITTEN_BY_USERS, *in_user_docs()}))
-def test_an_import_of_the_family_runs_under_our_name(line: str) -> None:
+def test_an_import_of_verl_runs_under_our_name(line: str) -> None:
     exec(re.sub(r"\bverl\b", "hone", line), {})
 
 
@@ -126,7 +126,7 @@ def test_every_name_of_the_table_is_there(path: str, name: str) -> None:
 @pytest.mark.parametrize("path", sorted(compat.PROGRAMS))
 def test_every_program_of_the_table_is_there(path: str) -> None:
     assert exists(compat.PROGRAMS[path])
-    assert compat.PROGRAMS[path] in compat.FamilyLoader().get_code(path).co_consts
+    assert compat.PROGRAMS[path] in compat.VerlLoader().get_code(path).co_consts
 
 
 def test_no_path_of_the_table_hides_a_real_module() -> None:
@@ -153,7 +153,7 @@ def test_a_path_outside_the_table_is_no_module() -> None:
 
 def test_a_path_that_is_no_program_cannot_be_run() -> None:
     with pytest.raises(ImportError, match="is no program"):
-        compat.FamilyLoader().get_code("hone.utils.reward_score")
+        compat.VerlLoader().get_code("hone.utils.reward_score")
 
 
 def test_star_imports_bring_the_names_of_the_table() -> None:
@@ -164,7 +164,7 @@ def test_star_imports_bring_the_names_of_the_table() -> None:
 
 def test_installing_twice_leaves_one_finder() -> None:
     compat.install()
-    assert sum(isinstance(f, compat.FamilyFinder) for f in sys.meta_path) == 1
+    assert sum(isinstance(f, compat.VerlFinder) for f in sys.meta_path) == 1
 
 
 def test_installing_and_importing_a_path_loads_nothing_heavy() -> None:

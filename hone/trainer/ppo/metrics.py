@@ -1,4 +1,4 @@
-"""What a step reports, by the family's names; a reduction is said, never guessed from a name."""
+"""What a step reports, by verl's names; a reduction is said, never guessed from a name."""
 
 from __future__ import annotations
 
