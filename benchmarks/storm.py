@@ -1,7 +1,8 @@
 """`make storm`: runs that are killed hundreds of times leave what runs that were not leave.
 
-Each seed trains once in calm and once under fire, in several shapes. Every kill is drawn from the kinds
-below, each resume starts where the last one ended; at the end every line and every rollout is compared.
+Each seed trains once in calm, and under fire until enough kills are done: a run that comes to its end is
+compared line by line and rollout by rollout, and the next one begins. Every resume starts where the last
+kill left it.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ class Storm:
         self.command = task.overrides(self.fire.folder, *common)
         self.kills: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.runs = self.lines = self.files = 0
 
     def kill(self, nursery: Nursery, second: Nursery) -> None:
-        """Start the run and end it in one way; a run that ended before is sent back to its last save."""
+        """Start the run and end it in one way; a run that came to its end is compared."""
         kind = self._next_kind()
         moment = self._moment(kind)
         pid = nursery.start(self.command)
@@ -92,12 +94,12 @@ class Storm:
             code = nursery.exit_code()
             if code != 0:
                 self.problems.append(f"{kind}: the run ended by itself with code {code}")
-            shutil.rmtree(self.fire.checkpoint(STEPS), ignore_errors=True)
+            self.compare()
             return
         self._strike(kind, pid, second)
         code = nursery.exit_code()
         if code == 0:  # it had done its last step
-            shutil.rmtree(self.fire.checkpoint(STEPS), ignore_errors=True)
+            self.compare()
         elif code in ENDS_WITH[kind]:
             self.kills[kind] += 1
         else:
@@ -145,43 +147,50 @@ class Storm:
             time.sleep(0.02)
             _send(pid, number)
 
-    def verdict(self) -> dict[str, Any]:
-        """Run to the end once more, as a user would, and compare everything."""
+    def finish(self) -> dict[str, Any]:
+        """Run to the end once more, as a user would, and compare."""
         last = start(self.command)
         output, _ = last.communicate(timeout=1200)
         if last.returncode != 0:
             self.problems.append(f"the last run ended with {last.returncode}: {output[-300:]}")
-        calm, fire = self.calm.numbers, self.fire.numbers
-        lines = sum(a == b for a, b in zip(calm, fire, strict=False))
-        if calm != fire:
-            self.problems.append(f"metrics: {lines} of {len(calm)} lines equal, {len(fire)} there")
-        files = 0
-        for part in ("rollouts", "validation"):
-            names = [
-                sorted(p.name for p in (r.folder / part).iterdir()) for r in (self.calm, self.fire)
-            ]
-            if names[0] != names[1]:
-                self.problems.append(
-                    f"{part}: {len(names[0])} files in calm, {len(names[1])} under fire"
-                )
-            for name in set(names[0]) & set(names[1]):
-                tables = [pq.read_table(r.folder / part / name) for r in (self.calm, self.fire)]
-                if tables[0].equals(tables[1]):
-                    files += 1
-                else:
-                    self.problems.append(f"{part}/{name} differs")
-        left = [p.name for p in self.fire.folder.iterdir() if p.name.startswith(".")]
-        left += [p.name for p in self.fire.folder.glob("*.earlier")]
-        if left:
-            self.problems.append(f"left behind: {left}")
+        self.compare()
         return {
             "shape": self.name,
             "kills": sum(self.kills.values()),
             "by_kind": dict(self.kills),
-            "metrics_lines_equal": lines,
-            "rollout_and_validation_files_equal": files,
+            "runs_compared": self.runs,
+            "metrics_lines_equal": self.lines,
+            "rollout_and_validation_files_equal": self.files,
             "problems": self.problems,
         }
+
+    def compare(self) -> None:
+        """The run under fire must be the run in calm; its folder is removed for the next one."""
+        calm, fire = self.calm.numbers, self.fire.numbers
+        equal = sum(a == b for a, b in zip(calm, fire, strict=False))
+        if calm != fire:
+            self.problems.append(f"metrics: {equal} of {len(calm)} lines equal, {len(fire)} there")
+        for part in ("rollouts", "validation"):
+            self._compare_files(part)
+        left = [p.name for p in self.fire.folder.iterdir() if p.name.startswith(".")]
+        left += [p.name for p in self.fire.folder.glob("*.earlier")]
+        if left:
+            self.problems.append(f"left behind: {left}")
+        self.runs += 1
+        self.lines += equal
+        shutil.rmtree(self.fire.folder)
+
+    def _compare_files(self, part: str) -> None:
+        folders = [run.folder / part for run in (self.calm, self.fire)]
+        calm, fire = (sorted(p.name for p in folder.iterdir()) for folder in folders)
+        if calm != fire:
+            self.problems.append(f"{part}: {len(calm)} files in calm, {len(fire)} under fire")
+        for name in set(calm) & set(fire):
+            tables = [pq.read_table(folder / name) for folder in folders]
+            if tables[0].equals(tables[1]):
+                self.files += 1
+            else:
+                self.problems.append(f"{part}/{name} differs")
 
 
 def last_step(folder: Path) -> int:
@@ -258,7 +267,7 @@ def main(arguments: list[str]) -> int:
                     if sum(storm.kills.values()) >= per_seed:
                         break
                     storm.kill(nursery, second)
-                results.append({"seed": seed, **storm.verdict()})
+                results.append({"seed": seed, **storm.finish()})
                 print(json.dumps(results[-1]), flush=True)
         processes = list(marked_processes(mark))
     report = {
