@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ def exit_code(number: int) -> int:
 
 
 _launched: list[bool] = []
+_programs: list[bool] = []
+"""One entry while this process runs a program of the command line, and is not a user's own."""
 
 
 def answer_to_launcher() -> None:
@@ -91,6 +94,8 @@ class GracefulStop:
                 again = NAMES[signal.Signals(number)]
                 log.warning("%s (%s again stops at once)", self._finishing, again)
         elif not is_rank():
+            if _programs:
+                _end_process(number)
             _stop_at_once(number)
 
 
@@ -110,9 +115,18 @@ def stopping_at_once() -> Iterator[None]:
 
     try:
         before = {n: signal.signal(n, handle) for n in SIGNALS}
+        _programs.append(True)
         yield
     finally:
+        _programs.pop()
         _restore(before)
+
+
+def _end_process(number: int) -> None:
+    """Leave without clean-up: what runs now may catch an exception, and every file bears a kill."""
+    sys.stderr.write(f"stopped at once by {NAMES[signal.Signals(number)]}\n")
+    sys.stderr.flush()
+    os._exit(exit_code(number))
 
 
 def _stop_at_once(number: int, again_is_default: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,37 @@ def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
     assert finish(program) == code
     assert cleaned == [True]
     assert capsys.readouterr().err.startswith("stopped at once by ")
+
+
+STUBBORN = """
+import asyncio, os, signal, sys
+from hone.trainer.command_line import finish
+from hone.trainer.interrupt import GracefulStop
+
+async def step():
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+        await asyncio.sleep(0.01)
+        os.kill(os.getpid(), int(sys.argv[1]))
+        await asyncio.sleep(60)
+    except BaseException:
+        await asyncio.sleep(60)
+
+def main():
+    with GracefulStop():
+        asyncio.run(step())
+
+sys.exit(finish(main))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_twice_ends_a_program_that_catches_everything(number: int, code: int) -> None:
+    command = [sys.executable, "-c", STUBBORN, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1].startswith("stopped at once by ")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
