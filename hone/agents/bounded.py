@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import inspect
 import threading
-from asyncio.tasks import _unregister_task
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from hone.controller.event_loop import as_exception, forget_task, raised_by_signal
+
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """How long something cancelled may take to clean up, unless said otherwise; then it is left behind."""
@@ -28,13 +28,20 @@ class Overdue(Exception):
 async def bounded(
     work: Coroutine[Any, Any, T], seconds: float | None, *, grace_s: float | None = None
 ) -> T:
-    """What the work returns or raises; Overdue after `seconds` (None is no deadline)."""
-    task = asyncio.ensure_future(work)
+    """What the work returns or raises; Overdue after `seconds` (None is no deadline).
+
+    What it raises is an Exception, whatever it was: an exit of the work would end the event loop.
+    """
+    task = asyncio.ensure_future(_contained(work))
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
-        if not task.done():
-            await _end(task, GRACE_S if grace_s is None else grace_s)
+        try:
+            if not task.done():
+                await _end(task, GRACE_S if grace_s is None else grace_s)
+        finally:
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # cancelled before its first step
     if not done:
         raise Overdue(f"not done after {seconds:g} s")
     if task.cancelled():  # not by us: a cancellation of this wait has left above
@@ -42,16 +49,37 @@ async def bounded(
     return task.result()
 
 
+async def _contained(work: Coroutine[Any, Any, T]) -> T:
+    """The work; an exit that it raises becomes a RuntimeError, a Ctrl-C of the user stays one."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        # A coroutine that is closed from outside has GeneratorExit raised here, not in the work.
+        closed = isinstance(error, GeneratorExit) and _raised_here(error)
+        if closed or raised_by_signal(error):
+            raise
+        failure = as_exception(error)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _raised_here(error: BaseException) -> bool:
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
 async def _end(task: asyncio.Future[Any], grace_s: float) -> None:
     """Cancel; what will not end is forgotten, or closing the event loop would wait for it."""
     task.cancel()
-    await asyncio.wait({task}, timeout=grace_s)
-    if not task.done():
-        logger.warning("%r goes on after it was cancelled; it is left behind", task)
-        assert isinstance(task, asyncio.Task)
-        _unregister_task(task)
-    elif not task.cancelled():
-        task.exception()  # read, or asyncio logs that nobody did
+    try:
+        await asyncio.wait({task}, timeout=grace_s)
+    finally:  # also where this wait is cancelled itself
+        if not task.done():
+            forget_task(task)
+        elif not task.cancelled():
+            task.exception()  # read, or asyncio logs that nobody did
 
 
 async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
@@ -72,10 +100,7 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
         try:
             what = function(**arguments)
         except BaseException as error:
-            # An exit would end the event loop, and a future cannot hold a StopIteration.
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            settle = answer.set_exception
-            what = error if plain else RuntimeError(f"{type(error).__name__}: {error}")
+            settle, what = answer.set_exception, as_exception(error)
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             loop.call_soon_threadsafe(tell, settle, what)
 

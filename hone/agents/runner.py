@@ -7,7 +7,7 @@ do not depend on which rows run beside it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from hone.agents.contract import AgentLoopOutput, ServerManager
 from hone.agents.loops.listing import LoopFactory, LoopNames
 from hone.agents.output_check import MEASURED, check_output, measured
 from hone.config import PPOTrainerConfig
+from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
@@ -26,9 +27,6 @@ from hone.rollout.contract import RolloutEngine
 class AgentLoopFailed(RuntimeError):
     """A loop raised; the message says which loop, on which row, and what."""
 
-
-LOOPS_DEADLINE_S = 24 * 3600.0
-"""All trajectories of one call; tools and turns have deadlines of their own."""
 
 Widths = Callable[[int, int], tuple[int, int]]
 """(longest prompt, longest response) here to the widths to pad to: ranks agree on the largest."""
@@ -52,6 +50,9 @@ class LoopRunner:
         self._tokenizer = tokenizer
         self._run_seed = run_seed
         self._vocabulary = vocabulary
+        self._deadlines = PhaseDeadlines(
+            config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
+        )
         self._loops = LoopNames(config.actor_rollout_ref.rollout)
 
     def run(self, rows: DataProto, *, widths: Widths | None = None) -> DataProto:
@@ -89,20 +90,16 @@ class LoopRunner:
             )
             for i, name in enumerate(names)
         ]
-        try:
-            return await asyncio.wait_for(asyncio.gather(*tasks), LOOPS_DEADLINE_S)
-        except BaseException as error:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if isinstance(error, asyncio.TimeoutError):
-                late = [columns["uid"][i] for i, task in enumerate(tasks) if task.cancelled()]
+        with self._deadlines.measured("agent loops") as limit_s:
+            done = await _ended(tasks, limit_s)
+            late = [columns["uid"][i] for i, task in enumerate(tasks) if task not in done]
+            if late:
                 raise AgentLoopFailed(
-                    f"{len(late)} of {len(tasks)} agent loops had not ended after "
-                    f"{LOOPS_DEADLINE_S:g} s, the first on row uid={late[0]}; give what it waits for a "
-                    "deadline of its own (asyncio.wait_for)"
-                ) from error
-            raise
+                    f"{len(late)} of {len(tasks)} agent loops had not ended after {limit_s:g} s, the "
+                    f"first on row uid={late[0]}; give what it waits for a deadline of its own "
+                    f"(asyncio.wait_for), or {self._deadlines.advice('agent loops')}"
+                )
+        return [task.result() for task in tasks]
 
     async def _run_one(
         self, name: str, factory: LoopFactory, row: Mapping[str, Any], sampling: dict[str, Any]
@@ -113,12 +110,17 @@ class LoopRunner:
             seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),
             max_tokens=rollout.response_length,
         )
-        try:
+
+        async def trajectory() -> AgentLoopOutput:
             loop = factory(self._config, manager, self._tokenizer, None)
+            output = await loop.run(sampling, **row)
+            check_output(output, name, row=row, vocabulary=self._vocabulary)
+            return output
+
+        try:
             # A cancelled loop has the time of a call to release its tools.
             grace_s = rollout.multi_turn.tool_timeout_s
-            output = await bounded(loop.run(sampling, **row), None, grace_s=grace_s)
-            check_output(output, name, row=row, vocabulary=self._vocabulary)
+            output = await bounded(trajectory(), None, grace_s=grace_s)
         except Exception as error:
             raise AgentLoopFailed(
                 f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
@@ -127,6 +129,20 @@ class LoopRunner:
         # Columns of the row that the loop handed through are in the batch already.
         output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
         return _cut(output, rollout.response_length)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]], limit_s: float) -> set[asyncio.Task[Any]]:
+    """Those that ended in time; the others are cancelled. The first to fail ends all and is raised."""
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # each ends within its grace time
+    for task in tasks:
+        if task in done:
+            task.result()
+    return done
 
 
 def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:

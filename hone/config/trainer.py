@@ -77,6 +77,10 @@ class TrainerConfig(Block):
     """Seconds a worker group may take to come up."""
     liveness_deadline_s: float = 20.0
     """Seconds after which a stopped worker process, or a silent Ray node or control plane, ends the run."""
+    phase_deadline_floor_s: float = 7200.0
+    """Seconds that any phase (a worker's call, the agent loops of a batch) may take; then the run stops."""
+    phase_deadline_factor: float = 10.0
+    """A phase may take longer than the floor: this factor times the longest that it took before."""
     use_legacy_worker_impl: str = "auto"
     """There is one family of workers here."""
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hone.controller.event_loop import run_to_end
 from hone.models.attention import forward_options
 from hone.models.policy import PolicyModel
 from hone.ops.segments import SegmentLayout
@@ -49,10 +50,12 @@ class HFRollout:
             raise RolloutError(f"request {request_id} came to an engine that is closed")
         while request.stop_reason is None:
             await asyncio.sleep(0)
+            self._gate.raise_failure()
             if self._gate.aborts != aborts_before:
                 request.stop_reason = StopReason.ABORT
             else:
-                self._draw_one(request)
+                with self._gate.failing_all():
+                    self._draw_one(request)
         return request.output()
 
     @torch.inference_mode()
@@ -75,7 +78,7 @@ class HFRollout:
         request.stop_reason = self._rules.stop_reason(request)
 
     def play(self, loops: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run(loops)
+        return run_to_end(loops)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         load_weights(self._policy, weights)

@@ -7,7 +7,9 @@ each engine's own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +28,9 @@ class Request:
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None
     cancelled: bool = False
-    """Nobody waits any more: it ends at its next token."""
+    """Its caller has left: it ends at its next token."""
     owner: Any = None
-    """Whoever waits for it; engines' cores never look at it."""
+    """The event loop and future that wait for it; engines' cores never look at it."""
 
     @property
     def length(self) -> int:
@@ -102,25 +104,86 @@ class RequestRules:
 
 
 class AbortGate:
-    """Where new requests wait while an engine that lives in the event loop is aborted."""
+    """Where new requests wait while an engine that decodes in the event loop is aborted.
+
+    It also tells every request of a failure: one request's error ends them all, with the cause.
+    """
 
     def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
+        self._lock = threading.Lock()
+        self._open = True
+        self._waiters: list[asyncio.Future[None]] = []
+        self._failure: BaseException | None = None
         self.aborts = 0
         """How often `abort` was called: a request that sees it grow ends with what it has."""
 
     async def enter(self) -> int:
-        await self._open.wait()
-        return self.aborts
+        """The count of aborts so far, once requests may start."""
+        while True:
+            self.raise_failure()
+            with self._lock:
+                if self._open:
+                    return self.aborts
+                waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiters.append(waiter)
+            await waiter
 
     def abort(self) -> None:
-        self.aborts += 1
-        if self._open.is_set():  # an event belongs to the loop that waited for it: take a new one
-            self._open = asyncio.Event()
+        with self._lock:
+            self.aborts += 1
+            self._open = False
 
     def resume(self) -> None:
-        self._open.set()
+        with self._lock:
+            self._open = True
+        self._wake()
+
+    @contextmanager
+    def failing_all(self) -> Iterator[None]:
+        """An error of the engine inside fails every request; a refusal (RolloutError) only its own."""
+        try:
+            yield
+        except RolloutError:
+            raise
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+            self._wake()
+            if not isinstance(error, Exception):
+                raise
+            raise decoding_failed(error) from error
+
+    def raise_failure(self) -> None:
+        """Raise what failed an earlier request."""
+        if self._failure is not None:
+            raise engine_failed(self._failure)
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            with suppress(RuntimeError):  # its event loop has closed: nothing waits there
+                waiter.get_loop().call_soon_threadsafe(_settle, waiter)
+
+
+def _settle(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def decoding_failed(cause: BaseException) -> RolloutError:
+    """What a request that was under way is told."""
+    error = RolloutError(f"decoding stopped: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def engine_failed(cause: BaseException | None) -> RolloutError:
+    """What a request to an engine that failed or closed earlier is told."""
+    state = "is closed" if cause is None else f"failed earlier ({type(cause).__name__}: {cause})"
+    error = RolloutError(f"the rollout engine {state}; build another")
+    error.__cause__ = cause
+    return error
 
 
 def refuse_media(request_id: str, media: Any, engine: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from hone.controller.event_loop import run_to_end
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 from hone.rollout.requests import AbortGate, Request, RequestRules, refuse_media
 
@@ -87,7 +88,8 @@ class ScriptedRollout:
             state, verb = ("closed", "build another") if self._closed else ("asleep", "wake_up")
             raise RolloutError(f"request {request_id} came to an engine that is {state}; {verb}")
         self.requests.append(request)
-        answer = self._next_answer(request)
+        with self._gate.failing_all():
+            answer = self._next_answer(request)
         await self._say(request, answer, aborts_before)
         return request.output()
 
@@ -95,13 +97,15 @@ class ScriptedRollout:
         log_probs = answer.log_probs or [0.0] * len(answer.token_ids)
         for token, log_prob in zip(answer.token_ids, log_probs, strict=True):
             await asyncio.sleep(self._pace)
+            self._gate.raise_failure()
             if self._gate.aborts != aborts_before:
                 request.stop_reason = StopReason.ABORT
                 return
             request.token_ids.append(token)
             request.log_probs.append(log_prob)
             request.versions.append(self.version)
-            request.stop_reason = self._rules.stop_reason(request)
+            with self._gate.failing_all():
+                request.stop_reason = self._rules.stop_reason(request)
             if request.stop_reason is not None:
                 return
         request.stop_reason = StopReason.STOP
@@ -128,7 +132,7 @@ class ScriptedRollout:
         return ScriptedAnswer(ids if end is None else [*ids, end])
 
     def play(self, loops: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run(loops)
+        return run_to_end(loops)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weights += [name for name, _ in weights]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 from typing import Any
 
@@ -94,6 +95,50 @@ def test_work_that_swallows_its_cancellation_is_left_behind(
     thread.join(60)
     assert len(outcome) == 1
     assert "it is left behind" in caplog.text
+
+
+def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The work is overdue and does not end; before its grace time is over the waiter is cancelled."""
+    outcome: list[Any] = []
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    async def whole() -> bool:
+        waiting = asyncio.create_task(bounded(stubborn(), 0.01, grace_s=3600.0))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        return waiting.cancelled()
+
+    thread = threading.Thread(target=lambda: outcome.append(asyncio.run(whole())), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert outcome == [True]
+    assert "it is left behind" in caplog.text
+
+
+def test_work_cancelled_before_it_began_is_closed(recwarn: pytest.WarningsRecorder) -> None:
+    async def whole() -> None:
+        waiting = asyncio.create_task(bounded(asyncio.sleep(0), None))
+        asyncio.get_running_loop().call_soon(waiting.cancel)
+        await asyncio.wait({waiting})
+
+    asyncio.run(whole())
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
+
+
+def test_a_ctrl_c_of_the_user_is_not_a_failure_of_the_work() -> None:
+    async def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)  # the event loop's handler cancels
+        await asyncio.sleep(3600)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(bounded(interrupted(), 60.0))
 
 
 def test_a_function_in_a_thread_returns_and_raises() -> None:

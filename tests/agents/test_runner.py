@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hone.agents.bounded import bounded
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
 from hone.agents.loops.single_turn import SingleTurnAgentLoop
 from hone.agents.runner import AgentLoopFailed, LoopRunner
@@ -140,12 +143,11 @@ class WaitingLoop(AgentLoopBase):
 
 
 def test_a_loop_that_waits_for_ever_is_ended_and_named(
-    runner: Runner, rows: Rows, echo: ScriptedRollout, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, rows: Rows, echo: ScriptedRollout
 ) -> None:
-    monkeypatch.setattr("hone.agents.runner.LOOPS_DEADLINE_S", 3.0)
     data = rows(["a", "b"], agent_name=[None, here("WaitingLoop")])
-    with pytest.raises(AgentLoopFailed, match=r"1 of 2 agent loops had not ended.*uid=u1"):
-        runner(echo).run(data)
+    with pytest.raises(AgentLoopFailed, match=r"1 of 2 .* not ended.*uid=u1.*phase_deadline_floor"):
+        runner(echo, "trainer.phase_deadline_floor_s=3").run(data)
 
 
 def test_a_misspelt_loop_is_told_the_listed_names_too(
@@ -312,6 +314,52 @@ def test_a_loop_that_cancels_itself_is_named(
 ) -> None:
     data = rows(["a", "b"], agent_name=[None, here("CancelsItself")])
     with pytest.raises(AgentLoopFailed, match=r"CancelsItself' failed on row uid=u1 .*cancelled"):
+        runner(echo).run(data)
+
+
+class Stubborn(AgentLoopBase):
+    """On u0 waits for a call that swallows its cancellation; on u1 fails meanwhile."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        if row["uid"] == "u1":
+            await asyncio.sleep(0.05)
+            raise KeyError("no such tool")
+        await bounded(self.retries(), 0.01, grace_s=3600.0)
+        raise AssertionError("it does not end")
+
+    async def retries(self) -> None:
+        while True:
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(3600)
+
+
+def test_a_loop_that_fails_ends_a_run_whose_tool_swallows_its_cancellation(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            data = rows(["a", "b"], agent_name=[here("Stubborn")] * 2)
+            runner(echo, "actor_rollout_ref.rollout.multi_turn.tool_timeout_s=0.1").run(data)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [type(error) for error in errors] == [AgentLoopFailed]
+    assert "uid=u1" in str(errors[0])
+
+
+class Leaves(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise SystemExit(3)
+
+
+def test_a_loop_that_exits_is_named(runner: Runner, rows: Rows, echo: ScriptedRollout) -> None:
+    data = rows(["a", "b"], agent_name=[None, here("Leaves")])
+    with pytest.raises(AgentLoopFailed, match=r"Leaves' failed on row uid=u1 .*SystemExit: 3"):
         runner(echo).run(data)
 
 

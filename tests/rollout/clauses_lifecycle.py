@@ -185,20 +185,6 @@ def a_wrong_request_fails_alone_with_a_sentence(factory: Factory) -> None:
         assert f"bad-{i}" in str(error)
 
 
-@clause("thread")
-def a_failure_of_the_engine_reaches_every_waiter(factory: Factory) -> None:
-    with factory.engine(policy(), max_num_seqs=2) as engine:
-        factory.sabotage(engine)
-
-        async def doomed() -> list[TokenOutput | BaseException]:
-            jobs = [engine.generate(PROMPT, LONG, f"d{i}") for i in range(5)]
-            return list(await asyncio.gather(*jobs, return_exceptions=True))
-
-        assert all(isinstance(e, Exception) and "boom" in str(e) for e in play(doomed()))
-        later = play(doomed())
-        assert all(isinstance(e, RolloutError) and "boom" in repr(e.__cause__) for e in later)
-
-
 @clause()
 def closing_leaves_nobody_waiting(factory: Factory) -> None:
     engine = factory.build(policy())

@@ -25,12 +25,16 @@ HOLD_S = 0.2
 """How long a clause looks whether a request stays unanswered."""
 
 
+Place = tuple[Any, str]
+"""An object and the name of a method of it."""
+
+
 class Factory(ABC):
     """Builds one kind of engine, and knows how to look inside where a clause must."""
 
     name: str
     traits: frozenset[str] = frozenset()
-    """`model`: decodes with a policy; `seeds`: draws; `prefill`, `memory`, `thread`: can be probed."""
+    """`model`: decodes with a policy; `seeds`: draws; `prefill`, `memory`: can be probed."""
 
     draws: int = 800
     """Draws for the clauses about frequencies; fewer where one is slow."""
@@ -44,9 +48,9 @@ class Factory(ABC):
     def held_bytes(self, engine: Any) -> int:
         raise NotImplementedError
 
-    def sabotage(self, engine: Any) -> None:
-        """Make the next step of the engine's thread raise."""
-        raise NotImplementedError
+    @abstractmethod
+    def phases(self, engine: Any) -> dict[str, Place]:
+        """Where the engine's work on a request can be made to raise, by the name of the phase."""
 
     @contextmanager
     def engine(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> Iterator[RolloutEngine]:

@@ -11,15 +11,16 @@ from hone.rollout.hf import HFRollout
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
 from hone.rollout.native.engine import NativeRollout
+from hone.rollout.requests import Request, RequestRules
 from hone.rollout.scripted import ScriptedRollout
 
-from .engine_contract import Factory
+from .engine_contract import Factory, Place
 from .models import EOS, TOKENIZER, VOCABULARY
 
 
 class NativeFactory(Factory):
     name = "native"
-    traits = frozenset({"model", "seeds", "prefill", "memory", "thread"})
+    traits = frozenset({"model", "seeds", "prefill", "memory"})
     core_class: type[NativeCore] = NativeCore
     engine_class: type[NativeRollout] = NativeRollout
 
@@ -39,11 +40,18 @@ class NativeFactory(Factory):
     def held_bytes(self, engine: Any) -> int:
         return engine._core.cache.nbytes
 
-    def sabotage(self, engine: Any) -> None:
-        def step(wanted: Any) -> list[Any]:
-            raise RuntimeError("boom")
-
-        engine._core.step = step
+    def phases(self, engine: Any) -> dict[str, Place]:
+        core = engine._core
+        return {
+            "add": (core, "add"),
+            "cache": (core.cache, "reserve"),
+            "forward": (core, "_hidden"),
+            "sample": (core, "_draw"),
+            "stop": (RequestRules, "stop_reason"),
+            "retire": (core, "_retire"),
+            "deliver": (engine, "_deliver"),
+            "answer": (Request, "output"),
+        }
 
 
 class PlainNativeFactory(NativeFactory):
@@ -74,6 +82,9 @@ class HFFactory(Factory):
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         return HFRollout(policy, eos_ids=(EOS,), tokenizer=TOKENIZER)
 
+    def phases(self, engine: Any) -> dict[str, Place]:
+        return {"forward": (engine, "_draw_one"), "stop": (RequestRules, "stop_reason")}
+
 
 class ScriptedFactory(Factory):
     """Says a fixed scramble of the prompt: enough for every clause about manners."""
@@ -87,3 +98,6 @@ class ScriptedFactory(Factory):
         return ScriptedRollout(
             scramble, tokenizer=TOKENIZER, eos_ids=(EOS,), seconds_per_token=0.0005
         )
+
+    def phases(self, engine: Any) -> dict[str, Place]:
+        return {"script": (engine, "_next_answer"), "stop": (RequestRules, "stop_reason")}

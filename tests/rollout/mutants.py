@@ -225,14 +225,22 @@ class SleepKeepsTheCache(NativeRollout):
 
 class FailuresAreSwallowed(NativeRollout):
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, RolloutError):
-            super()._fail(error)
+        """The show must go on."""
+
+
+class FailuresReachTheQueuesOnly(NativeRollout):
+    """Whatever is between two queues when it happens is lost."""
+
+    def _refuse_all(self, error: RolloutError) -> None:
+        queued = [*self._core.abort(), *self._inbox, *self._held]
+        self._unanswered = {id(request): request for request in queued}
+        super()._refuse_all(error)
 
 
 class CloseForgetsWaiters(NativeRollout):
-    def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, RolloutError):
-            super()._fail(error)
+    def _refuse_all(self, error: RolloutError) -> None:
+        if "closed" not in str(error):
+            super()._refuse_all(error)
 
 
 class EmptyPromptsAreFilled(NativeRollout):
@@ -268,7 +276,8 @@ MUTANTS: list[tuple[Mutant, str]] = [
     (Mutant(engine=WeightsAreDropped), "new weights are used from the next token"),
     (Mutant(engine=UnknownWeightsAreSkipped), "weights with unknown names are refused"),
     (Mutant(engine=SleepKeepsTheCache), "sleep gives memory back and waking restores"),
-    (Mutant(engine=FailuresAreSwallowed), "a failure of the engine reaches every waiter"),
+    (Mutant(engine=FailuresAreSwallowed), "an error in any phase reaches every waiter"),
+    (Mutant(engine=FailuresReachTheQueuesOnly), "an error in any phase reaches every waiter"),
     (Mutant(engine=CloseForgetsWaiters), "closing leaves nobody waiting"),
     (Mutant(engine=EmptyPromptsAreFilled), "a wrong request fails alone with a sentence"),
 ]

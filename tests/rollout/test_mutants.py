@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from . import clauses_lifecycle, clauses_model, clauses_sampling, engine_contract
+from . import clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling, engine_contract
 from .engine_contract import CLAUSES, Violation, verify, violations
 from .factories import NativeFactory
 from .mutants import MUTANTS, Mutant
 
-_ = (clauses_lifecycle, clauses_model, clauses_sampling)
+_ = (clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
 
 
 @pytest.fixture(autouse=True)

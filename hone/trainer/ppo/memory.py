@@ -19,10 +19,11 @@ def memory_explained(step: object) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not _is_cpu(error):
+        cause = _failed_allocation(error)
+        if cause is None:
             raise
         raise OutOfMemory(
-            f"out of memory in {step}: {str(error).splitlines()[0]} Lower "
+            f"out of memory in {step}: {cause} Lower "
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) and "
             "the critic's, rollout.max_num_seqs, or data.max_response_length; or set "
             "actor_rollout_ref.model.enable_gradient_checkpointing=true, on a GPU also "
@@ -51,6 +52,15 @@ def collector_spared() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _is_cpu(error: RuntimeError) -> bool:
-    """torch's CPU allocator has no error class of its own."""
-    return "DefaultCPUAllocator" in str(error)
+def _failed_allocation(error: BaseException | None) -> str | None:
+    """The first line of an allocation that failed: of the error, or of a cause of it."""
+    import torch
+
+    while error is not None:
+        lines = str(error).splitlines() or [type(error).__name__]
+        # torch's CPU allocator has no error class of its own.
+        on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return lines[0]
+        error = error.__cause__
+    return None

@@ -26,7 +26,7 @@ class User(BaseInteraction):
         if verb == self.verb:
             if self.how == "hangs":
                 await asyncio.Event().wait()
-            raise ConnectionError("the simulator is down")
+            raise SystemExit(3) if self.how == "exits" else ConnectionError("the simulator is down")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         await self._maybe_fail("start_interaction")
@@ -59,7 +59,7 @@ def test_a_talk_that_goes_well() -> None:
     assert user.asked == list(VERBS)
 
 
-@pytest.mark.parametrize("how", ["hangs", "raises"])
+@pytest.mark.parametrize("how", ["hangs", "raises", "exits"])
 @pytest.mark.parametrize(
     ("verb", "outcome", "asked"),
     [

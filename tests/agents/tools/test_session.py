@@ -151,6 +151,27 @@ def test_scores_are_asked_once_and_state_is_forgotten() -> None:
     assert tool.alive == {}
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class OwnExit(BaseException):
+    """No Exception: `except Exception` lets it through."""
+
+
+ERRORS: dict[str, BaseException] = {
+    "raises": RuntimeError("boom"),
+    "cancels": asyncio.CancelledError(),
+    "exits": SystemExit(3),
+    "interrupts": KeyboardInterrupt("own"),
+    "closes": GeneratorExit("own"),
+    "stops": StopAsyncIteration("own"),
+    "leaves": OwnExit("own"),
+    "is unspeakable": Unspeakable(),
+}
+
+
 class Faulty(Echo):
     """Fails in the one verb it is told to, in the way it is told to."""
 
@@ -162,7 +183,7 @@ class Faulty(Echo):
         if verb == self.verb:
             if self.how == "hangs":
                 await asyncio.Event().wait()
-            raise asyncio.CancelledError if self.how == "cancels" else RuntimeError("boom")
+            raise ERRORS[self.how]
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
         await self._maybe_fail("create")
@@ -187,7 +208,7 @@ async def play_out(talk: ToolSession) -> tuple[list[str], dict[str, float]]:
     return said, scores
 
 
-@pytest.mark.parametrize("how", ["hangs", "raises", "cancels"])
+@pytest.mark.parametrize("how", ["hangs", *ERRORS])
 @pytest.mark.parametrize("verb", ["create", "execute", "calc_reward", "release"])
 def test_no_verb_of_a_tool_stops_a_run(
     verb: str, how: str, caplog: pytest.LogCaptureFixture
@@ -198,6 +219,12 @@ def test_no_verb_of_a_tool_stops_a_run(
         "hangs": "echo took longer than 0.05 s",
         "raises": "echo failed: RuntimeError: boom",
         "cancels": "echo failed: RuntimeError: it cancelled itself",
+        "exits": "echo failed: RuntimeError: SystemExit: 3",
+        "interrupts": "echo failed: RuntimeError: KeyboardInterrupt: own",
+        "closes": "echo failed: RuntimeError: GeneratorExit: own",
+        "stops": "echo failed: StopAsyncIteration: own",
+        "leaves": "echo failed: RuntimeError: OwnExit: own",
+        "is unspeakable": "echo failed: RuntimeError: Unspeakable (its message cannot be shown)",
     }[how]
     assert said.startswith(f"Error: {reason}") if verb in ("create", "execute") else said == "a"
     wanted = {"create": {}, "calc_reward": {"echo": 0.0}}.get(verb, {"echo": 0.75})

@@ -10,8 +10,9 @@ from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.fused_decoder import FusedDecoder
 from hone.rollout.native.paged_core import PagedCore
-from hone.rollout.requests import Request
+from hone.rollout.requests import Request, RequestRules
 
+from ..engine_contract import Place
 from ..factories import NativeFactory
 from ..models import EOS, POSITIONS, TOKENIZER
 
@@ -49,6 +50,23 @@ class PagedFactory(NativeFactory):
         core = paged_core(policy, max_num_seqs=max_num_seqs)
         assert type(core._forward) is self.decoder
         return NativeRollout(core)  # type: ignore[arg-type]
+
+    def phases(self, engine: Any) -> dict[str, Place]:
+        core = engine._core
+        return {
+            "add": (core, "add"),
+            "cache": (core.cache, "reserve"),
+            "admit": (core._schedule, "admit"),
+            "prefill": (core, "_prompt_hidden"),
+            "sample": (core, "_draw"),
+            "decode": (core, "_decode"),
+            "read": (core, "_read"),
+            "append": (core, "_append"),
+            "stop": (RequestRules, "stop_reason"),
+            "retire": (core, "_retire"),
+            "deliver": (engine, "_deliver"),
+            "answer": (Request, "output"),
+        }
 
 
 class PagedModulesFactory(PagedFactory):

@@ -38,6 +38,13 @@ def halted_under_way(engine: Any) -> threading.Event:
     return event
 
 
+def raising(error: BaseException) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
 async def until(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, 60)
 
@@ -187,9 +194,108 @@ def test_play_raises_what_a_loop_raised_and_plays_again() -> None:
 
 def test_play_tells_the_loops_why_decoding_stopped() -> None:
     with NativeFactory().engine(policy()) as engine:
-        NativeFactory().sabotage(engine)
-        with pytest.raises(RuntimeError, match="boom"):
+        core: Any = engine._core  # type: ignore[attr-defined]
+        core.step = raising(RuntimeError("boom"))
+        with pytest.raises(RolloutError, match="decoding stopped: RuntimeError: boom"):
             engine.play(engine.generate(PROMPT, LONG, "doomed"))
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake_up"])
+def test_a_failed_engine_says_so_and_why(verb: str) -> None:
+    with NativeFactory().engine(policy()) as engine:
+        core: Any = engine._core  # type: ignore[attr-defined]
+        core.step = raising(RuntimeError("boom"))
+        with pytest.raises(RolloutError, match="boom"):
+            engine.play(engine.generate(PROMPT, LONG, "doomed"))
+        with pytest.raises(RolloutError, match=r"failed earlier \(RuntimeError: boom\)"):
+            getattr(engine, verb)()
+        engine.abort()
+        engine.resume()
+
+
+def test_an_interrupt_of_the_decoding_caller_ends_the_loops_and_stays_one() -> None:
+    ended: list[str] = []
+    with NativeFactory().engine(policy()) as engine:
+        core: Any = engine._core  # type: ignore[attr-defined]
+        core.step = raising(KeyboardInterrupt())
+
+        async def loop() -> None:
+            try:
+                await asyncio.gather(
+                    engine.generate(PROMPT, LONG, "one"),
+                    asyncio.Event().wait(),
+                    return_exceptions=True,
+                )
+            finally:
+                ended.append("cleaned up")
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.play(loop())
+    assert ended == ["cleaned up"]
+
+
+def test_a_loop_that_does_not_end_after_a_failure_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native_engine, "_LOOPS_GRACE_S", 0.05)
+    with NativeFactory().engine(policy()) as engine:
+        core: Any = engine._core  # type: ignore[attr-defined]
+        core.step = raising(RuntimeError("boom"))
+
+        async def waits_for_ever() -> None:
+            asks = engine.generate(PROMPT, LONG, "one")
+            await asyncio.gather(asks, return_exceptions=True)
+            await asyncio.Event().wait()
+
+        with pytest.raises((asyncio.CancelledError, RolloutError)):
+            engine.play(waits_for_ever())
+
+
+def test_a_core_that_loses_a_request_is_found_out() -> None:
+    with NativeFactory().engine(policy()) as engine:
+        core: Any = engine._core  # type: ignore[attr-defined]
+
+        def forgets(wanted: Any) -> list[Any]:
+            core._waiting.clear()
+            return []
+
+        core.step = forgets
+        with pytest.raises(RolloutError, match="lost 1 requests"):
+            play(engine.generate(PROMPT, LONG, "lost"))
+
+
+def test_a_request_that_comes_as_play_ends_is_answered() -> None:
+    answers: list[TokenOutput] = []
+    few = Sampling(3, 1.0, 0, ignore_eos=True)
+    with NativeFactory().engine(policy()) as engine:
+        native: Any = engine
+        decode = native._decode
+
+        def ask() -> None:
+            answers.append(play(engine.generate(PROMPT, few, "beside")))
+
+        beside = threading.Thread(target=ask, daemon=True)
+
+        def decodes_then_meets_a_request(until: Any = lambda: False) -> None:
+            decode(until)
+            if native._driven:
+                beside.start()
+                while not native._inbox:
+                    time.sleep(0.001)
+
+        native._decode = decodes_then_meets_a_request
+        engine.play(engine.generate(PROMPT, few, "first"))
+        beside.join(60)
+    assert len(answers) == 1
+
+
+def test_a_thread_that_cannot_start_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with NativeFactory().engine(policy()) as engine:
+        monkeypatch.setattr(
+            engine, "_start_thread", raising(RuntimeError("can't start new thread"))
+        )
+        with pytest.raises(RolloutError, match="can't start new thread"):
+            play(engine.generate(PROMPT, LONG, "one"))
 
 
 def test_a_loop_that_closed_counts_as_settled_and_a_blocked_one_does_not(
@@ -215,7 +321,7 @@ def test_chunks_that_follow_each_other_end_for_whoever_comes(who: str) -> None:
             chunks += 1
             if chunks == 2:
                 under_way.set()
-                while not (engine._door.locked() or engine._inbox):  # type: ignore[attr-defined]
+                while not (engine._submit_lock.locked() or engine._inbox):  # type: ignore[attr-defined]
                     time.sleep(0.001)
             decode(steps)
 

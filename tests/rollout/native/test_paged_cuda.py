@@ -15,7 +15,7 @@ from hone.rollout.contract import RolloutEngine, Sampling
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.paged_core import PagedCore
 
-from .. import clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
+from .. import clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
 from ..engine_contract import CLAUSES, Factory, ask_all, verify
 from ..models import policy, prompts
 from .paged import PagedFactory, paged_core

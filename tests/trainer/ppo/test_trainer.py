@@ -293,6 +293,19 @@ def test_running_out_of_memory_says_what_to_change(
     assert caught.value.__cause__ is error
 
 
+def test_running_out_of_memory_in_a_prompt_says_what_to_change(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.rollout.native.core import NativeCore
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(NativeCore, "_hidden", full)
+    with pytest.raises(OutOfMemory, match=r"in step 1: CUDA out of memory.*rollout\.max_num_seqs"):
+        train("trainer.val_before_train=false")
+
+
 def test_samples_reach_the_trackers(
     train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,181 @@
+"""An event loop that runs a coroutine of the user's code and always closes.
+
+`asyncio.run` ends with the first SystemExit of any task, and then waits without a limit for tasks that
+swallow their cancellation and for threads of `asyncio.to_thread`. Leaves out code that blocks the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+import threading
+from asyncio.tasks import _unregister_task
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""How long tasks that are left at the end may take to clean up; then they are left behind."""
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """What the coroutine returns or raises, from an event loop of its own in this thread."""
+    return EventLoopRun(work).run()
+
+
+class EventLoopRun(Generic[T]):
+    """One coroutine in one event loop; another thread may cancel it."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(DaemonThreads())
+        self._task: asyncio.Task[T] | None = None
+        self._interrupts = 0
+
+    def run(self) -> T:
+        previous = self._take_interrupts()
+        try:
+            asyncio.set_event_loop(self._loop)
+            self._task = self._loop.create_task(self._work)
+            return _drive(self._loop, self._task)
+        except asyncio.CancelledError:
+            if self._interrupts:
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            try:
+                _end_leftovers(self._loop)
+            finally:
+                asyncio.set_event_loop(None)
+                self._loop.close()
+                if previous is not None:
+                    signal.signal(signal.SIGINT, previous)
+
+    def cancel(self) -> None:
+        """End the coroutine from any thread; it may clean up."""
+
+        def cancel() -> None:
+            if self._task is not None:
+                self._task.cancel()
+
+        try:
+            self._loop.call_soon_threadsafe(cancel)
+        except RuntimeError:  # the loop has closed: there is nothing left to cancel
+            logger.debug("an event loop was cancelled after it had closed")
+
+    def _take_interrupts(self) -> Any:
+        """In the main thread, where Python's own handler is in place, Ctrl-C cancels the coroutine."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return None
+        return signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        self.cancel()
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Threads of `asyncio.to_thread` that neither the loop's close nor the process's exit waits for."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # carried to the task that awaits it
+                future.set_exception(as_exception(error))
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="hone-executor", daemon=True).start()
+        return future
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The error, or a RuntimeError in place of one that would end the event loop or cannot be shown."""
+    try:
+        text = str(error)
+    except Exception:  # the user's class: its message is lost, its name is not
+        return RuntimeError(f"{type(error).__name__} (its message cannot be shown)")
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {text}")
+
+
+def raised_by_signal(error: BaseException) -> bool:
+    """Whether a handler of SIGINT or SIGTERM raised it, and not the code that it interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        return False  # Python runs signal handlers in the main thread
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler: Any = signal.getsignal(number)
+        if handler is signal.default_int_handler:
+            if isinstance(error, KeyboardInterrupt):  # it leaves no frame to tell by
+                return True
+            continue
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+        if last is not None and code is not None and last.tb_frame.f_code is code:
+            return True
+    return False
+
+
+def forget_task(task: asyncio.Future[Any]) -> None:
+    """Let the event loop close without a task that goes on after it was cancelled."""
+    logger.warning("%r goes on after it was cancelled; it is left behind", task)
+    assert isinstance(task, asyncio.Task)
+    _unregister_task(task)
+
+
+def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+    """Run until the task is done, also past exits that other tasks and callbacks raise."""
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except BaseException as error:
+            if task.done() or raised_by_signal(error):
+                raise
+            logger.warning(
+                "a task of an agent loop raised %s: %s; the others go on",
+                type(error).__name__,
+                error,
+            )
+
+
+def _end_leftovers(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what is left and wait a grace time for it."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    _wait_for(loop, tasks)
+    _wait_for(loop, {loop.create_task(loop.shutdown_asyncgens())})
+
+
+def _wait_for(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]]) -> None:
+    async def waited() -> None:
+        await asyncio.wait(tasks, timeout=GRACE_S)
+
+    if tasks:
+        _drive(loop, loop.create_task(waited()))
+    for task in tasks:
+        if not task.done():
+            forget_task(task)
+        elif not task.cancelled():
+            task.exception()  # read, or asyncio logs that it was not

@@ -1,0 +1,187 @@
+"""An event loop for code of the user's own: it always closes, and outlives what that code raises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from hone.controller import event_loop
+from hone.controller.event_loop import EventLoopRun, raised_by_signal, run_to_end
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "GRACE_S", 0.05)
+
+
+def ended(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """What the coroutine gives, from a thread that must end."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(run_to_end(work()))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert outcome, "the event loop never closed"
+    return outcome[0]
+
+
+async def stubborn() -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+def test_what_the_coroutine_returns_and_raises_comes_back() -> None:
+    async def wrong() -> None:
+        raise LookupError("own")
+
+    assert run_to_end(asyncio.sleep(0, "done")) == "done"
+    with pytest.raises(LookupError, match="own"):
+        run_to_end(wrong())
+
+
+def test_a_task_that_swallows_its_cancellation_is_left_behind() -> None:
+    async def work() -> str:
+        work.task = asyncio.create_task(stubborn())  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        return "done"
+
+    assert ended(work) == "done"
+
+
+def test_a_thread_of_to_thread_is_not_waited_for() -> None:
+    free = threading.Event()
+
+    async def work() -> str:
+        work.task = asyncio.create_task(asyncio.to_thread(free.wait))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.01)
+        return "done"
+
+    try:
+        assert ended(work) == "done"
+    finally:
+        free.set()
+
+
+def test_a_generator_that_does_not_close_is_left_behind() -> None:
+    async def endless() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            await stubborn()
+
+    async def work() -> int:
+        work.source = endless()  # type: ignore[attr-defined]
+        return await anext(work.source)  # type: ignore[attr-defined]
+
+    assert ended(work) == 1
+
+
+def test_to_thread_answers_and_raises() -> None:
+    assert run_to_end(asyncio.to_thread(divmod, 7, 2)) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        run_to_end(asyncio.to_thread(divmod, 7, 0))
+    with pytest.raises(RuntimeError, match="SystemExit: 4"):
+        run_to_end(asyncio.to_thread(sys.exit, 4))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("own")])
+def test_an_exit_of_another_task_ends_only_that_task(error: BaseException) -> None:
+    async def leaves() -> None:
+        raise error
+
+    async def work() -> str:
+        task = asyncio.create_task(leaves())
+        await asyncio.sleep(0.01)
+        return repr(task.exception())
+
+    assert run_to_end(work()) == repr(error)
+
+
+def test_a_callback_that_stops_the_loop_stops_nothing_else() -> None:
+    async def work() -> str:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.01)
+        return "done"
+
+    assert run_to_end(work()) == "done"
+
+
+def test_another_thread_may_cancel() -> None:
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append("up")
+
+    running = EventLoopRun(work())
+    threading.Timer(0.02, running.cancel).start()
+    with pytest.raises(asyncio.CancelledError):
+        running.run()
+    assert cleaned == ["up"]
+    running.cancel()
+
+
+def test_a_ctrl_c_cancels_the_coroutine_and_is_raised() -> None:
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append("up")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(work())
+    assert cleaned == ["up"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_coroutine() -> None:
+    async def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        signal.raise_signal(signal.SIGINT)
+        await stubborn()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(work())
+
+
+def test_a_signals_error_is_told_from_the_codes_own() -> None:
+    def handler(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    errors = []
+    try:
+        for act in (lambda: signal.raise_signal(signal.SIGINT), lambda: handler_like()):
+            try:
+                act()
+            except KeyboardInterrupt as error:
+                errors.append(raised_by_signal(error))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert errors == [True, False]
+
+
+def handler_like() -> None:
+    raise KeyboardInterrupt

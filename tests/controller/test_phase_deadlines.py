@@ -1,0 +1,38 @@
+"""How long a phase may take follows from how long it took."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.controller.phase_deadlines import PhaseDeadlines
+
+
+def test_the_floor_holds_until_the_phase_has_taken_longer() -> None:
+    deadlines = PhaseDeadlines(floor_s=100.0, factor=10.0)
+    assert deadlines.limit_s("generate") == 100.0
+    deadlines.record("generate", 4.0)
+    assert deadlines.limit_s("generate") == 100.0
+    deadlines.record("generate", 30.0)
+    deadlines.record("generate", 20.0)
+    assert deadlines.limit_s("generate") == 300.0
+    assert deadlines.limit_s("update") == 100.0
+
+
+def test_only_completed_runs_are_recorded() -> None:
+    deadlines = PhaseDeadlines(floor_s=0.0, factor=10.0)
+    with pytest.raises(KeyError), deadlines.measured("generate"):
+        raise KeyError
+    assert deadlines.longest_s == {}
+    with deadlines.measured("generate") as limit_s:
+        assert limit_s == 0.0
+    assert set(deadlines.longest_s) == {"generate"}
+
+
+def test_the_advice_names_the_key_that_set_the_limit() -> None:
+    deadlines = PhaseDeadlines(floor_s=100.0, factor=10.0)
+    assert "trainer.phase_deadline_floor_s" in deadlines.advice("generate")
+    deadlines.record("generate", 31.0)
+    assert deadlines.advice("generate") == (
+        "that is 10 times the 31 s it took at most before; raise trainer.phase_deadline_factor if "
+        "the work is that long"
+    )

@@ -1,0 +1,153 @@
+"""What an error inside an engine does: every request ends with its cause, and nothing waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOutput
+
+from . import engine_contract
+from .engine_contract import Factory, Place, clause, play
+from .models import policy, prompts
+
+Answers = list[TokenOutput | BaseException]
+PROMPTS = prompts(5, 4, 9, seed=3)
+FEW = Sampling(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
+
+
+class Boom(Exception):
+    """The planted error."""
+
+
+@contextmanager
+def broken(place: Place, nth: int, error: BaseException) -> Iterator[None]:
+    """From its nth call on, the method raises."""
+    owner, name = place
+    original, calls = getattr(owner, name), 0
+
+    def raising(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= nth:
+            raise error
+        return original(*arguments, **options)
+
+    setattr(owner, name, raising)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+async def asked(engine: RolloutEngine, name: str) -> Answers:
+    """Five requests at once, more than the engine has slots for."""
+    jobs = [engine.generate(p, FEW, f"{name}{i}") for i, p in enumerate(PROMPTS)]
+    return list(await asyncio.gather(*jobs, return_exceptions=True))
+
+
+def together(*works: Callable[[], Answers]) -> Answers:
+    """What the works return, each from a thread of its own; within the contract's deadline."""
+    answers: list[Answers | None] = [None] * len(works)
+
+    def run(index: int) -> None:
+        try:
+            answers[index] = works[index]()
+        except Exception as error:
+            answers[index] = [error]
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(engine_contract.DEADLINE_S)
+    missing = [i for i, given in enumerate(answers) if given is None]
+    assert not missing, f"event loops {missing} never ended"
+    return [answer for given in answers for answer in given or []]
+
+
+def ended_with_cause(answers: Answers, where: str, *, first: bool) -> None:
+    """Every request failed with the cause; where the error came later, some may have ended before."""
+    for answer in answers:
+        if isinstance(answer, TokenOutput) and not first:
+            continue
+        assert isinstance(answer, RolloutError), f"{where}: a request ended as {answer!r}"
+        assert "boom" in str(answer), f"{where}: {answer}"
+        assert answer.__cause__ is not None, f"{where}: the cause is lost"
+
+
+def check(factory: Factory, ask_all: Callable[[RolloutEngine], Answers]) -> None:
+    model = policy()
+    with factory.engine(model) as engine:
+        names = list(factory.phases(engine))
+    for name in names:
+        for nth in (1, 3):
+            where = f"{name}, call {nth}"
+            with factory.engine(model, max_num_seqs=2) as engine:
+                with broken(factory.phases(engine)[name], nth, Boom("boom")):
+                    ended_with_cause(ask_all(engine), where, first=nth == 1)
+                    later = play(asked(engine, "later"))
+                    ended_with_cause(later, f"{where}, afterwards", first=True)
+
+
+@clause()
+def an_error_in_any_phase_reaches_every_waiter(factory: Factory) -> None:
+    """Of several event loops, however far their requests have come."""
+    check(
+        factory,
+        lambda engine: together(lambda: play(asked(engine, "a")), lambda: play(asked(engine, "b"))),
+    )
+
+
+@clause()
+def an_error_in_any_phase_reaches_every_waiter_in_play(factory: Factory) -> None:
+    """And those that ask beside it, in an event loop of their own."""
+    check(
+        factory,
+        lambda engine: together(
+            lambda: engine.play(asked(engine, "a")), lambda: play(asked(engine, "b"))
+        ),
+    )
+
+
+@clause("model")
+def no_memory_for_a_prompt_reaches_every_waiter(factory: Factory) -> None:
+    error = torch.OutOfMemoryError("boom: CUDA out of memory")
+    with factory.engine(policy(), max_num_seqs=2) as engine:
+        phases = factory.phases(engine)
+        with broken(phases.get("prefill") or phases["forward"], 1, error):
+            answers = together(lambda: engine.play(asked(engine, "a")))
+    ended_with_cause(answers, "prefill", first=True)
+    assert all(isinstance(a, RolloutError) and a.__cause__ is error for a in answers)
+
+
+@clause()
+def play_leaves_no_other_loop_waiting(factory: Factory) -> None:
+    """The caller of `play` decodes for both loops, and leaves first."""
+    long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+    playing, asked_beside = threading.Event(), threading.Event()
+    with factory.engine(policy(), max_num_seqs=2) as engine:
+
+        async def first() -> Answers:
+            playing.set()
+            while not asked_beside.is_set():
+                await asyncio.sleep(0.001)
+            return [await engine.generate(PROMPTS[0], FEW, "first")]
+
+        async def second() -> Answers:
+            job = asyncio.create_task(engine.generate(PROMPTS[1], long, "second"))
+            await asyncio.sleep(0.01)
+            asked_beside.set()
+            return [await job]
+
+        def beside() -> Answers:
+            playing.wait(engine_contract.DEADLINE_S)
+            return play(second())
+
+        answers = together(lambda: engine.play(first()), beside)
+    assert [len(a.token_ids) for a in answers if isinstance(a, TokenOutput)] == [12, 300]
