@@ -68,8 +68,10 @@ class FilterGroupsConfig(Block):
     """Filter groups."""
     metric: str | None = "reward"
     """What must vary within a group: acc, score, reward, seq_reward, seq_final_reward, an extra."""
-    max_num_gen_batches: int = 0
-    """Generation rounds a step before giving up; 0 is no limit."""
+    max_num_gen_batches: int = 20
+    """Generation rounds per step before the run stops; 0 is no limit (verl's default)."""
+    max_empty_gen_batches: int = 10
+    """Successive rounds that keep no group before the run stops, also without a limit above."""
     max_inflight_gen_batches: int = 1
     """Generation rounds under way at the same time."""
 

@@ -43,6 +43,6 @@ class PhaseDeadlines:
         if longest is None or self.factor * longest <= self.floor_s:
             return "raise trainer.phase_deadline_floor_s if the work is that long"
         return (
-            f"that is {self.factor:g} times the {longest:.3g} s it took at most before; raise "
-            "trainer.phase_deadline_factor if the work is that long"
+            f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the "
+            f"{longest:.3g} s that it took at most before) if the work is that long"
         )

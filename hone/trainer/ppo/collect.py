@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.config import PPOTrainerConfig
 from hone.protocol import DataProto
+from hone.tracking.console import screen
 from hone.trainer.ppo.scoring import numbers_of, said_of_rows
 from hone.trainer.ppo.widths import concat_padded
 
@@ -42,21 +44,17 @@ def collect(next_scored: Callable[[], DataProto], config: PPOTrainerConfig) -> D
     keep = keep_rows(batch, config)
     if keep is None:
         return batch
-    rounds, wanted = 1, config.data.train_batch_size
+    wanted, dynamic = config.data.train_batch_size, config.algorithm.filter_groups.enable
     kept = batch.select_idxs(keep)
-    limit = config.algorithm.filter_groups.max_num_gen_batches
-    while config.algorithm.filter_groups.enable and groups_in(kept) < wanted:
-        if 0 < limit <= rounds:
-            raise NotEnoughSignal(
-                f"{rounds} generation rounds gave {groups_in(kept)} groups with signal, {wanted} are "
-                "needed; raise algorithm.filter_groups.max_num_gen_batches (0 is no limit), lower "
-                "data.train_batch_size, or use prompts that are neither too easy nor too hard"
-            )
+    rounds = Rounds(config)
+    rounds.add(batch, kept)
+    while dynamic and rounds.groups_kept < wanted:
+        rounds.stop_if_hopeless()
         batch = next_scored()
-        rounds += 1
         passed = keep_rows(batch, config)
         assert passed is not None
         found = batch.select_idxs(passed)
+        rounds.add(batch, found)
         # A round that gives nothing is not joined: it may lack columns that the others have.
         kept = concat_padded([kept, found]) if len(kept) and len(found) else (kept or found)
     if len(kept) == 0:
@@ -64,8 +62,65 @@ def collect(next_scored: Callable[[], DataProto], config: PPOTrainerConfig) -> D
             "the curriculum filter kept no group; widen its bounds or switch it off"
         )
     kept = first_groups(kept, wanted)
-    kept.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = float(rounds)
+    kept.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = float(rounds.count)
     return kept
+
+
+class Rounds:
+    """What the generation rounds of one step gave: one line per round, and a stop that says it all."""
+
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        self._config = config
+        self._filters = config.algorithm.filter_groups
+        self._metric = self._filters.metric or "reward"
+        self._limit = self._filters.max_num_gen_batches
+        self._most_empty = self._filters.max_empty_gen_batches
+        self._values: Counter[float] = Counter()
+        self.count = self.groups_kept = self._groups = self._equal = self._empty = 0
+
+    def add(self, batch: DataProto, kept: DataProto) -> None:
+        """Count a round; where groups are generated again, say what it gave."""
+        groups, passed = groups_in(batch), groups_in(kept)
+        self.count += 1
+        self._groups += groups
+        self.groups_kept += passed
+        self._empty = 0 if passed else self._empty + 1
+        if not self._filters.enable:
+            return
+        values = _metric(batch, self._metric, self._config)
+        self._values.update(float(value) for value in values)
+        varied = batch.select_idxs(keep_informative(values, batch.non_tensor_batch["uid"]))
+        self._equal += groups - groups_in(varied)
+        screen().line(
+            f"filter_groups, round {self.count}: kept {passed} of {groups} groups; "
+            f"{min(self.groups_kept, self._wanted)} of the {self._wanted} needed"
+        )
+
+    @property
+    def _wanted(self) -> int:
+        return self._config.data.train_batch_size
+
+    def stop_if_hopeless(self) -> None:
+        """Raise where the rounds of this step have reached a limit."""
+        limit, empty = self._limit, self._most_empty
+        if 0 < limit <= self.count:
+            key = f"max_num_gen_batches={limit} (0 is no limit)"
+        elif self._empty >= empty:
+            key = f"max_empty_gen_batches={empty}"
+        else:
+            return
+        total = self._values.total()
+        common = [
+            f"{value:g} in {100 * count / total:.0f} % of the responses"
+            for value, count in self._values.most_common(3)
+        ]
+        raise NotEnoughSignal(
+            f"{self.count} generation rounds gave {self.groups_kept} groups with signal, "
+            f"{self._wanted} are needed. In {self._equal} of {self._groups} groups all responses "
+            f"have the same {self._metric}: {', '.join(common)}. Check the reward, use prompts that "
+            "are neither too easy nor too hard, a larger actor_rollout_ref.rollout.n or a smaller "
+            f"data.train_batch_size; or raise algorithm.filter_groups.{key}"
+        )
 
 
 def groups_in(batch: DataProto) -> int:

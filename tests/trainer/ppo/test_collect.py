@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from hone.trainer.ppo.collect import NotEnoughSignal
+from hone.config import load_config
+from hone.protocol import DataProto
+from hone.trainer.ppo.collect import NotEnoughSignal, collect
 
 from ..runs import Run, task_row
 
+COUNT = itertools.count()
 FILTERED = ("algorithm.filter_groups.enable=true", "custom_reward_function.name=by_row")
 
 
@@ -113,7 +119,64 @@ def test_rounds_run_out_with_a_sentence(train: Callable[..., Run]) -> None:
         )
     said = str(caught.value)
     assert "3 generation rounds gave 0 groups" in said
-    assert "max_num_gen_batches" in said
+    assert "In 12 of 12 groups all responses have the same reward: 1 in 100 %" in said
+    assert "max_num_gen_batches=3" in said
+
+
+@pytest.mark.parametrize(
+    ("limits", "rounds", "key"),
+    [
+        ((), 10, "max_empty_gen_batches=10"),
+        (("algorithm.filter_groups.max_num_gen_batches=0",), 10, "max_empty_gen_batches=10"),
+        (("algorithm.filter_groups.max_empty_gen_batches=2",), 2, "max_empty_gen_batches=2"),
+    ],
+)
+def test_rounds_that_keep_nothing_end_without_a_limit_too(
+    train: Callable[..., Run],
+    capfd: pytest.CaptureFixture[str],
+    limits: tuple[str, ...],
+    rounds: int,
+    key: str,
+) -> None:
+    with pytest.raises(NotEnoughSignal, match=f"{rounds} generation rounds.*{key}"):
+        train(
+            "algorithm.filter_groups.enable=true",
+            "custom_reward_function.name=always_one",
+            *limits,
+        )
+    lines = [line for line in "".join(capfd.readouterr()).splitlines() if "round " in line]
+    assert len(lines) == rounds
+    assert f"round {rounds}: kept 0 of 4 groups; 0 of the 4 needed" in lines[-1]
+
+
+def test_a_limit_that_some_groups_pass_ends_with_what_was_seen() -> None:
+    scores = iter([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
+    batches = (of_scores(values) for values in scores)
+    config = load_config(
+        [
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.max_num_gen_batches=3",
+            "data.train_batch_size=3",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        ]
+    )
+    with pytest.raises(NotEnoughSignal) as caught:
+        collect(lambda: next(batches), config)
+    said = str(caught.value)
+    assert "3 generation rounds gave 1 groups with signal, 3 are needed" in said
+    assert "In 5 of 6 groups" in said
+    assert "0 in 58 % of the responses, 1 in 42 %" in said
+
+
+def of_scores(values: list[float]) -> DataProto:
+    """Two groups of two responses."""
+    uids = np.array([f"{next(COUNT)}-{i // 2}" for i in range(4)], dtype=object)
+    uids[1::2] = uids[::2]
+    return DataProto.from_dict(
+        {"token_level_scores": torch.tensor(values, dtype=torch.float32)[:, None]},
+        non_tensors={"uid": uids},
+    )
 
 
 @pytest.mark.parametrize("name", ["remove_extreme", "interquartile"])
