@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,6 +29,11 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """A worker imports Python modules before its first job; on a loaded machine that takes a while."""
+START_RETRIES = 2
+"""How often in a row each worker that was killed while it started is replaced."""
+MESSAGE_TIMEOUT_S = 60.0
+"""A worker that neither takes nor finishes a message for this long has stopped."""
+KILL_TIMEOUT_S = 10.0
 
 
 class PoolError(RuntimeError):
@@ -39,6 +45,8 @@ class _Worker:
 
     def __init__(self, factory: str, keywords: Mapping[str, Any]) -> None:
         ours, theirs = socket.socketpair()
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(MESSAGE_TIMEOUT_S), 0))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hone.rewards.pool_worker", str(theirs.fileno())],
@@ -51,7 +59,8 @@ class _Worker:
         self.job: int | None = None
         self.ready = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.link.send((factory, dict(keywords)))
+        with contextlib.suppress(OSError):  # it has died already: the pool sees its end
+            self.link.send((factory, dict(keywords)))
 
     def give(self, job: int, arguments: Mapping[str, Any], timeout_s: float) -> None:
         self.link.send((dict(arguments), timeout_s))
@@ -63,7 +72,10 @@ class _Worker:
         self.link.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # stuck in the kernel, and no longer ours
+            self.process.wait(KILL_TIMEOUT_S)
 
 
 def _same_imports() -> dict[str, str]:
@@ -87,6 +99,7 @@ class DeadlinePool:
         self.workers: list[_Worker] = []
         self.owner = os.getpid()
         self.closed = False
+        self.failed_starts = 0  # in a row
         self.lock = threading.Lock()
         _open_pools.add(self)
 
@@ -120,7 +133,13 @@ class DeadlinePool:
 
     def _fill(self, wanted: int) -> None:
         while len(self.workers) < wanted:
-            self.workers.append(_Worker(self.factory, self.keywords))
+            try:
+                self.workers.append(_Worker(self.factory, self.keywords))
+            except OSError as error:  # no process, memory or descriptor left
+                raise PoolError(
+                    f"a scoring process could not be started: {error}; use fewer "
+                    "reward_model.reward_kwargs.num_processes"
+                ) from error
 
     def _give(
         self, worker: _Worker, job: int, arguments: Mapping[str, Any], timeout_s: float
@@ -157,11 +176,10 @@ class DeadlinePool:
         except (EOFError, OSError):
             self._drop(worker)
             code = worker.process.returncode
-            if worker.job is None:
-                raise PoolError(
-                    f"a scoring process ended with code {code} while starting {self.factory} "
-                    "(its own message is on stderr)"
-                ) from None
+            if not worker.ready:
+                self._start_failed(code)
+                return
+            assert worker.job is not None
             results[worker.job] = Failed("crash", f"the scoring process ended with code {code}")
             return
         except (AttributeError, ImportError, TypeError) as error:
@@ -171,12 +189,26 @@ class DeadlinePool:
                 self._drop(worker)
                 raise PoolError(f"{self.factory} could not start: {answer.detail}")
             worker.ready = True
+            self.failed_starts = 0
             return
         job, worker.job = worker.job, None
         assert job is not None
         if isinstance(answer, BaseException):
             raise answer
         results[job] = answer
+
+    def _start_failed(self, code: int | None) -> None:
+        """The next round starts another process, unless too many in a row did not come up."""
+        self.failed_starts += 1
+        sentence = f"a scoring process ended with code {code} while starting {self.factory}"
+        if self.failed_starts <= START_RETRIES * self.size:
+            logger.warning("%s; another is started", sentence)
+            return
+        times, self.failed_starts = self.failed_starts, 0
+        why = " (killed: is there enough memory?)" if code == -signal.SIGKILL else ""
+        raise PoolError(
+            f"{sentence}{why}, as did the {times - 1} before it; its own message is on stderr"
+        )
 
     def _drop(self, worker: _Worker) -> None:
         worker.kill()

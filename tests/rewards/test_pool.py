@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hone.rewards import pool as room
 from hone.rewards.failures import Failed
 from hone.rewards.pool import DeadlinePool, PoolError
 
@@ -37,6 +38,9 @@ def make(base=0):
             raise KeyError(value)
         if action == "exit":
             os._exit(7)
+        if action == "half":
+            os.write(int(sys.argv[1]), (1000).to_bytes(4, "big") + b"half")
+            time.sleep(3600)
         if action == "unsendable":
             return lambda: None
     return work
@@ -46,6 +50,13 @@ def make_badly():
 
 def die_starting():
     os._exit(9)
+
+def killed_starting(file, times):
+    with open(file, "a") as starts:
+        starts.write("x")
+    if os.path.getsize(file) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make()
 """
 
 
@@ -152,6 +163,32 @@ def test_a_worker_that_cannot_start_is_an_error_not_a_score(
 ) -> None:
     with pytest.raises(PoolError, match=words):
         make_pool(name).run([add(1)], 60)
+
+
+def test_a_worker_killed_while_it_starts_is_tried_again(
+    make_pool: Callable[..., DeadlinePool], tmp_path: Path
+) -> None:
+    pool = make_pool("killed_starting", file=str(tmp_path / "starts"), times=2)
+    assert pool.run([add(1), add(2)], 60) == [1, 2]
+
+
+def test_a_worker_killed_at_every_start_is_an_error(
+    make_pool: Callable[..., DeadlinePool], tmp_path: Path
+) -> None:
+    file = tmp_path / "starts"
+    with pytest.raises(PoolError, match=r"code -9 .*killed: is there enough memory.* 2 before it"):
+        make_pool("killed_starting", file=str(file), times=9).run([add(1)], 60)
+    assert len(file.read_text()) == 3
+
+
+def test_a_worker_that_stops_within_an_answer_is_a_crash(
+    make_pool: Callable[..., DeadlinePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a message arrives, and then nothing: reading it has a limit."""
+    monkeypatch.setattr(room, "MESSAGE_TIMEOUT_S", 1.0)
+    half, whole = make_pool().run([{"action": "half"}, add(2)], 60)
+    assert half.reason == "crash"
+    assert whole == 2
 
 
 def test_a_closed_pool_says_so_and_leaves_no_process(
