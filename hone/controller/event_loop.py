@@ -7,6 +7,7 @@ swallow their cancellation and for threads of `asyncio.to_thread`. Leaves out co
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import logging
 import signal
@@ -138,10 +139,15 @@ def raised_by_signal(error: BaseException) -> bool:
 
 
 def forget_task(task: asyncio.Future[Any]) -> None:
-    """Let the event loop close without a task that goes on after it was cancelled."""
+    """Let the event loop close without a task that goes on after it was cancelled.
+
+    The task is never freed: Python would raise GeneratorExit in its code, and a loop there that swallows
+    every exception would spin for ever in this thread.
+    """
     logger.warning("%r goes on after it was cancelled; it is left behind", task)
     assert isinstance(task, asyncio.Task)
     _unregister_task(task)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
 def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +62,31 @@ def test_a_task_that_swallows_its_cancellation_is_left_behind() -> None:
         return "done"
 
     assert ended(work) == "done"
+
+
+def test_a_task_that_swallows_everything_does_not_spin_when_the_process_ends() -> None:
+    """Freed, its code would run once more, outside of any event loop, and never end."""
+    program = """
+import asyncio, gc, sys
+sys.path.insert(0, sys.argv[1])  # this file alone: the package's torch takes seconds
+import event_loop
+event_loop.GRACE_S = 0.01
+async def swallows():
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except BaseException:
+            pass
+async def work():
+    asyncio.create_task(swallows())
+    await asyncio.sleep(0)
+event_loop.run_to_end(work())
+gc.collect()
+print("collected")
+"""
+    command = [sys.executable, "-c", program, str(Path(event_loop.__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "collected\n"
 
 
 def test_a_thread_of_to_thread_is_not_waited_for() -> None:
