@@ -49,15 +49,18 @@ class WardenHandle:
 
     def send(self, message: bytes, descriptors: Sequence[int]) -> None:
         with self._lock:
-            for attempt in (1, 2):
+            for attempt in range(1, _ATTEMPTS + 1):
                 control = self._control or self._start()
                 try:
                     socket.send_fds(control, [message], descriptors)
                     return
-                except (BrokenPipeError, ConnectionResetError):
+                except (BrokenPipeError, ConnectionResetError) as error:
                     self._drop()
-                    if attempt == 2:
-                        raise
+                    if attempt == _ATTEMPTS:
+                        raise SandboxError(
+                            f"sandbox: the warden ended {attempt} times while it started; look for"
+                            " what kills it (memory, a supervisor)"
+                        ) from error
 
     def close(self) -> None:
         """End the warden and every box with it."""

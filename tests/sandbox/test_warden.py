@@ -140,13 +140,14 @@ def test_120_hostile_runs_as_uid_65534_leave_nothing_behind(nobody: Any) -> None
 
 
 def test_a_killed_warden_takes_its_boxes_down_and_is_replaced(bwrap: None) -> None:
-    client.close()  # no spare is counted below: the third process is the program
+    client.close()
     pid = warden_pid()
     raised: list[Exception] = []
 
     def wait_for_ever() -> None:
         try:
-            run_python("import time; time.sleep(1000)", timeout_s=500.0)
+            # With arguments: no spare is built for it, so the third process below is the program.
+            run_python("import time; time.sleep(1000)", timeout_s=50.0, argv=["x"])
         except SandboxError as error:
             raised.append(error)
 
@@ -222,6 +223,25 @@ def test_no_order_takes_the_warden_and_other_runs_with_it(
     other.join(60)
     assert others == ["1\n"]
     assert warden_pid() == pid
+
+
+def test_a_warden_killed_while_it_starts_is_tried_again(
+    bwrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(DEFAULT_MINIMUM)
+    mark = tmp_path / "again"
+    fragile = f"import os\nif not os.path.exists({str(mark)!r}):\n"
+    fragile += f"    open({str(mark)!r}, 'w').close()\n    os.kill(os.getpid(), 9)\n"
+    monkeypatch.setattr(client, "_BOOT", fragile + client._BOOT)
+    client.close()
+    assert run_job(Job("print(1)"), plan).stdout == "1\n"
+    assert mark.exists()
+    monkeypatch.setattr(client, "_BOOT", "import os; os.kill(os.getpid(), 9)")
+    client.close()
+    with pytest.raises(SandboxError, match="warden"):
+        run_job(Job("print(1)"), plan)
+    monkeypatch.undo()
+    assert run_job(Job("print(1)"), plan).stdout == "1\n"
 
 
 def test_a_warden_killed_before_the_program_starts_is_tried_again(
