@@ -75,6 +75,10 @@ class TrainerConfig(Block):
     """Checkpoints kept; a checkpoint holds actor and critic, so the smaller limit rules."""
     ray_wait_register_center_timeout: int = 300
     """Seconds a worker group may take to come up."""
+    phase_deadline_floor_s: float = 7200.0
+    """Seconds that any phase (a worker's call, the agent loops of a batch) may take; then the run stops."""
+    phase_deadline_factor: float = 10.0
+    """A phase may take longer than the floor: this factor times the longest that it took before."""
     liveness_deadline_s: float = 20.0
     """Seconds after which a stopped worker process, or a silent Ray node or control plane, ends the run."""
     phase_deadline_floor_s: float = 7200.0

@@ -12,6 +12,7 @@ from typing import Any
 from hone.controller.class_with_init_args import ClassWithInitArgs
 from hone.controller.crew import Call, Crew
 from hone.controller.host import WorkerHost
+from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import thread_count
 from hone.controller.worker import Placement
@@ -71,7 +72,7 @@ class LocalWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs | None = None,
         name_prefix: str = "",
         start_deadline_s: float | None = None,
-        call_deadline_s: float | None = None,
+        deadlines: PhaseDeadlines | None = None,
         liveness_deadline_s: float | None = None,
     ) -> None:
         """Made like a Ray group; the deadlines are moot, as nothing is waited for here."""

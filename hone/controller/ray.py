@@ -29,6 +29,7 @@ from hone.controller.class_with_init_args import ClassWithInitArgs
 from hone.controller.crew import Call, Crew
 from hone.controller.failures import Seat, WaitTimeout
 from hone.controller.host import WorkerHost
+from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.controller.process_log import own_log_files
 from hone.controller.ray_liveness import cluster_failed, forget_workers, look, watch_workers
 from hone.controller.ray_start import TOKEN_ENV, start_ray
@@ -41,8 +42,9 @@ from hone.controller.worker_group import WorkerGroup
 logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 300.0
-CALL_DEADLINE_S = 24 * 3600.0
+START_ADVICE = "raise trainer.ray_wait_register_center_timeout if the start takes that long"
 GOODBYE_DEADLINE_S = 5.0
+_FLOOR_S, _FACTOR = TrainerConfig.phase_deadline_floor_s, TrainerConfig.phase_deadline_factor
 
 
 class RayResourcePool(ResourcePool):
@@ -155,13 +157,13 @@ class RayCrew(Crew):
         made_of: ClassWithInitArgs,
         name: str,
         start_deadline_s: float,
-        call_deadline_s: float,
+        deadlines: PhaseDeadlines,
         liveness_deadline_s: float,
         worker_env: Mapping[str, str],
     ) -> None:
         self.world_size = pool.world_size
         self.name = name
-        self._call_deadline_s = call_deadline_s
+        self._deadlines = deadlines
         self._liveness_deadline_s = liveness_deadline_s
         self._seats: tuple[Seat, ...] = ()
         self._actors: list[Any] = []
@@ -185,7 +187,7 @@ class RayCrew(Crew):
     ) -> None:
         threads = [thread_count(count) for count in pool.local_world_size_list()]
         self._actors = self._make_actors(pool, made_of, threads, env)
-        ask = RefWait(self.name, "start", (), deadline_s)
+        ask = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
         told = ask([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
         self._seats = tuple(seat for seat, _ in told)
         watch_workers(self.name, self._seats, self._liveness_deadline_s)
@@ -204,7 +206,7 @@ class RayCrew(Crew):
                 role=self.name,
             )
             builds.append(actor.build.remote(made_of, placement, threads[rank]))
-        RefWait(self.name, "__init__", self._seats, deadline_s)(builds)
+        RefWait(self.name, "__init__", self._seats, deadline_s, START_ADVICE)(builds)
 
     def _make_actors(
         self,
@@ -245,7 +247,9 @@ class RayCrew(Crew):
         return self._actors[rank].call.remote(call.role, call.method, call.args, call.kwargs)
 
     def resolver(self, owner: str, method: str) -> Callable[[Sequence[Any]], list[Any]]:
-        return RefWait(owner, method, self._seats, self._call_deadline_s)
+        limits = self._deadlines
+        advice, record = limits.advice(method), limits.record
+        return RefWait(owner, method, self._seats, limits.limit_s(method), advice, record)
 
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []
@@ -270,7 +274,7 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs | None = None,
         name_prefix: str = "",
         start_deadline_s: float = START_DEADLINE_S,
-        call_deadline_s: float = CALL_DEADLINE_S,
+        deadlines: PhaseDeadlines | None = None,
         liveness_deadline_s: float = TrainerConfig.liveness_deadline_s,
         worker_env: Mapping[str, str] | None = None,
     ) -> None:
@@ -284,7 +288,7 @@ class RayWorkerGroup(WorkerGroup):
             ray_cls_with_init,
             name,
             start_deadline_s,
-            call_deadline_s,
+            deadlines or PhaseDeadlines(_FLOOR_S, _FACTOR),
             liveness_deadline_s,
             worker_env or {},
         )

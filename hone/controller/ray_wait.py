@@ -6,7 +6,7 @@ Leaves out who lives and who is stopped: the watch over the cluster is asked whi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,15 @@ class RefWait:
     method: str
     seats: tuple[Seat, ...]
     deadline_s: float
+    advice: str
+    """How the deadline is raised: the end of the message."""
+    record: Callable[[str, float], None] | None = None
+    """Takes note of how long the call took; in the loop's process alone it is heard."""
 
     def __call__(self, refs: Sequence[Any]) -> list[Any]:
         """Results in rank order; the first failure of any rank is raised as soon as it is known."""
-        ends = time.monotonic() + self.deadline_s
+        started = time.monotonic()
+        ends = started + self.deadline_s
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         pending = list(refs)
@@ -47,6 +52,8 @@ class RefWait:
             for ref in ready:
                 rank = rank_of[ref]
                 results[rank] = self._result(ref, rank, max(1.0, ends - time.monotonic()))
+        if self.record is not None:
+            self.record(self.method, time.monotonic() - started)
         return [results[rank] for rank in range(len(refs))]
 
     def _result(self, ref: Any, rank: int, timeout_s: float) -> Any:
@@ -73,8 +80,8 @@ class RefWait:
             self.owner,
             f"{self.method!r} on {', '.join(where)}",
             self.deadline_s,
-            "the process lives but has not answered: look at its stack with py-spy, or raise the "
-            "deadline if the work is that long",
+            "the process lives but has not answered: look at its stack with py-spy, or "
+            f"{self.advice}",
         )
 
 

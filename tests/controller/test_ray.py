@@ -18,16 +18,18 @@ from toy_workers import Toy
 
 from hone.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, register
 from hone.controller.failures import Seat, WaitTimeout, WorkerDied
+from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.protocol import DataProto, DataProtoFuture
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+LONG = PhaseDeadlines(200.0, 1.0)
 
 
 def make_group(ranks: int, cls: type = Toy, *args: Any, **options: Any) -> Any:
     from hone.controller.ray import RayWorkerGroup
 
     made_of = ClassWithInitArgs(cls, *(args or (2.0,)))
-    given = {"name_prefix": "toy", "start_deadline_s": 250.0, "call_deadline_s": 200.0, **options}
+    given = {"name_prefix": "toy", "start_deadline_s": 250.0, "deadlines": LONG, **options}
     given.setdefault("resource_pool", ResourcePool([ranks]))
     return RayWorkerGroup(ray_cls_with_init=made_of, **given)
 
@@ -35,7 +37,7 @@ def make_group(ranks: int, cls: type = Toy, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("how", ["exit", pytest.param("kill", marks=pytest.mark.slow)])
 def test_a_dead_worker_is_named_with_its_last_words_while_its_peers_still_work(how: str) -> None:
     # Rank 0 sleeps beyond the deadline: waiting for it first would pass that, and be another error.
-    group = make_group(2, name_prefix="critic", call_deadline_s=200.0)
+    group = make_group(2, name_prefix="critic")
     with pytest.raises(WorkerDied) as caught:
         group.die(1, how)
     message = str(caught.value)
@@ -61,7 +63,7 @@ def test_a_worker_killed_from_outside_while_working_is_reported() -> None:
 
 @pytest.mark.slow
 def test_a_wait_beyond_its_deadline_says_who_waited_for_whom() -> None:
-    with make_group(1, call_deadline_s=1.0) as group:
+    with make_group(1, deadlines=PhaseDeadlines(1.0, 1.0)) as group:
         with pytest.raises(WaitTimeout, match=r"'toy' waited 1 s for 'nap' on rank 0 \(pid \d+ on"):
             group.nap(600)
 
@@ -118,9 +120,7 @@ def test_futures_stay_lazy_between_groups_of_different_size() -> None:
 def _slow_group(pool: ResourcePool) -> Any:
     from hone.controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-    return RayWorkerGroup(
-        pool, RayClassWithInitArgs(Slow), start_deadline_s=250, call_deadline_s=200
-    )
+    return RayWorkerGroup(pool, RayClassWithInitArgs(Slow), start_deadline_s=250, deadlines=LONG)
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ from hone.controller.failures import WorkerDied, WorkerStopped
 from hone.controller.ray_start import start_ray, stop_ray
 def new_group():
     made_of = ClassWithInitArgs(Toy, 1.0)
-    return RayWorkerGroup(ResourcePool([1, 1]), made_of, call_deadline_s=400, liveness_deadline_s=5)
+    return RayWorkerGroup(ResourcePool([1, 1]), made_of, liveness_deadline_s=5)
 start_ray({"address": cluster.address, "log_to_driver": False})
 group = new_group()
 places = group.whereabouts()

@@ -133,7 +133,7 @@ def test_a_worker_that_holds_its_interpreter_is_busy_and_a_stopped_one_is_not() 
     from hone.controller.ray import RayWorkerGroup
 
     group = RayWorkerGroup(
-        ResourcePool([2]), ClassWithInitArgs(Toy, 1.0), "toy", 250.0, 200.0, liveness_deadline_s=3.0
+        ResourcePool([2]), ClassWithInitArgs(Toy, 1.0), "toy", 250.0, liveness_deadline_s=3.0
     )
     group.hold_interpreter(8.0)
     pid = group.whereabouts()[1]["pid"]

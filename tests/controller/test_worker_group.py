@@ -20,6 +20,7 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
+from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 
 KINDS = ["local", "ray", "ray2"]
@@ -38,7 +39,7 @@ def make_group(kind: str, made_of: ClassWithInitArgs, **kwargs: Any) -> WorkerGr
         ray_cls_with_init=made_of,
         name_prefix="toy",
         start_deadline_s=250,
-        call_deadline_s=200,
+        deadlines=PhaseDeadlines(200.0, 1.0),
         **kwargs,
     )
 

@@ -15,6 +15,8 @@ from hone.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
+from hone.controller.phase_deadlines import PhaseDeadlines
+from hone.tracking.console import screen
 from hone.trainer.ppo.plan import Plan
 
 POOL = "global_pool"
@@ -84,8 +86,12 @@ def start_workers(
     if group_cls is not LocalWorkerGroup:
         from hone.controller.ray_start import start_ray, stop_ray
 
+        screen().line("waiting for Ray")
         if start_ray(vars(config.ray_kwargs.ray_init)):
             running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
+        screen().line(f"waiting for the processes of {', '.join(map(str, roles))}")
+    limits = config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
+    deadlines = PhaseDeadlines(*limits)
     groups: dict[Role, WorkerGroup] = {}
     for pool_name, members in by_pool.items():
         pool = pools.create_resource_pool()[pool_name]
@@ -93,6 +99,7 @@ def start_workers(
             resource_pool=pool,
             ray_cls_with_init=create_colocated_worker_cls(members),
             start_deadline_s=config.trainer.ray_wait_register_center_timeout,
+            deadlines=deadlines,
             liveness_deadline_s=config.trainer.liveness_deadline_s,
         )
         running.callback(shared.shutdown)

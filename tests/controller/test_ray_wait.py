@@ -1,0 +1,61 @@
+"""A wait has its phase's deadline and says how to raise it; only what completed is recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hone.controller.failures import Seat, WaitTimeout
+from hone.controller.phase_deadlines import PhaseDeadlines
+
+pytest.importorskip("ray")
+
+from hone.controller import ray_wait  # noqa: E402
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Ray and the time, both the test's: a call is ready after `takes_s`."""
+    state: dict[str, Any] = {"now": 0.0, "takes_s": 30.0, "looks": 0}
+
+    def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        ready = state["now"] + timeout >= state["takes_s"]
+        state["now"] = state["takes_s"] if ready else state["now"] + timeout
+        return (refs[:1], refs[1:]) if ready else ([], refs)
+
+    def look(owner: str, method: str) -> None:
+        state["looks"] += 1
+
+    monkeypatch.setattr(ray_wait.ray, "wait", wait)
+    monkeypatch.setattr(ray_wait.ray, "get", lambda ref, timeout: ref.upper())
+    monkeypatch.setattr(ray_wait, "look", look)
+    monkeypatch.setattr(ray_wait.time, "monotonic", lambda: state["now"])
+    return state
+
+
+def waiting(deadlines: PhaseDeadlines, method: str) -> ray_wait.RefWait:
+    seats = (Seat(0, 12, "10.0.0.1", "n", ()), Seat(1, 13, "10.0.0.2", "m", ()))
+    limit, advice = deadlines.limit_s(method), deadlines.advice(method)
+    return ray_wait.RefWait("actor", method, seats, limit, advice, deadlines.record)
+
+
+def test_results_are_in_rank_order_and_the_time_is_recorded(clock: dict[str, Any]) -> None:
+    deadlines = PhaseDeadlines(100.0, 10.0)
+    assert waiting(deadlines, "update")(["a", "b"]) == ["A", "B"]
+    assert deadlines.limit_s("update") == 300.0
+    assert clock["looks"] == 29  # once per second, while there was nothing
+
+
+def test_a_call_beyond_its_deadline_says_how_to_raise_it_and_is_not_recorded(
+    clock: dict[str, Any],
+) -> None:
+    deadlines = PhaseDeadlines(100.0, 10.0)
+    clock["takes_s"] = 1e9
+    with pytest.raises(WaitTimeout) as caught:
+        waiting(deadlines, "update")(["a", "b"])
+    assert clock["now"] == 100.0
+    said = str(caught.value)
+    assert "'actor' waited 100 s for 'update' on rank 0 (pid 12 on 10.0.0.1), rank 1" in said
+    assert "trainer.phase_deadline_floor_s" in said
+    assert deadlines.longest_s == {}
