@@ -79,6 +79,7 @@ RANGES: dict[str, Range] = {
     "trainer.log_train_generations": NOT_NEGATIVE,
     "trainer.phase_deadline_floor_s": Range(above=0),
     "trainer.phase_deadline_factor": Range(least=1),
+    "trainer.liveness_deadline_s": Range(above=0),
     f"{_POLICY}.nccl_timeout": POSITIVE,
     f"{_POLICY}.model.lora_rank": NOT_NEGATIVE,
     f"{_POLICY}.model.lora_dropout": SHARE,

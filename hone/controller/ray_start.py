@@ -145,6 +145,7 @@ def _start(options: Mapping[str, Any]) -> None:
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
         reaper.MARK_ENV: mark,
         _LOOPBACK_ENV: "0",
+        "RAY_prestart_worker_first_driver": "0",  # ours have an environment of their own
     }
     logger.info("starting Ray on this machine")
     try:

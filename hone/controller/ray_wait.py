@@ -86,13 +86,20 @@ class RefWait:
 
 
 def died(owner: str, seat: Seat, method: str, error: Exception) -> WorkerDied:
-    """The report on a dead process: why Ray thinks it died, and what it wrote last."""
-    text = str(error)
+    """The report on a dead process: why it died, as far as Ray knows, and what it wrote last."""
+    return WorkerDied(owner, seat, method, _reason(str(error)), last_log_lines(seat))
+
+
+def _reason(text: str) -> str:
+    """Ray's account of a death in our words where they are known, else its own."""
     start = text.find("Worker exit detail:")
-    reason = text[start + len("Worker exit detail:") :] if start >= 0 else text
-    reason = " ".join(reason.split("Some common causes")[0].split()).rstrip(". ")
-    hint = "; killed for memory, crashed, or stopped from outside" if start >= 0 else ""
-    return WorkerDied(owner, seat, method, reason + hint, last_log_lines(seat))
+    detail = text[start + len("Worker exit detail:") :] if start >= 0 else text
+    detail = " ".join(detail.split("Some common causes")[0].split()).rstrip(". ")
+    if "node has crashed" in detail or "node has died" in detail or "node was terminated" in detail:
+        return "Ray lost its node: the machine, its network or its raylet failed"
+    if "connection error" in detail:  # all that is known of a process that is gone
+        return "its process is gone; killed for memory, crashed, or stopped from outside"
+    return detail
 
 
 def last_log_lines(seat: Seat) -> list[str]:

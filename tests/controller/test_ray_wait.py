@@ -11,7 +11,7 @@ from hone.controller.phase_deadlines import PhaseDeadlines
 
 pytest.importorskip("ray")
 
-from hone.controller import ray_wait  # noqa: E402
+from hone.controller import ray_wait
 
 
 @pytest.fixture
@@ -59,3 +59,22 @@ def test_a_call_beyond_its_deadline_says_how_to_raise_it_and_is_not_recorded(
     assert "'actor' waited 100 s for 'update' on rank 0 (pid 12 on 10.0.0.1), rank 1" in said
     assert "trainer.phase_deadline_floor_s" in said
     assert deadlines.longest_s == {}
+
+
+@pytest.mark.parametrize(
+    ("ray_says", "reason"),
+    [
+        (
+            "The actor died.\n\tpid: 1\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker "
+            "unexpectedly exits with a connection error code 2. End of file. Some common causes "
+            "include: (1) the OOM killer",
+            "its process is gone; killed for memory, crashed, or stopped from outside",
+        ),
+        ("Worker exit detail: Owner's node has crashed.", "Ray lost its node: the machine, "),
+        ("Worker exit detail: Out of quota. Some common causes", "Out of quota"),
+    ],
+)
+def test_a_death_is_told_without_the_words_of_rays_inside(ray_says: str, reason: str) -> None:
+    death = ray_wait.died("actor", Seat(0, 12, "10.0.0.1", "n", ()), "update", Exception(ray_says))
+    assert f"died during 'update': {reason}" in str(death)
+    assert "connection error" not in str(death)
