@@ -141,8 +141,11 @@ def _ray_processes() -> list[int]:
     return found
 
 
-def run_storm(folder: Path, kinds: list[str], seed: int = 7, steps: int = STEPS) -> dict[str, Any]:
-    """A run in calm, then one killed in each of these ways in turn; what was found."""
+def run_storm(
+    folder: Path, kinds: list[str], seed: int = 7, steps: int = STEPS, minutes: float = 120.0
+) -> dict[str, Any]:
+    """A run in calm, then one killed in each of these ways in turn while there is time; the finding."""
+    ends = time.monotonic() + 60 * minutes
     os.environ["HONE_STORM"] = f"ray-{os.getpid()}"
     storm = RayStorm(make_task(folder), folder, seed, steps)
     with Nursery() as nursery:
@@ -155,7 +158,7 @@ def run_storm(folder: Path, kinds: list[str], seed: int = 7, steps: int = STEPS)
                 if sum(storm.kills.values()) > before or storm.problems:
                     break
             sys.stderr.write(f"{number + 1} of {len(kinds)}: {kind} {storm.problems}\n")
-            if storm.problems:
+            if storm.problems or time.monotonic() > ends:
                 break
         return storm.verdict(nursery)
 
@@ -163,12 +166,13 @@ def run_storm(folder: Path, kinds: list[str], seed: int = 7, steps: int = STEPS)
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storm_ray")
     parser.add_argument("--kills", type=int, default=21)
+    parser.add_argument("--minutes", type=float, default=120.0, help="begin no kill after these")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
     kinds = [list(KINDS)[number % len(KINDS)] for number in range(chosen.kills)]
     memory, began = set(os.listdir("/dev/shm")), time.time()
     with tempfile.TemporaryDirectory(prefix="hone-storm-ray-") as scratch:
-        result = run_storm(Path(scratch), kinds)
+        result = run_storm(Path(scratch), kinds, minutes=chosen.minutes)
     report = {
         "date": time.strftime("%Y-%m-%d"),
         "minutes": round((time.time() - began) / 60, 1),

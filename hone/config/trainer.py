@@ -75,10 +75,6 @@ class TrainerConfig(Block):
     """Checkpoints kept; a checkpoint holds actor and critic, so the smaller limit rules."""
     ray_wait_register_center_timeout: int = 300
     """Seconds a worker group may take to come up."""
-    phase_deadline_floor_s: float = 7200.0
-    """Seconds that any phase (a worker's call, the agent loops of a batch) may take; then the run stops."""
-    phase_deadline_factor: float = 10.0
-    """A phase may take longer than the floor: this factor times the longest that it took before."""
     liveness_deadline_s: float = 20.0
     """Seconds after which a stopped worker process, or a silent Ray node or control plane, ends the run."""
     phase_deadline_floor_s: float = 7200.0
@@ -98,7 +94,7 @@ class RayInitConfig(Block):
     num_gpus: int | None = None
     """GPUs Ray may use; null is all."""
     address: str | None = None
-    """Address of a running cluster; null starts one or joins RAY_ADDRESS."""
+    """Address of a running cluster; null joins RAY_ADDRESS or this machine's, or starts one."""
     runtime_env: dict[str, Any] = field(default_factory=dict)
     """Environment of the workers."""
     local_mode: bool = False

@@ -22,8 +22,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hone.config.trainer import TrainerConfig
 from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
 from hone.controller.liveness import GONE, STOPPED, ZOMBIE, Silence, process_state
+from hone.controller.process_log import last_lines
 
 PING_EVERY_S = 2.0
+LOG_DEADLINE_S = 10.0
 PARTS = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
 
 
@@ -35,6 +37,9 @@ class _NodeProbe:
 
     def end(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
+
+    def lines(self, paths: Sequence[str]) -> list[str]:
+        return last_lines(paths)
 
 
 class _RemoteNode:
@@ -128,6 +133,17 @@ class ClusterWatch:
                 silent.append(("ping", self._ping.number))
             for target in self._silence.look(silent, time.monotonic()):
                 self._raise(target, owner, method)
+
+    def lines(self, seat: Seat) -> list[str]:
+        """What a process of another node wrote last."""
+        node = self._nodes.get(seat.node_id)
+        try:
+            told = (
+                ray.get(node.actor.lines.remote(seat.logs), timeout=LOG_DEADLINE_S) if node else []
+            )
+            return list(told)
+        except RayError as error:
+            return [f"(its log could not be read from here: {type(error).__name__})"]
 
     def _stopped_or_gone(self, owner: str, method: str) -> list[Hashable]:
         """Ray's own processes, where we started them: a dead one is told at once."""
@@ -233,6 +249,11 @@ def look(owner: str, method: str) -> None:
     """Raise where what `owner` waits for can never come. Only the loop's process looks."""
     if _watch is not None:
         _watch.look(owner, method)
+
+
+def lines_of_another_node(seat: Seat) -> list[str]:
+    """What a process of another node wrote last, where this is the loop's process."""
+    return _watch.lines(seat) if _watch is not None else ["(its log is on its node)"]
 
 
 def cluster_failed() -> bool:

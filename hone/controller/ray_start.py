@@ -70,7 +70,8 @@ def start_ray(ray_init: Mapping[str, Any]) -> bool:
     for name, value in _DRIVER_SETTINGS.items():
         os.environ.setdefault(name, value)
     _messages_to_log()
-    if _to_join(options.get("address")):
+    sized = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
+    if _to_join(options.get("address"), only_named=sized):
         _join(options)
     else:
         _start({**options, "address": "local"})
@@ -99,8 +100,11 @@ def stop_ray(timeline_json_file: str | None = None) -> None:
         own.reaper.wait()
 
 
-def _to_join(address: str | None) -> bool:
-    """Whether a cluster is named: by the option, by RAY_ADDRESS, or by `ray start` on this machine."""
+def _to_join(address: str | None, only_named: bool) -> bool:
+    """Whether a cluster is named: by the option, by RAY_ADDRESS, or by `ray start` on this machine.
+
+    A run that says how large its Ray is asks for one of its own.
+    """
     for named, key in (
         (address, "ray_kwargs.ray_init.address"),
         (os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS"),
@@ -109,7 +113,7 @@ def _to_join(address: str | None) -> bool:
             check_reachable(named, key)
             return named != "local"
     file = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    if not os.path.exists(file) or os.stat(file).st_uid not in (0, os.getuid()):
+    if only_named or not os.path.exists(file) or os.stat(file).st_uid not in (0, os.getuid()):
         return False  # what another user wrote there is no reason to work for their cluster
     with open(file, encoding="utf-8") as text:
         latest = text.read().strip()

@@ -12,14 +12,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
 from hone.controller.process_log import last_lines
-from hone.controller.ray_liveness import look
+from hone.controller.ray_liveness import lines_of_another_node, look
 
 LOOK_EVERY_S = 1.0
-LOG_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,6 @@ def last_log_lines(seat: Seat) -> list[str]:
     """What a process wrote last; read on its node where that is another."""
     if not seat.logs:
         return []
-    here = ray.get_runtime_context().get_node_id()
-    if here == seat.node_id:
+    if ray.get_runtime_context().get_node_id() == seat.node_id:
         return last_lines(seat.logs)
-    strategy = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
-    reader = ray.remote(last_lines).options(num_cpus=0, scheduling_strategy=strategy)
-    try:
-        lines: list[str] = ray.get(reader.remote(seat.logs), timeout=LOG_DEADLINE_S)
-    except RayError as error:
-        return [f"(its log could not be read from here: {type(error).__name__})"]
-    return lines
+    return lines_of_another_node(seat)

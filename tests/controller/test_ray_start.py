@@ -111,6 +111,15 @@ def test_the_cluster_of_another_user_is_not_joined(
     assert inits[0]["options"]["address"] == "local"
 
 
+def test_a_run_that_says_how_large_its_ray_is_gets_its_own(
+    inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _latest_cluster(tmp_path, "127.0.0.1:1")
+    monkeypatch.setattr(ray_start, "check_reachable", lambda *given: None)
+    ray_start.start_ray({"num_cpus": 2})
+    assert inits[0]["options"]["address"] == "local"
+
+
 def test_a_cluster_that_is_gone_is_not_joined(
     inits: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
