@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     kinds = [list(KINDS)[number % len(KINDS)] for number in range(chosen.kills)]
     memory, began = set(os.listdir("/dev/shm")), time.time()
-    with tempfile.TemporaryDirectory(prefix="hone-storm-ray-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="ray-storm-") as scratch:
         result = run_storm(Path(scratch), kinds, minutes=chosen.minutes)
     report = {
         "date": time.strftime("%Y-%m-%d"),
