@@ -111,7 +111,7 @@ def _run(session: Session, preamble: str, tests: str) -> None:
         if isinstance(value, type) and value.__module__ == "__main__" and value.__name__ == name
     }
     session.wait_until_loaded()
-    names.code = code
+    names.resolve(code)
     exec(code, names)
 
 

@@ -7,11 +7,13 @@ contained: a test that would need that ends the judgement. Leaves out how data i
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import marshal
 import os
 import sys
 from collections.abc import Callable, Iterator
+from inspect import CO_OPTIMIZED
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -298,6 +300,16 @@ class Names(dict[str, Any]):
         super().__init__(content)
         self._session = session
         self.code: CodeType | None = None
+
+    def resolve(self, code: CodeType) -> None:
+        """The names are those of this code. A class body looks names up without __missing__, so what
+        it may mean is looked up now."""
+        self.code = code
+        for body in _nested(code):
+            if body is not code and not body.co_flags & CO_OPTIMIZED:
+                for name in body.co_names:
+                    with contextlib.suppress(KeyError):
+                        self[name] = self[name]
 
     def __missing__(self, name: str) -> Any:
         if self.code is None or name.startswith("__"):

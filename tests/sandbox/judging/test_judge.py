@@ -79,6 +79,10 @@ HOLDS = {
         "class A:\n    def __enter__(self): return 3\n    def __exit__(self, *_): self.left = True",
         "a = A()\nwith a as value:\n    assert value == 3\nassert a.left and A.__name__ == 'A'",
     ),
+    "names in a class of the tests": (
+        "def f(x): return x + 1",
+        "class Case:\n    value = f(1)\n    def check(self): assert f(2) == 3 and self.value == 2\nCase().check()",
+    ),
     "errors that cannot be printed": (
         "class E(Exception):\n    def __str__(self): raise KeyError\ndef f(x):\n    if x: raise E\n    return 1",
         "try:\n    f(1)\n    assert False\nexcept E:\n    assert f(0) == 1",
