@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; files are shared out over the cores.
 PARALLEL := -n logical --dist loadfile
 
-.PHONY: setup quickstart test test-slow check bench references bench-gpu families storm system clean
+.PHONY: setup quickstart test test-slow check bench references bench-gpu families storm storm-ray system clean
 
 setup: $(STAMP) system
 
@@ -49,6 +49,10 @@ references: setup
 # Hundreds of kills, about half an hour; the result is committed.
 storm: setup
 	$(BIN)/python -m benchmarks.storm $(ARGS)
+
+# The same on Ray with two ranks: at least 20 kills.
+storm-ray: setup
+	$(BIN)/python -m benchmarks.storm_ray $(ARGS)
 
 bench-gpu:
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
