@@ -56,7 +56,7 @@ def _again(options: argparse.Namespace) -> list[str]:
 
 def _end(results: dict[str, Any], options: argparse.Namespace) -> None:
     if options.out.resolve() == table.CPU.parent.resolve():
-        table.PAGE.write_text(table.page(table.read(table.CPU), table.read(table.GPU)))
+        table.write()
     outcomes = [r["outcome"] for r in results["families"].values()]
     counts = {kind: outcomes.count(kind) for kind in sorted(set(outcomes))}
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))

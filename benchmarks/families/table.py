@@ -1,10 +1,12 @@
-"""docs/models.md from the sweep's results: one row for each family."""
+"""`python -m benchmarks.families.table`: docs/models.md from the sweep's results."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from hone.models.families import CPU_ONLY
 
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "benchmarks" / "results" / "families_cpu.json"
@@ -50,12 +52,17 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"families": {}}
 
 
+def write() -> None:
+    """Write the document from the results that are there."""
+    PAGE.write_text(page(read(CPU), read(GPU)))
+
+
 def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
     """The document for these results."""
     rows: list[str] = []
     refusals: dict[str, list[str]] = {}
     for family, result in sorted(cpu["families"].items()):
-        on_gpu = gpu["families"].get(family, {})
+        on_gpu = {"outcome": "refused"} if family in CPU_ONLY else gpu["families"].get(family, {})
         if result["outcome"] == "refused":
             refusals.setdefault(_reason(result["sentence"]), []).append(family)
             continue
@@ -96,3 +103,7 @@ def _made(device: str, results: dict[str, Any]) -> str:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return f"\n{device}: {results['date']}, {results['device']}, {versions}.\n"
+
+
+if __name__ == "__main__":
+    write()

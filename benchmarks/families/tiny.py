@@ -77,6 +77,7 @@ _LATENT = {"num_key_value_heads": 4}  # each head has its own keys, made from wh
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 FLIPPED_OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "parallel_attn": True, "num_kv_heads": 2},
+    "helium": {"head_dim": 16},
     "phi3": {"rope_parameters": _PLAIN_ROPE | {"partial_rotary_factor": 0.5}},
 }
 _SIGLIP = {
@@ -149,10 +150,26 @@ def _shrunk(kind: Any, changed: dict[str, Any], flipped: bool = False) -> Any:
             settings[name] = value | _YARN
         if type(value) is list and len(value) == getattr(default, "num_hidden_layers", -1):
             settings[name] = _two_of(value)
+    if flipped:
+        settings |= _other_shapes(names)
     for name, sub in (kind.sub_configs or {}).items():
         if name in names and dataclasses.is_dataclass(sub) and name not in changed:
             settings[name] = _shrunk(sub, {}, flipped).to_dict()
     return kind(**(settings | changed))
+
+
+def _other_shapes(names: dict[str, str]) -> dict[str, Any]:
+    """One key head, wider than the hidden size asks for; a window where the family can have one."""
+    settings: dict[str, Any] = {}
+    if "head_dim" in names and "kv_lora_rank" not in names:
+        settings["head_dim"] = 24
+    if "num_key_value_heads" in names and "kv_lora_rank" not in names:
+        settings["num_key_value_heads"] = 1
+    if "sliding_window" in names:
+        settings["sliding_window"] = WINDOW
+        if "layer_types" in names:
+            settings["layer_types"] = ["sliding_attention", "full_attention"]
+    return settings
 
 
 def _two_of(kinds: list[Any]) -> list[Any]:

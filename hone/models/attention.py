@@ -7,6 +7,7 @@ packed rows in training, a key-value cache in rollout.
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +44,7 @@ def layout_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | EllipsisType | None = ...,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     layout: Layout | None = None,
@@ -72,7 +73,8 @@ def layout_attention(
         value[0].transpose(0, 1),
         layer=module.layer_idx,  # type: ignore[arg-type]
         scaling=scaling if scaling is not None else width**-0.5,
-        window=sliding_window,
+        # Some modules know their window and leave it to the mask, which is not made here.
+        window=window_of(module) if sliding_window is ... else sliding_window,
         **options,
     )
     return out[None, ..., :value_width], None

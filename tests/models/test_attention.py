@@ -34,6 +34,17 @@ def test_tokens_come_first_and_the_layer_is_named():
     assert layout.options == {"layer": 3, "scaling": 0.5, "window": 7}
 
 
+def test_a_window_that_the_module_knows_and_does_not_say_is_honoured():
+    class Windowed(Module):
+        sliding_window = 4
+
+    layout, q = Recording(), torch.randn(1, 4, 5, 8)
+    layout_attention(Windowed(), q, q, q, None, layout=layout)
+    assert layout.options["window"] == 4
+    layout_attention(Windowed(), q, q, q, None, layout=layout, sliding_window=None)
+    assert layout.options["window"] is None
+
+
 def test_the_scale_defaults_to_one_over_root_of_the_head_width():
     assert call().options["scaling"] == 8**-0.5
 

@@ -121,9 +121,10 @@ def test_the_table_in_the_docs_is_that_of_the_results_and_of_the_list() -> None:
     outcomes = {name: result["outcome"] for name, result in cpu["families"].items()}
     assert {n for n, outcome in outcomes.items() if outcome == "equal"} == FAMILIES
     assert set(outcomes.values()) == set(GOOD)
-    unequal = {n for n, r in gpu["families"].items() if r["outcome"] not in GOOD}
-    assert unequal <= families.CPU_ONLY, "add them to CPU_ONLY"
     assert families.CPU_ONLY <= FAMILIES
+    if gpu["families"]:
+        shown = {n for n, r in gpu["families"].items() if r["outcome"] == "equal"}
+        assert shown == FAMILIES - families.CPU_ONLY, "CPU_ONLY names what is not equal on a GPU"
 
 
 @pytest.mark.parametrize("family", ["falcon", "nemotron", "stablelm"])
