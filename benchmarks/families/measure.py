@@ -122,11 +122,12 @@ def _save_tiny(family: str, folder: Path, device: torch.device, flipped: bool) -
     """A plain model of the device's dtype, its folder written."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(family, flipped=flipped)
-    lm = AutoModelForCausalLM.from_config(config, dtype=_dtype(device), attn_implementation="eager")
+    options = {"dtype": _dtype(device), "attn_implementation": "eager"}
+    lm = AutoModelForCausalLM.from_config(tiny_config(family, flipped=flipped), **options)
     randomise(lm)
     lm.save_pretrained(folder)
-    return lm.to(device).eval()
+    # Opened again: what a folder holds is not always what was written (youtu's padding token).
+    return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
 
 
 def _dtype(device: torch.device) -> torch.dtype:
