@@ -17,10 +17,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,9 @@ ENDS_WITH = {
     "second start, then SIGKILL": {-9},
 }
 """The kinds of kill, and the exit codes that each may leave."""
+
+
+_one_second_start = threading.Lock()
 
 
 class Storm:
@@ -127,7 +132,8 @@ class Storm:
         time.sleep(self.chooser.uniform(0, 0.05) if "save" not in kind else 0.0)
         if kind == "second start, then SIGKILL":
             before = _names(self.fire.folder)
-            code = second.run(self.command)
+            with _one_second_start:
+                code = second.run(self.command)
             if code != 2:
                 self.problems.append(f"a second start ended with code {code}")
             if missing := before - _names(self.fire.folder, also_finished=True):
@@ -246,29 +252,36 @@ def shared_memory(before: set[str]) -> list[str]:
     return sorted(name for name in new if not name.startswith(foreign))
 
 
+def rage(storm: Storm, kills: int, second: Nursery) -> dict[str, Any]:
+    """One seed: the run in calm, then kills until there are enough."""
+    with Nursery() as nursery:
+        if nursery.run(storm.calm_command) != 0:
+            storm.problems.append("the run in calm failed")
+        for _ in range(6 * kills):
+            if sum(storm.kills.values()) >= kills:
+                break
+            storm.kill(nursery, second)
+    result = {"seed": storm.seed, **storm.finish()}
+    print(json.dumps(result), flush=True)
+    return result
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storm")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=len(SHAPES))
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at once")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
     mark, memory = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
     os.environ[MARK] = mark
-    began, results = time.time(), []
+    began = time.time()
     with tempfile.TemporaryDirectory(prefix="hone-storm-") as scratch:
-        task = make_task(Path(scratch))
-        with Nursery() as nursery, Nursery() as second:
-            for seed in range(1, chosen.seeds + 1):
-                storm = Storm(task, Path(scratch), seed)
-                if nursery.run(storm.calm_command) != 0:
-                    storm.problems.append("the run in calm failed")
-                per_seed = -(-chosen.kills // chosen.seeds)
-                for _ in range(6 * per_seed):
-                    if sum(storm.kills.values()) >= per_seed:
-                        break
-                    storm.kill(nursery, second)
-                results.append({"seed": seed, **storm.finish()})
-                print(json.dumps(results[-1]), flush=True)
+        task, kills = make_task(Path(scratch)), -(-chosen.kills // chosen.seeds)
+        with ThreadPoolExecutor(chosen.jobs) as pool, Nursery() as second:
+            seeds = range(1, chosen.seeds + 1)
+            storms = [Storm(task, Path(scratch), seed) for seed in seeds]
+            results = list(pool.map(lambda storm: rage(storm, kills, second), storms))
         processes = list(marked_processes(mark))
     report = {
         "date": time.strftime("%Y-%m-%d"),
