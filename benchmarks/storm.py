@@ -39,7 +39,7 @@ STEPS, SAVE_EVERY = 24, 3
 SHAPES = (
     ("grpo", ()),
     ("ppo", ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")),
-    ("pool", ("reward_model.reward_manager=prime", "reward_model.num_processes=1")),
+    ("pool", ("reward_model.reward_manager=prime", "reward_model.reward_kwargs.num_processes=1")),
     ("lora", ("actor_rollout_ref.model.lora_rank=4",)),
     ("epochs", ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true")),
 )
@@ -252,13 +252,13 @@ def shared_memory(before: set[str]) -> list[str]:
     return sorted(name for name in new if not name.startswith(foreign))
 
 
-def rage(storm: Storm, kills: int, second: Nursery) -> dict[str, Any]:
-    """One seed: the run in calm, then kills until there are enough."""
+def rage(storm: Storm, kills: int, second: Nursery, ends: float) -> dict[str, Any]:
+    """One seed: the run in calm, then kills until there are enough or the time is up."""
     with Nursery() as nursery:
         if nursery.run(storm.calm_command) != 0:
             storm.problems.append("the run in calm failed")
         for _ in range(6 * kills):
-            if sum(storm.kills.values()) >= kills:
+            if sum(storm.kills.values()) >= kills or time.time() > ends:
                 break
             storm.kill(nursery, second)
     result = {"seed": storm.seed, **storm.finish()}
@@ -270,18 +270,20 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storm")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=len(SHAPES))
+    parser.add_argument("--minutes", type=float, default=180.0, help="no kill after so long")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at once")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
     mark, memory = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
     os.environ[MARK] = mark
     began = time.time()
+    ends = began + 60 * chosen.minutes
     with tempfile.TemporaryDirectory(prefix="hone-storm-") as scratch:
         task, kills = make_task(Path(scratch)), -(-chosen.kills // chosen.seeds)
         with ThreadPoolExecutor(chosen.jobs) as pool, Nursery() as second:
             seeds = range(1, chosen.seeds + 1)
             storms = [Storm(task, Path(scratch), seed) for seed in seeds]
-            results = list(pool.map(lambda storm: rage(storm, kills, second), storms))
+            results = list(pool.map(lambda storm: rage(storm, kills, second, ends), storms))
         processes = list(marked_processes(mark))
     report = {
         "date": time.strftime("%Y-%m-%d"),

@@ -5,6 +5,7 @@ Knows where things lie and how they are written safely; what is in them is their
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hone.tracking.atomic import atomic_write_text, remove_leftovers
+from hone.tracking.atomic import atomic_write_bytes, atomic_write_text, remove_leftovers
 from hone.tracking.metrics_file import MetricsFile
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
@@ -72,10 +73,10 @@ class RunFolder:
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         if self.config_file.exists():
-            before = self.config_file.read_text(encoding="utf-8")
-            if before != text:
+            before = self.config_file.read_bytes()  # whatever it holds, it is kept
+            if before != text.encode():
                 earlier = len(list(self.path.glob("config.*.yaml"))) + 1
-                atomic_write_text(self.path / f"config.{earlier}.yaml", before)
+                atomic_write_bytes(self.path / f"config.{earlier}.yaml", before)
         atomic_write_text(self.config_file, text)
         if origins is not None:
             atomic_write_text(self.origins_file, json.dumps(dict(origins), indent=1))
@@ -114,9 +115,11 @@ class RunFolder:
         atomic_write_text(self.trackers_file, json.dumps(ids, indent=1, sort_keys=True))
 
     def _tracker_ids(self) -> dict[str, str]:
-        if not self.trackers_file.exists():
-            return {}
-        return json.loads(self.trackers_file.read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            ids = json.loads(self.trackers_file.read_text(encoding="utf-8"))
+            if isinstance(ids, dict):
+                return {name: run_id for name, run_id in ids.items() if isinstance(run_id, str)}
+        return {}
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hone.tracking import RunFolder
 
 
@@ -80,3 +82,17 @@ def test_tracker_ids_are_kept_side_by_side(tmp_path: Path) -> None:
     run.keep_tracker_id("wandb", "abc")
     run.keep_tracker_id("mlflow", "def")
     assert (run.tracker_id("wandb"), run.tracker_id("mlflow")) == ("abc", "def")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"[]", b'{"wandb": 5}', b""])
+def test_files_that_are_not_what_they_should_be_are_kept_or_passed_over(
+    tmp_path: Path, content: bytes
+) -> None:
+    run = RunFolder(tmp_path)
+    run.config_file.write_bytes(content)
+    run.trackers_file.write_bytes(content)
+    run.write_config({"a": 1})
+    assert (tmp_path / "config.1.yaml").read_bytes() == content
+    assert run.tracker_id("wandb") is None
+    run.keep_tracker_id("wandb", "x1")
+    assert run.tracker_id("wandb") == "x1"
