@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from hone.controller.event_loop import as_exception, forget_task, raised_by_signal
+from hone.event_loop import as_exception, forget_task, raised_by_signal
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from hone.event_loop import run_to_end
 from hone.rewards.failures import SetupError
 from hone.rewards.places import describe, place_of, unbound
 
@@ -158,6 +159,6 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
+        return run_to_end(coroutine)
     with ThreadPoolExecutor(max_workers=1) as threads:
-        return threads.submit(asyncio.run, coroutine).result()
+        return threads.submit(run_to_end, coroutine).result()

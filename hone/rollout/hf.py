@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hone.controller.event_loop import run_to_end
+from hone.event_loop import run_to_end
 from hone.models.attention import forward_options
 from hone.models.policy import PolicyModel
 from hone.ops.segments import SegmentLayout

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hone.controller.event_loop import run_to_end
+from hone.event_loop import run_to_end
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 from hone.rollout.requests import AbortGate, Request, RequestRules, refuse_media
 

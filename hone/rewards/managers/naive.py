@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from hone.event_loop import as_exception
 from hone.rewards.calling import run_coroutine, taken_arguments
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
@@ -46,14 +47,20 @@ class NaiveRewardManager(RuleRewardManager):
         function: Callable[..., Any] = self.compute_score
         arguments = taken_arguments(function, row.arguments(), self.options)
         try:
-            call = function(**arguments)
-            return read_result(await asyncio.wait_for(call, self.policy.timeout_s))
-        except (asyncio.TimeoutError, TimeoutError):
-            return self.late()
+            call = asyncio.ensure_future(function(**arguments))
+            done, _ = await asyncio.wait({call}, timeout=self.policy.timeout_s)
+            if not done:
+                call.cancel()  # not waited for: it may swallow that; the event loop's end sees to it
+                return self.late()
+            if call.cancelled():
+                raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
+            return read_result(call.result())
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy decides
             return failed_by(error, self.compute_score)
+        except SystemExit as error:  # the event loop goes on past it
+            return failed_by(as_exception(error), self.compute_score)
 
     def late(self) -> Failed:
         """The failure of a scorer that passed its deadline."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hone.controller.event_loop import EventLoopRun, run_to_end
+from hone.event_loop import EventLoopRun, run_to_end
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 from hone.rollout.native.core import NativeCore
 from hone.rollout.requests import Request, decoding_failed, engine_failed, refuse_media

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -237,6 +238,28 @@ def test_async_scorers_run_together_each_under_its_deadline(
     rewards = manager(make_batch(["a", "hang", "raise", "hang", "b"]))
     assert rewards.sum(1).tolist() == [2.0, -1.0, -1.0, -1.0, 2.0]
     assert manager.failures == {"timeout": 2, "exception": 1}
+
+
+async def hostile_judge(solution_str: str, ground_truth: Any) -> float:
+    while solution_str == "swallow":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+    await asyncio.sleep(0)
+    if solution_str == "exit":
+        raise SystemExit(3)
+    if solution_str == "cancel":
+        raise asyncio.CancelledError
+    return 1.0
+
+
+def test_an_async_scorer_that_does_not_end_or_exits_is_a_failed_score(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    policy = FailurePolicy("score", -1.0, 2.0)
+    manager = NaiveRewardManager(tokenizer, 0, hostile_judge, policy=policy)
+    rewards = manager(make_batch(["a", "swallow", "exit", "cancel", "b"]))
+    assert rewards.sum(1).tolist() == [1.0, -1.0, -1.0, -1.0, 1.0]
+    assert manager.failures == {"timeout": 1, "exception": 2}
 
 
 def test_model_scores_stand_only_where_no_rule_is_possible(

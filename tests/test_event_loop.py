@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hone.controller import event_loop
-from hone.controller.event_loop import EventLoopRun, raised_by_signal, run_to_end
+from hone import event_loop
+from hone.event_loop import EventLoopRun, raised_by_signal, run_to_end
 
 
 @pytest.fixture(autouse=True)
