@@ -31,7 +31,7 @@ from hone.sandbox import run_python
 
 WANTED_RATIO = 1.5
 ROUNDS, PROGRAMS_PER_ROUND = 9, 40
-LIMITS = Limits(timeout_s=20.0, memory_mb=1024)
+LIMITS = Limits(timeout_s=60.0, memory_mb=1024)
 RESULTS = Path(__file__).parent / "results" / "reference_solutions.json"
 DATA = Path(os.environ.get("HONE_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
