@@ -18,6 +18,7 @@ from hone.controller.process_log import last_lines
 from hone.controller.ray_liveness import lines_of_another_node, look
 
 LOOK_EVERY_S = 1.0
+DEATH_IS_KNOWN_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,28 @@ class RefWait:
                     raise self._too_late([rank_of[ref] for ref in pending])
             for ref in ready:
                 rank = rank_of[ref]
-                results[rank] = self._result(ref, rank, max(1.0, ends - time.monotonic()))
+                left = max(1.0, ends - time.monotonic())
+                try:
+                    results[rank] = self._result(ref, rank, left)
+                except Exception:  # it may have failed because a peer of it died: that is the cause
+                    self._raise_death(pending, rank_of)
+                    raise
         if self.record is not None:
             self.record(self.method, time.monotonic() - started)
         return [results[rank] for rank in range(len(refs))]
+
+    def _raise_death(self, pending: list[Any], rank_of: dict[Any, int]) -> None:
+        ends = time.monotonic() + DEATH_IS_KNOWN_AFTER_S
+        while pending and (left := ends - time.monotonic()) > 0:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+            for ref in ready:
+                try:
+                    ray.get(ref, timeout=1.0)
+                except (RayTaskError, GetTimeoutError):
+                    continue
+                except RayError as error:
+                    seat = self._seat(rank_of[ref])
+                    raise died(self.owner, seat, self.method, error) from error
 
     def _result(self, ref: Any, rank: int, timeout_s: float) -> Any:
         try:

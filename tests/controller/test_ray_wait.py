@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hone.controller.failures import Seat, WaitTimeout
+from hone.controller.failures import Seat, WaitTimeout, WorkerDied
 from hone.controller.phase_deadlines import PhaseDeadlines
 
 pytest.importorskip("ray")
@@ -78,3 +78,20 @@ def test_a_death_is_told_without_the_words_of_rays_inside(ray_says: str, reason:
     death = ray_wait.died("actor", Seat(0, 12, "10.0.0.1", "n", ()), "update", Exception(ray_says))
     assert f"died during 'update': {reason}" in str(death)
     assert "connection error" not in str(death)
+
+
+def test_the_death_of_a_peer_is_told_and_not_what_it_did_to_others(
+    clock: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.exceptions import RayError, RayTaskError
+
+    def get(ref: str, timeout: float) -> Any:
+        if ref == "b":
+            raise RayError("Worker exit detail: Worker exits with a connection error code 2.")
+        raise RayTaskError("update", "Connection closed by peer", RuntimeError("closed by peer"))
+
+    monkeypatch.setattr(ray_wait.ray, "get", get)
+    with pytest.raises(WorkerDied, match="rank 1 of 'actor'"):
+        waiting(PhaseDeadlines(100.0, 10.0), "update")(["a", "b"])
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        waiting(PhaseDeadlines(100.0, 10.0), "update")(["a"])
