@@ -28,7 +28,7 @@ from tests.trainer.nursery import Nursery
 from tests.trainer.runs import Run, Task, make_task
 
 RESULTS = Path(__file__).parent / "results" / "storm_ray.json"
-STEPS = 10
+STEPS = 36  # more than the kills of a storm get through: each loses what was not saved
 END_DEADLINE_S = 60.0
 KINDS = {
     "loop SIGKILL": ("loop", signal.SIGKILL, {-9}),
