@@ -34,7 +34,7 @@ ALPHABET = "0123456789+=: \n"
 
 
 def main(steps: int = STEPS) -> dict[str, Any]:
-    """Both runs, one after the other; raises where one of them fails."""
+    """Both runs, one after the other; ends where one of them fails."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -42,9 +42,9 @@ def main(steps: int = STEPS) -> dict[str, Any]:
         for name, more in RUNS.items():
             samples = _sampled(folder / name, [*base, *more])
             results[name] = _summary(samples, steps)
-            print(
-                f"{name}: {json.dumps({k: v for k, v in results[name].items() if k != 'samples'})}"
-            )
+            RESULTS.write_text(json.dumps(results) + "\n")
+            shown = {key: value for key, value in results[name].items() if key != "samples"}
+            print(f"{name}: {json.dumps(shown)}", flush=True)
     return results
 
 
@@ -135,5 +135,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     found = main(parser.parse_args().steps)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(0 if all(run["flat"] for run in found.values()) else 1)

