@@ -134,7 +134,8 @@ class Storm:
             before = _names(self.fire.folder)
             with _one_second_start:
                 code = second.run(self.command)
-            if code != 2:
+            # Where the first run has ended meanwhile, the second may take the folder.
+            if code != 2 and Path(f"/proc/{pid}/exe").exists():
                 self.problems.append(f"a second start ended with code {code}")
             if missing := before - _names(self.fire.folder, also_finished=True):
                 self.problems.append(f"a second start removed {sorted(missing)}")
