@@ -227,7 +227,6 @@ class ConsoleTracker(Tracker):
         start = (run.resumed_from or 0, self.screen.clock())
         self._seen: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
         self._shown: dict[str, Number] = {}
-        self._is_full = (run.config.get("trainer") or {}).get("console") == "full"
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         if step > self._seen[-1][0]:
@@ -237,7 +236,7 @@ class ConsoleTracker(Tracker):
             for key, value in metrics.items()
             if key.startswith(LASTING) and not key.endswith("/std")
         }
-        if self._is_full:
+        if self.run.prints_everything:
             self.screen.line(plain_line(metrics, step))
         elif not self.screen.is_terminal:
             self.screen.line(self._short_line(step, _live_values(metrics) | lasting))

@@ -31,6 +31,8 @@ class RunInfo:
     """How many steps the run will take, for the time left; None when unknown."""
     resumed_from: int | None = None
     """The step of the checkpoint this process continues from; None for a fresh run."""
+    prints_everything: bool = False
+    """Whether the console prints every metric of a step (`trainer.console=full`)."""
 
 
 class Tracker:

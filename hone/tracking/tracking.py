@@ -54,13 +54,20 @@ class Tracking:
         *,
         total_steps: int | None = None,
         resumed_from: int | None = None,
+        prints_everything: bool = False,
     ) -> None:
         if isinstance(run_folder, RunFolder):
             folder: Path | None = run_folder.path
         else:
             folder = Path(run_folder) if run_folder is not None else None
         run = RunInfo(
-            project_name, experiment_name, config or {}, folder, total_steps, resumed_from
+            project_name,
+            experiment_name,
+            config or {},
+            folder,
+            total_steps,
+            resumed_from,
+            prints_everything,
         )
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         names = [ALIASES.get(name, name) for name in names]

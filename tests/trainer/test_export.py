@@ -15,8 +15,10 @@ from transformers import AutoTokenizer
 
 from hone.config import load_config
 from hone.config.engine import FSDPConfig
+from hone.config.model import ModelConfig
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
+from hone.models.from_config import build_tokenizer
 from hone.models.load import load_causal_lm
 from hone.models.policy import ValueModel
 from hone.models.tiny import character_tokenizer
@@ -255,13 +257,12 @@ def test_the_code_that_a_runs_config_names_is_not_imported(
     assert changed != text
     (tmp_path / "run" / "config.yaml").write_text(changed)
     asked: list[bool] = []
-    real = load_causal_lm
 
-    def watched(path: str, **options: Any) -> Any:
-        asked.append(options["trust_remote_code"])
-        return real(path, **options)
+    def watched(model: ModelConfig) -> Any:
+        asked.append(model.trust_remote_code)
+        return build_tokenizer(model)
 
-    monkeypatch.setattr("hone.trainer.export.load_causal_lm", watched)
+    monkeypatch.setattr("hone.trainer.export.build_tokenizer", watched)
     assert cli.main(["export", str(step), str(tmp_path / "out")]) == 0
     flag = {"external_lib": "--external-lib own_code", "trust_remote_code": "--trust-remote-code"}
     assert flag[key] in capsys.readouterr().out

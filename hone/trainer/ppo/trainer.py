@@ -141,6 +141,7 @@ class PPOTrainer:
             self.run,
             total_steps=self.total_steps,
             resumed_from=self.global_step or None,
+            prints_everything=trainer.console == "full",
         )
         with GracefulStop() as stop, tracking, collector_spared():
             self.tracking = tracking

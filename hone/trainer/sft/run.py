@@ -193,6 +193,7 @@ class SFTRun:
             self.folder,
             total_steps=self.total_steps,
             resumed_from=self.trainer.step_number or None,
+            prints_everything=trainer.console == "full",
         ) as tracking:
             yield tracking
 
