@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; files are shared out over the cores.
 PARALLEL := -n logical --dist loadfile
 
-.PHONY: setup quickstart test test-slow check bench references bench-gpu families storm storm-ray soak system clean
+.PHONY: setup quickstart test test-slow check bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
 
 setup: $(STAMP) system
 
@@ -53,6 +53,9 @@ storm: setup
 # The same on Ray with two ranks: at least 20 kills.
 storm-ray: setup
 	$(BIN)/python -m benchmarks.storm_ray $(ARGS)
+
+storm-sandbox: setup
+	HONE_HOSTILE_RUNS=10000 $(BIN)/python -m pytest -m slow tests/sandbox/test_warden.py --timeout 3600
 
 # Memory over 2,000 tiny steps, with and without checkpoints; writes benchmarks/results/soak.json.
 soak: setup

@@ -73,12 +73,15 @@ def read_rows(
             f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
         )
     exists, written = response_attention(data).bool(), policy_mask(data)
+    observed = (exists & ~written).any(dim=1).tolist() if len(ids) else []
     rows = []
     for index, token_ids in enumerate(ids):
         reward_model = _dict_at(columns, "reward_model", index)
         transcript = tokenizer.decode(token_ids, skip_special_tokens=True)
-        by_policy = written[index][exists[index]].tolist()
-        segments = _segments(token_ids, by_policy, transcript, tokenizer)
+        segments = [{"role": POLICY, "text": transcript}]
+        if observed[index]:
+            by_policy = written[index][exists[index]].tolist()
+            segments = _segments(token_ids, by_policy, tokenizer)
         extra = _extra_info(columns, reward_model, index)
         extra |= {"transcript": transcript, "transcript_segments": segments}
         rows.append(
@@ -92,12 +95,8 @@ def read_rows(
     return rows
 
 
-def _segments(
-    ids: list[int], by_policy: list[bool], transcript: str, tokenizer: Any
-) -> list[dict[str, str]]:
+def _segments(ids: list[int], by_policy: list[bool], tokenizer: Any) -> list[dict[str, str]]:
     """The response as runs of one author: `{"role": "policy" or "observation", "text"}`."""
-    if all(by_policy):
-        return [{"role": POLICY, "text": transcript}]
     segments, start = [], 0
     for policy, run in groupby(by_policy):
         end = start + len(list(run))
