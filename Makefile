@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
-# A test file runs in one process; files are shared out over the cores.
-PARALLEL := -n logical --dist loadfile
+# A test file runs in one process; one more than there are cores, because some tests wait.
+PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 
 .PHONY: setup quickstart test test-slow check bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
 
@@ -33,7 +33,7 @@ test: setup
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1500
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu' --timeout 1500 --durations=40
 
 check: setup
 	$(BIN)/ruff format --check .

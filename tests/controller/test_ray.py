@@ -34,7 +34,8 @@ def make_group(ranks: int, cls: type = Toy, *args: Any, **options: Any) -> Any:
     return RayWorkerGroup(ray_cls_with_init=made_of, **given)
 
 
-@pytest.mark.parametrize("how", ["exit", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "kill"])
 def test_a_dead_worker_is_named_with_its_last_words_while_its_peers_still_work(how: str) -> None:
     # Rank 0 sleeps beyond the deadline: waiting for it first would pass that, and be another error.
     group = make_group(2, name_prefix="critic")

@@ -23,7 +23,8 @@ from hone.controller import (
 from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 
-KINDS = ["local", "ray", "ray2"]
+RAY, RAY2 = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("ray", "ray2"))
+KINDS = ["local", RAY, RAY2]
 
 
 def make_group(kind: str, made_of: ClassWithInitArgs, **kwargs: Any) -> WorkerGroup:
@@ -275,7 +276,7 @@ class Custom(Toy):
         return -1, value, named
 
 
-@pytest.mark.parametrize("kind", ["local", "ray2"], scope="module", indirect=True)
+@pytest.mark.parametrize("kind", ["local", RAY2], scope="module", indirect=True)
 def test_a_users_own_mode_overrides_and_colocated_roles(kind: str) -> None:
     roles = create_colocated_worker_cls(
         {
@@ -309,7 +310,7 @@ def test_a_users_own_mode_overrides_and_colocated_roles(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["local", pytest.param("ray", marks=pytest.mark.slow)],
+    ["local", RAY],
     scope="module",
     indirect=True,
 )
