@@ -11,9 +11,11 @@ import ipaddress
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,9 +54,11 @@ _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 @dataclass(frozen=True)
 class OwnCluster:
-    """A cluster this process started: its mark, and the process that ends it after this one."""
+    """A cluster this process started: its mark, its folder, and the process that ends it after this one."""
 
     mark: str
+    folder: str
+    """Only this user may enter it: Ray lets every user write to the session folder inside."""
     reaper: subprocess.Popen[bytes]
 
 
@@ -98,6 +102,8 @@ def stop_ray(timeline_json_file: str | None = None) -> None:
         reaper.end_marked(own.mark)
         own.reaper.kill()
         own.reaper.wait()
+        if not failed:  # the logs of a failure stay
+            shutil.rmtree(own.folder, ignore_errors=True)
 
 
 def _to_join(address: str | None, only_named: bool) -> bool:
@@ -143,7 +149,8 @@ def _join(options: Mapping[str, Any]) -> None:
 def _start(options: Mapping[str, Any]) -> None:
     global _own
     mark = secrets.token_hex(8)
-    _own = OwnCluster(mark, _start_reaper(mark))
+    private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
+    _own = OwnCluster(mark, private, _start_reaper(mark))
     settings = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
@@ -155,12 +162,11 @@ def _start(options: Mapping[str, Any]) -> None:
     try:
         with _environment(settings), _loopback(), _own_signal_handlers():
             _read_settings()
-            context = ray.init(**options)
+            context = ray.init(**{"_temp_dir": os.path.join(private, "ray"), **options})
     except BaseException:
         stop_ray()
         raise
     folder = context.address_info["session_dir"]
-    os.chmod(folder, 0o700)  # Ray lets every user of the machine write there
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         logger.warning(

@@ -1,0 +1,57 @@
+"""Ranks meet where they were told to, and nowhere that others can reach."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from hone.engine.rendezvous import STORE_FILE, meeting_place
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def listening_on(port: int) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, on which this machine listens at the port."""
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {
+        fields[1].rpartition(":")[0]
+        for fields in lines
+        if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port
+    }
+
+
+def test_the_store_listens_on_the_address_of_the_ranks_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    monkeypatch.delenv(STORE_FILE, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    store = meeting_place(1, timedelta(seconds=30))["store"]
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert listening_on(port) == {"0100007F"}
+
+
+def test_torchrun_brings_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STORE_FILE, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert meeting_place(2, timedelta(seconds=1)) == {}
+
+
+def test_a_file_is_enough_on_one_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(STORE_FILE, str(tmp_path / "meet"))
+    store = meeting_place(1, timedelta(seconds=30))["store"]
+    store.set("key", "value")
+    assert store.get("key") == b"value"
