@@ -37,6 +37,7 @@ LEVELS = {
     "columns": 0,
     "event_loop": 0,  # user code in an event loop: scorers, agent loops
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
+    "tokenizer": 0,
     "text": 0,  # text from outside: cleaned wherever it enters
 }
 LAZY_ROOTS = {"__init__", "compat"}  # may name any room, but only once a name is asked for

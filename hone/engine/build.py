@@ -1,9 +1,6 @@
-"""Making an engine from configuration: sharding and optimizer; and the Hugging Face export."""
+"""Making an engine from configuration: sharding and optimizer."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -14,9 +11,6 @@ from hone.engine.offload import offload_of
 from hone.engine.optimizer import Optimizer
 from hone.models.compiled import compile_layers
 from hone.models.fused import fuse
-from hone.models.load import EXPORT_FOLDER
-from hone.models.lora import ADAPTER_FOLDER, adapter_weights, is_lora, save_adapter
-from hone.models.writing import without_progress_bar
 
 
 def build_engine(
@@ -62,23 +56,3 @@ def build_engine(
     )
     offload.start()
     return engine
-
-
-def export_hf(engine: Engine, lm: Any, tokenizer: Any, folder: Path, rank: int) -> None:
-    """Write what `from_pretrained` opens; every rank gathers, rank 0 writes.
-
-    With LoRA the export holds base and adapter merged, and the adapter alone lies beside it.
-    """
-    weights = {
-        name: tensor.cpu().contiguous().clone() for name, tensor in engine.named_hf_weights()
-    }
-    adapter = {name: x.cpu().clone() for name, x in adapter_weights(lm)} if is_lora(lm) else {}
-    if rank != 0:
-        return
-    target = folder / EXPORT_FOLDER
-    base = lm.get_base_model() if adapter else lm
-    with without_progress_bar():
-        base.save_pretrained(target, state_dict=weights)
-    tokenizer.save_pretrained(target)
-    if adapter:
-        save_adapter(lm, adapter, folder / ADAPTER_FOLDER)

@@ -1,19 +1,88 @@
 """What a training engine promises its workers, narrow enough for another strategy to keep.
 
 The engine calls the objective (so that pipeline stages could), divides by counts of the whole
-mini-batch, and owns everything about devices and ranks.
+mini-batch, and owns everything about devices and ranks. Workers hold nothing but this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
+import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
+from hone.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands. Rows are dispatched over the data-parallel dimension only.
+
+    The ranks of one data-parallel slot get the same rows and share the work on them.
+    """
+
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    sequence_rank: int = 0
+    sequence_size: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+
+    @property
+    def ranks_per_slot(self) -> int:
+        """Ranks that share the rows of one data-parallel slot."""
+        return self.sequence_size * self.tensor_size * self.pipeline_size
+
+    @property
+    def collects(self) -> bool:
+        """Whether this rank's results are its slot's: true for one rank per slot."""
+        return self.sequence_rank == self.tensor_rank == self.pipeline_rank == 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.collects and self.data_parallel_rank == 0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What workers ask about the whole model, whatever part of it a rank holds."""
+
+    vocabulary: int
+    """Token ids that the input embedding knows."""
+    positions: int | None
+    """Longest sequence the model was made for, where its config says."""
+    eos_ids: tuple[int, ...]
+    """Token ids that the model's own configs say end a response."""
+    dtype: torch.dtype
+    parameters: int
+    parameter_bytes: int
+    layers: int
+    attention_width: int
+    """Width of all attention heads of a layer together."""
+    kv_bytes_per_token: int
+    """Keys and values that one token adds to a cache."""
+    has_adapters: bool = False
+    """Whether LoRA adapters are trained over a frozen base."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The training module for decoding: inside the block it is whole, present and in eval mode."""
+
+    policy: PolicyModel
+    """One object for the engine's life. It may be held, and computed with inside the block only."""
+    generation: int
+    """Another number than at the last lease where parameters may lie at other addresses."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +99,22 @@ class Terms:
     """Metrics whose largest value counts."""
 
 
+class Options(TypedDict, total=False):
+    """Arguments of the model's forward."""
+
+    temperature: float
+    with_entropy: bool
+    with_sum_pi_squared: bool
+
+
 class Objective(Protocol):
     """A loss over the model's outputs on one micro-batch."""
 
-    options: Mapping[str, Any]
-    """Arguments of the model's forward (temperature, with_entropy, …)."""
+    options: Options
+    needs_batch_statistics: bool
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         """Columns that need the whole mini-batch, computed once without gradient."""
-
-    needs_batch_statistics: bool
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms: ...
 
@@ -47,20 +122,54 @@ class Objective(Protocol):
 class TrainEngine(Protocol):
     """One model under training (or only run forward) on this rank."""
 
-    data_parallel_rank: int
-    data_parallel_size: int
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps so far: the version of the weights. 0 for a model that is not trained."""
+
+    def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Inside, what rests on the host between phases is on the device. Every other verb enters
+        it by itself; a caller enters it to keep parameters there between verbs."""
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
-        """One update. `batch` holds this rank's rows of the mini-batch."""
+        """One update. `batch` holds this data-parallel slot's rows of the mini-batch.
 
-    def infer(self, batch: DataProto, **options: Any) -> dict[str, Tensor]:
-        """Outputs [B, T] for every row, without gradient."""
+        Returns the objective's metrics over all ranks, and `grad_norm`, `lr`, `skipped_updates`.
+        """
+
+    def infer(
+        self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
+    ) -> dict[str, Tensor]:
+        """Outputs [B, T] for every row, without gradient; `adapters=False` is the frozen base."""
+
+    def advance_schedule(self) -> None:
+        """One training step is over: the learning-rate schedule moves on."""
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by their Hugging Face names."""
+        """Whole tensors by their Hugging Face names, adapters merged. Every rank iterates it."""
+
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters' whole tensors alone, by PEFT's names. Every rank iterates it."""
+
+    def lease(self) -> AbstractContextManager[Lease]:
+        """The module for decoding with it; every rank enters and leaves together."""
+
+    def widest(self, prompt: int, response: int) -> tuple[int, int]:
+        """The largest widths over all ranks."""
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
         """Write the named parts: model, optimizer, extra (how far the schedule is)."""
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
         """Read the named parts; None reads all that was written."""
+
+    def export(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Write what `from_pretrained` opens. Every rank calls it, one writes."""

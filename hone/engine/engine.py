@@ -1,28 +1,26 @@
 """The engine at work: pack, forward, backward, update; the same result however the batch is cut.
 
-One rank holds the module as it is; several ranks shard it (sharding.py). Checkpoints are in
-checkpoint.py.
+What a rank holds of the model, and how it leaves the engine, is in model_state.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from hone.algorithms.aggregation import BatchCounts, counted
-from hone.engine.checkpoint import load_checkpoint, save_checkpoint
-from hone.engine.contract import Objective, Terms
+from hone.engine.contract import Objective, Options, Terms
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.model_state import ModelState
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
-from hone.models.lora import is_lora, merged_weights
 from hone.ops.counter_rng import fold_seed
 from hone.ops.packing import PackedRows, pack_rows, shared_with_the_row_before
 from hone.ops.transfer import send
@@ -32,7 +30,7 @@ if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
     from hone.engine.sharding import Shards
 
 
-class Engine:
+class Engine(ModelState):
     """A `TrainEngine` over one module that maps packed rows to numbers a token."""
 
     def __init__(
@@ -47,51 +45,37 @@ class Engine:
         shards: Shards | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self.module = module
-        # Offloaded shards rest elsewhere than they compute.
-        self.device = shards.device if shards is not None else next(module.parameters()).device
-        self.optimizer = optimizer
-        self.offload = offload or Offload()
+        super().__init__(module, optimizer, shards, offload or Offload())
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
         self._share_prompts = True  # equal prompts of a micro-batch are computed once
         self._seed = seed
         self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
-        self._shards = shards
         self._group = shards.group if shards is not None else None
-        self.data_parallel_size = shards.ranks if shards is not None else 1
-        self.data_parallel_rank = shards.rank if shards is not None else 0
-
-    def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, what rests on the host between phases is on the device; worker verbs enter it once."""
-        return self.offload.present(optimizer=optimizer)
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
-        with self.present(optimizer=True):
-            return self._train_minibatch(batch, objective)
-
-    def _train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
-        self.optimizer.zero_grad()  # an update that failed midway leaves nothing behind
-        counts = self._global_counts(batch)
-        if objective.needs_batch_statistics:
-            batch = self._prepared(batch, objective)
-        self.module.train()
-        if self._drops_out:  # by the update's number: a resumed run drops the same
-            tried = self.optimizer.updates + self.optimizer.skipped
-            torch.manual_seed(fold_seed(self._seed, tried, self.data_parallel_rank))
-        totals: dict[str, float] = {}
-        maxima: dict[str, float] = {}
-        with counted(counts):
-            made = [
-                self._forward_backward(micro, objective, counts)
-                for _, micro in self._micro_batches(batch, self._train_rule)
-            ]
-        for terms, weight in made:  # read only now: a look at a number would make the GPU wait
-            _accumulate(totals, maxima, terms, weight)
-        totals = self._sum_over_ranks(totals) | self._max_over_ranks(maxima)
-        return totals | self.optimizer.step()
+        with self.present(optimizer=True):
+            self.optimizer.zero_grad()  # an update that failed midway leaves nothing behind
+            counts = self._global_counts(batch)
+            if objective.needs_batch_statistics:
+                batch = self._prepared(batch, objective)
+            self.module.train()
+            if self._drops_out:  # by the update's number: a resumed run drops the same
+                tried = self.optimizer.updates + self.optimizer.skipped
+                torch.manual_seed(fold_seed(self._seed, tried, self.mesh.data_parallel_rank))
+            totals: dict[str, float] = {}
+            maxima: dict[str, float] = {}
+            with counted(counts):
+                made = [
+                    self._forward_backward(micro, objective, counts)
+                    for _, micro in self._micro_batches(batch, self._train_rule)
+                ]
+            for terms, weight in made:  # read only now: a look at a number would make the GPU wait
+                _accumulate(totals, maxima, terms, weight)
+            totals = self._sum_over_ranks(totals) | self._max_over_ranks(maxima)
+            return totals | self.optimizer.step()
 
     def _forward_backward(
         self, micro: DataProto, objective: Objective, counts: BatchCounts
@@ -103,43 +87,26 @@ class Engine:
         on_device = micro if self.device.type == "cpu" else _moved(micro, self.device)
         terms = objective(outputs, on_device)
         # Gradients are averaged over ranks, shares are meant to be summed.
-        (terms.loss * self.data_parallel_size).backward()
+        (terms.loss * self.mesh.data_parallel_size).backward()
         self.optimizer.gather_gradients()
         return replace(terms, loss=terms.loss.detach()), weight
 
-    def infer(self, batch: DataProto, **options: Any) -> dict[str, Tensor]:
-        with self.present(), torch.no_grad():
-            return self._infer(batch, **options)
-
-    def _infer(self, batch: DataProto, **options: Any) -> dict[str, Tensor]:
-        self.module.eval()
+    def infer(
+        self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
+    ) -> dict[str, Tensor]:
+        without = nullcontext() if adapters else self._adapters_off()
         whole: dict[str, Tensor] = {}
-        for rows, micro in self._micro_batches(batch, self._infer_rule):
-            for name, values in self._forward(micro, options).items():
-                if name not in whole:
-                    whole[name] = torch.zeros(len(batch), values.shape[1])
-                if rows:
-                    whole[name][rows] = values.float().cpu()
-        if self._shards is not None:
-            self._shards.reshard()
+        with self.present(), torch.no_grad(), without:
+            self.module.eval()
+            for rows, micro in self._micro_batches(batch, self._infer_rule):
+                for name, values in self._forward(micro, options).items():
+                    if name not in whole:
+                        whole[name] = torch.zeros(len(batch), values.shape[1])
+                    if rows:
+                        whole[name][rows] = values.float().cpu()
+            if self._shards is not None:
+                self._shards.reshard()
         return whole
-
-    def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        lm = getattr(self.module, "lm", None)
-        if is_lora(lm):
-            with self.gathered_parameters():
-                yield from merged_weights(lm)
-            return
-        with self.present():
-            for name, parameter in self.module.named_parameters():
-                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-                yield name.removeprefix("lm."), whole.detach()
-
-    @contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """Inside, every rank holds the whole parameters: for decoding with the module itself."""
-        with self.present(), self._shards.gathered() if self._shards else nullcontext():
-            yield
 
     def widest(self, prompt: int, response: int) -> tuple[int, int]:
         """The largest widths over all ranks: their batches are padded alike."""
@@ -148,14 +115,6 @@ class Engine:
         widths = torch.tensor([prompt, response])
         dist.all_reduce(widths, dist.ReduceOp.MAX, group=self._group)
         return int(widths[0]), int(widths[1])
-
-    def save(self, folder: Path, contents: Collection[str]) -> None:
-        with self.present(optimizer=True):
-            save_checkpoint(folder, self.module, self.optimizer, contents)
-
-    def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
-        with self.present(optimizer=True):
-            load_checkpoint(folder, self.module, self.optimizer, contents)
 
     def _prepared(self, batch: DataProto, objective: Objective) -> DataProto:
         """The batch with the columns that need statistics of the mini-batch of all ranks.
@@ -179,7 +138,7 @@ class Engine:
             columns[name][real] = values[back]
         return _with_columns(batch, columns)
 
-    def _forward(self, micro: DataProto, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
         return self.module(self._pack(micro), **options)
 
     def _pack(self, micro: DataProto) -> PackedRows:

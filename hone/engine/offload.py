@@ -29,6 +29,8 @@ class HostRest:
         self._tensors = tensors
         self._devices = frozenset(ACCELERATORS if devices is None else devices)
         self._inside = 0
+        self.returns = 0
+        """Times that tensors came back, to other addresses perhaps."""
         self._resting: list[_Moved] = []
         self._spare: dict[int, list[Tensor]] = {}  # by size; kept, as pinning host memory is slow
 
@@ -54,6 +56,7 @@ class HostRest:
     @torch.no_grad()
     def back(self) -> None:
         """To the device, bit for bit; the address may be another."""
+        self.returns += bool(self._resting)
         while self._resting:
             moved = self._resting[-1]
             moved.storage.resize_(len(moved.host))
@@ -103,6 +106,11 @@ class Offload:
 
     parameters: HostRest | None = None
     optimizer: HostRest | None = None
+
+    @property
+    def returns(self) -> int:
+        """Times that the parameters came back to the device."""
+        return 0 if self.parameters is None else self.parameters.returns
 
     @contextmanager
     def present(self, *, optimizer: bool = False) -> Iterator[None]:

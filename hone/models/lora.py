@@ -104,8 +104,13 @@ def adapter_weights(lm: Any) -> Iterator[tuple[str, Tensor]]:
     """What is trained, by PEFT's names; whole where the parameters are sharded."""
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad:
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            yield name, whole.detach()
+            yield name, whole_tensor(parameter)
+
+
+def whole_tensor(parameter: Tensor) -> Tensor:
+    """All of a parameter, also where this rank holds a shard of it."""
+    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach()
 
 
 def save_adapter(lm: Any, weights: dict[str, Tensor], folder: Path) -> None:

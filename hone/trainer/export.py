@@ -17,7 +17,7 @@ from hone.config import ConfigError
 from hone.config.convert import build
 from hone.config.engine import FSDPConfig
 from hone.config.model import ModelConfig
-from hone.engine.build import build_engine, export_hf
+from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.saved_state import TABLE, read_table
 from hone.models.from_config import build_lora, build_tokenizer
@@ -153,7 +153,7 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
         world_size=1,
     )
     engine.load(source, ["model"])
-    export_hf(engine, policy.lm, tokenizer, out, rank=0)
+    engine.export(out, tokenizer)
 
 
 def _with_code(

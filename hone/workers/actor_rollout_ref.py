@@ -16,8 +16,8 @@ from hone.agents.collate import join_ranks
 from hone.agents.runner import LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
-from hone.engine.build import build_engine, export_hf
-from hone.engine.engine import Engine
+from hone.engine.build import build_engine
+from hone.engine.contract import TrainEngine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm
@@ -70,8 +70,7 @@ class ActorRolloutRefWorker(Worker):
         policy = self._load_policy(pick_dtype(actor.fsdp_config.dtype, self.device))
         if config.model.uses_lora:
             policy.lm = build_lora(policy.lm, config.model, self.config.trainer.seed)
-        self.policy = policy
-        self.engine: Engine = build_engine(
+        self.engine: TrainEngine = build_engine(
             policy,
             optim=actor.optim,
             grad_clip=actor.grad_clip,
@@ -87,7 +86,8 @@ class ActorRolloutRefWorker(Worker):
             world_size=self.world_size,
             compile_blocks=actor.use_torch_compile,
         )
-        ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)
+        facts = self.engine.facts
+        ends = tuple(dict.fromkeys((*facts.eos_ids, *eos_ids(None, None, self.tokenizer))))
         with self.engine.present():
             self.rollout = build_rollout(rollout, policy, self.tokenizer, ends, self.device)
         run_seed = self.config.sampling_seed
@@ -96,10 +96,10 @@ class ActorRolloutRefWorker(Worker):
             self.rollout,
             self.tokenizer,
             run_seed=run_seed,
-            vocabulary=policy.lm.get_input_embeddings().weight.shape[0],
+            vocabulary=facts.vocabulary,
         )
 
-    def _build_reference(self) -> Engine | None:
+    def _build_reference(self) -> TrainEngine | None:
         """The policy as it was loaded, or the actor with its adapters off."""
         config, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         if config.model.uses_lora and "actor" in self.roles:
@@ -124,10 +124,9 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=replace(Dispatch.DP_COMPUTE_PROTO, collect_fn=join_ranks))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory a row, through the row's agent loop."""
-        self.policy.eval()
         self.rollout.wake_up()
         try:
-            with self.engine.gathered_parameters():
+            with self.engine.lease():
                 started = time.perf_counter()
                 batch = self.runner.run(prompts, widths=self.engine.widest)
                 batch.meta_info["metrics"] |= self._rollout_metrics(
@@ -140,7 +139,7 @@ class ActorRolloutRefWorker(Worker):
 
     def _rollout_metrics(self, batch: DataProto, seconds: float) -> dict[str, float]:
         """Share of the GPU's memory bandwidth that generation used."""
-        roofline = Roofline.of(self.policy.lm, self.device)
+        roofline = Roofline.of(self.engine.facts, self.device)
         if roofline is None:
             return {}
         width, mask = batch.batch["prompts"].shape[1], batch.batch["attention_mask"]
@@ -166,8 +165,7 @@ class ActorRolloutRefWorker(Worker):
         if self.reference is not None:
             out = self.reference.infer(data, temperature=temperature)
         else:
-            with self.policy.lm.disable_adapter():
-                out = self.engine.infer(data, temperature=temperature)
+            out = self.engine.infer(data, adapters=False, temperature=temperature)
         return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -189,9 +187,8 @@ class ActorRolloutRefWorker(Worker):
                 epochs=actor.ppo_epochs,
                 shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
             )
-        assert self.engine.optimizer is not None
-        self.engine.optimizer.advance_schedule()
-        self.version = self.engine.optimizer.updates
+        self.engine.advance_schedule()
+        self.version = self.engine.updates
         self.rollout.update_weights((), self.version)
         for name in ("grad_norm", "lr", "skipped_updates"):
             metrics[f"actor/{name}"] = metrics.pop(name)
@@ -207,7 +204,7 @@ class ActorRolloutRefWorker(Worker):
             "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(self.device) / gib,
             "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.device) / gib,
         }
-        if (roofline := Roofline.of(self.policy.lm, self.device)) is not None:
+        if (roofline := Roofline.of(self.engine.facts, self.device)) is not None:
             seen = data.batch["attention_mask"]
             shared = shared_with_the_row_before(data.batch["prompts"], seen)
             epochs = self.config.actor_rollout_ref.actor.ppo_epochs
@@ -221,13 +218,12 @@ class ActorRolloutRefWorker(Worker):
         with self.engine.present():
             self.engine.save(Path(folder), contents)
             if "hf_model" in contents:
-                export_hf(self.engine, self.policy.lm, self.tokenizer, Path(folder), self.rank)
+                self.engine.export(Path(folder), self.tokenizer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         self.engine.load(Path(folder), self.config.actor_rollout_ref.actor.checkpoint.load_contents)
-        assert self.engine.optimizer is not None
-        self.version = self.engine.optimizer.updates
+        self.version = self.engine.updates
         self.rollout.update_weights((), self.version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -10,6 +10,7 @@ import torch
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.build import build_engine
+from hone.engine.contract import TrainEngine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.external import import_external
 from hone.models.load import load_causal_lm
@@ -53,7 +54,7 @@ class CriticWorker(Worker):
                     exclude_modules=None,
                     adapter_path=None,
                 )
-        self.engine = build_engine(
+        self.engine: TrainEngine = build_engine(
             model.to(device),
             optim=config.optim,
             grad_clip=config.grad_clip,
@@ -88,8 +89,7 @@ class CriticWorker(Worker):
                 epochs=config.ppo_epochs,
                 shuffle_seed=config.data_loader_seed if config.shuffle else None,
             )
-        assert self.engine.optimizer is not None
-        self.engine.optimizer.advance_schedule()
+        self.engine.advance_schedule()
         for name in ("grad_norm", "lr", "skipped_updates"):
             metrics[f"critic/{name}"] = metrics.pop(name)
         return DataProto(batch=None, meta_info={"metrics": metrics})

@@ -18,7 +18,7 @@ from hone.algorithms.value_loss import compute_value_loss
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.critic import CriticConfig
-from hone.engine.contract import Terms
+from hone.engine.contract import Objective, Options, Terms, TrainEngine
 from hone.engine.engine import loss_mask
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
@@ -41,7 +41,7 @@ class PolicyObjective:
         self._loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
         self._correction = correction
         # The entropy is always measured: a collapse must be seen, and its sum costs little.
-        self.options: Mapping[str, Any] = {"temperature": temperature, "with_entropy": True}
+        self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class ValueObjective:
 
     def __init__(self, config: CriticConfig) -> None:
         self._config = config
-        self.options: Mapping[str, Any] = {}
+        self.options: Options = {}
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         return {}
@@ -143,7 +143,7 @@ class SupervisedObjective:
     needs_batch_statistics = False
 
     def __init__(self) -> None:
-        self.options: Mapping[str, Any] = {"temperature": 1.0, "with_entropy": False}
+        self.options: Options = {"temperature": 1.0, "with_entropy": False}
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         return {}
@@ -171,9 +171,9 @@ def minibatches(
 
 
 def update_in_minibatches(
-    engine: Any,
+    engine: TrainEngine,
     batch: DataProto,
-    objective: Any,
+    objective: Objective,
     *,
     rows_per_update: int,
     epochs: int,
@@ -185,7 +185,7 @@ def update_in_minibatches(
         numbers, total = batch.batch["step_row"], batch.meta_info["step_rows"]
     else:  # a loop that shares rows out itself: each rank takes its part of every mini-batch
         numbers, total = torch.arange(len(batch)), len(batch)
-        rows_per_update //= engine.data_parallel_size
+        rows_per_update //= engine.mesh.data_parallel_size
     for epoch in range(epochs):
         seed = None if shuffle_seed is None else shuffle_seed + epoch
         for rows in minibatches(numbers, total, rows_per_update, seed):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from hone.models.families import key_shape
+from hone.engine.contract import ModelFacts
 
 _CEILINGS = {
     "H200": (790e12, 4.25e12),
@@ -30,32 +29,17 @@ class Roofline:
 
     flops: float
     bytes_per_s: float
-    parameters: int
-    parameter_bytes: int
-    width: int
-    layers: int
-    kv_bytes_per_token: int
+    facts: ModelFacts
 
     @staticmethod
-    def of(lm: Any, device: torch.device) -> Roofline | None:
+    def of(facts: ModelFacts, device: torch.device) -> Roofline | None:
         if device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(device)
         ceiling = next((v for k, v in _CEILINGS.items() if k in name), None)
         if ceiling is None:
             return None
-        config = lm.config.get_text_config()
-        heads = config.num_attention_heads
-        kv_heads, head_dim = key_shape(config)
-        weights = list(lm.parameters())
-        return Roofline(
-            *ceiling,
-            sum(p.numel() for p in weights),
-            sum(p.nbytes for p in weights),
-            heads * head_dim,
-            config.num_hidden_layers,
-            config.num_hidden_layers * 2 * kv_heads * head_dim * weights[0].itemsize,
-        )
+        return Roofline(*ceiling, facts)
 
     def update_share(self, lengths: Sequence[int], shared: Sequence[int], seconds: float) -> float:
         """Model operations of forward and backward over rows of these lengths, against the ceiling.
@@ -65,7 +49,9 @@ class Roofline:
         rows = list(zip(lengths, shared, strict=True))
         pairs = sum(n * n - known * known for n, known in rows)
         tokens = sum(n - known for n, known in rows)
-        operations = 6 * self.parameters * tokens + 6 * self.width * self.layers * pairs
+        facts = self.facts
+        operations = 6 * facts.parameters * tokens
+        operations += 6 * facts.attention_width * facts.layers * pairs
         return operations / seconds / self.flops
 
     def generation_share(
@@ -74,5 +60,5 @@ class Roofline:
         """Bytes that must move: weights once a decode step, keys and values once a token."""
         steps = max(max(responses), sum(responses) / slots)
         pairs = zip(prompts, responses, strict=True)
-        keys = sum(n * (p + n / 2) for p, n in pairs) * self.kv_bytes_per_token
-        return (steps * self.parameter_bytes + keys) / seconds / self.bytes_per_s
+        keys = sum(n * (p + n / 2) for p, n in pairs) * self.facts.kv_bytes_per_token
+        return (steps * self.facts.parameter_bytes + keys) / seconds / self.bytes_per_s

@@ -20,7 +20,6 @@ from hone.algorithms.policy_losses import TABLE
 from hone.config.critic import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.controller.worker import free_port
-from hone.engine.build import export_hf
 from hone.engine.checkpoint import AnotherModel
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
@@ -134,7 +133,7 @@ def resting(batch: DataProto, world: int) -> Engine:
     made.offload.start()
     assert made.offload.parameters is not None
     assert made.offload.parameters.bytes_resting > 0
-    with made.gathered_parameters():
+    with made.lease():
         assert all(p.untyped_storage().nbytes() > 0 for p in made.module.parameters())
     made.infer(batch, temperature=0.8)
     return made
@@ -159,7 +158,7 @@ def decode(rank: int, world: int, folder: Path) -> Any:
     packed = packed_of(rows(), True)
     found = {}
     for name in ("first", "after an update"):
-        with made.gathered_parameters(), torch.inference_mode():
+        with made.lease(), torch.inference_mode():
             whole = all(type(p) is torch.nn.Parameter for p in model.parameters())
             for _ in range(1 + 3 * rank):
                 logits = model.logits(hidden_states(model.decoder, packed))
@@ -227,10 +226,9 @@ def load_another_model(rank: int, world: int, folder: Path) -> str:
 
 def export(rank: int, world: int, folder: Path) -> None:
     for name, make in (("plain", policy), ("lora", lora_policy)):
-        model = make()
-        made = engine(model, SGD, world_size=world)
+        made = engine(make(), SGD, world_size=world)
         update(made, share(rank, world), actor())
-        export_hf(made, model.lm, character_tokenizer(), folder / f"export-{name}", rank)
+        made.export(folder / f"export-{name}", character_tokenizer())
 
 
 def lora_policy(**changes: Any) -> Any:

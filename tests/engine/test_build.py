@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hone.engine.build import export_hf
+from hone.engine.contract import Mesh
 from hone.models.load import load_causal_lm, resolve_model_path
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
@@ -37,7 +37,7 @@ def log_probs(model):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_the_export_has_the_same_logits(family, tied, tmp_path):
     model = policy(family=family, tie_embeddings=tied)
-    export_hf(trained(model), model.lm, character_tokenizer(), tmp_path, rank=0)
+    trained(model).export(tmp_path, character_tokenizer())
     ids = torch.tensor([[3, 4, 5, 9, 12]])
     plain = AutoModelForCausalLM.from_pretrained(
         tmp_path / "huggingface", attn_implementation="eager"
@@ -55,7 +55,7 @@ def test_the_export_has_the_same_logits(family, tied, tmp_path):
 def test_a_run_starts_from_another_runs_folder(tmp_path):
     model = policy()
     folder = tmp_path / "run" / "global_step_3" / "actor"
-    export_hf(trained(model), model.lm, character_tokenizer(), folder, rank=0)
+    trained(model).export(folder, character_tokenizer())
     seal(folder.parent)
     assert resolve_model_path(str(tmp_path / "run")) == str(folder / "huggingface")
     again = PolicyModel(load_causal_lm(str(tmp_path / "run"), dtype=torch.float32))
@@ -63,8 +63,9 @@ def test_a_run_starts_from_another_runs_folder(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path):
-    model = policy()
-    export_hf(engine(model, ADAM), model.lm, character_tokenizer(), tmp_path, rank=1)
+    made = engine(policy(), ADAM)
+    made.mesh = Mesh(data_parallel_rank=1, data_parallel_size=2)
+    made.export(tmp_path, character_tokenizer())
     assert not list(tmp_path.iterdir())
 
 
@@ -72,7 +73,7 @@ def test_a_lora_export_is_merged_and_its_adapter_lies_beside_it(tmp_path):
     model = ranks.lora_policy()
     before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     made = trained(model)
-    export_hf(made, model.lm, character_tokenizer(), tmp_path, rank=0)
+    made.export(tmp_path, character_tokenizer())
     merged = PolicyModel(load_causal_lm(str(tmp_path), dtype=torch.float32))
     torch.testing.assert_close(log_probs(merged), log_probs(model), rtol=1e-5, atol=1e-5)
     with safe_open(tmp_path / "huggingface" / "model.safetensors", "pt") as file:
@@ -83,7 +84,7 @@ def test_a_lora_export_is_merged_and_its_adapter_lies_beside_it(tmp_path):
 
 def test_the_adapter_folder_continues_and_opens_with_peft(tmp_path):
     model = ranks.lora_policy()
-    export_hf(trained(model), model.lm, character_tokenizer(), tmp_path, rank=0)
+    trained(model).export(tmp_path, character_tokenizer())
     expected = log_probs(model)
     adapter = str(tmp_path / "lora_adapter")
     again = policy()

@@ -95,7 +95,7 @@ def trained_weights(config: Any, change: Callable[[DataProto], None]) -> list[Te
     objective = PolicyObjective(config.actor_rollout_ref.actor, temperature=1.0)
     worker.engine.train_minibatch(batch, objective)
     worker.close()
-    return [p.detach().clone() for p in worker.policy.parameters()]
+    return [p.detach().clone() for p in worker.engine.module.parameters()]
 
 
 def spoil(batch: DataProto, where: int) -> None:

@@ -65,7 +65,7 @@ class ForeignIds(AgentLoopBase):
 
 def test_ids_the_model_does_not_know_name_the_loop(worker):
     one = worker(f"actor_rollout_ref.rollout.agent.default_agent_loop='{__file__}:ForeignIds'")
-    last = one.policy.lm.config.vocab_size - 1
+    last = one.engine.facts.vocabulary - 1
     with pytest.raises(AgentLoopFailed, match=f"ForeignIds.* the model knows 0 to {last}$"):
         one.generate_sequences(prompts())
 
@@ -119,7 +119,7 @@ def test_a_worker_that_offloads_walks_the_same_steps(worker, adapters, monkeypat
         found = [one.compute_ref_log_prob(batches[0]).batch for one in (plain, resting)]
         assert torch.equal(*(f["ref_log_prob"] for f in found))
         assert metrics_of(plain, batches[0]) == metrics_of(resting, batches[0])
-        assert bytes_held(resting.policy) == 0
+        assert bytes_held(resting.engine.module) == 0
         assert resting.reference is None or bytes_held(resting.reference.module) == 0
         resting.save_checkpoint(str(tmp_path / str(step)))
     assert all(torch.equal(weights(resting)[n], x) for n, x in weights(plain).items())
@@ -167,7 +167,7 @@ def test_an_update_moves_weights_and_version_and_the_rollout_sees_both(worker):
 def test_settings_of_memory_do_not_change_the_update(worker, cut):
     plain, other = worker(), worker(*cut)
     recomputes = "gradient_checkpointing" in cut[0]
-    assert other.policy.lm.is_gradient_checkpointing == recomputes
+    assert other.engine.module.lm.is_gradient_checkpointing == recomputes
     batch = with_advantages(plain.generate_sequences(prompts()))
     expected, found = metrics_of(plain, batch), metrics_of(other, batch)
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)

@@ -12,6 +12,7 @@ from hone.algorithms.policy_losses import TABLE
 from hone.config import load_config
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.critic import CriticConfig
+from hone.engine.contract import Mesh
 from hone.workers.objectives import (
     PolicyObjective,
     ValueObjective,
@@ -127,7 +128,7 @@ class Recorder:
 
     def __init__(self, ranks=1):
         self.seen = []
-        self.data_parallel_size = ranks
+        self.mesh = Mesh(data_parallel_size=ranks)
 
     def train_minibatch(self, batch, objective):
         self.seen.append(batch.batch["prompts"][:, -1].tolist())

@@ -18,7 +18,7 @@ from hone.controller.threads import fix_threads, thread_count
 from hone.data.create import create_sft_dataset
 from hone.data.rows import DataError
 from hone.data.sft import SFTDataset
-from hone.engine.build import build_engine, export_hf
+from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import load_causal_lm
@@ -62,7 +62,6 @@ class SFTRun:
         if config.optim.total_training_steps <= 0:
             config = replace(config, "optim.total_training_steps", self.total_steps)
         self.config = config
-        self.policy = self._load_policy()
         self.trainer = self._build_trainer()
 
     def _encoded(
@@ -114,7 +113,7 @@ class SFTRun:
             data.sequences_per_micro_batch(self.ranks.world_size), data.max_token_len_per_gpu
         )
         engine = build_engine(
-            self.policy,
+            self._load_policy(),
             optim=config.optim,
             grad_clip=config.optim.clip_grad,
             fsdp=config.engine,
@@ -210,9 +209,7 @@ class SFTRun:
         with self._writing(step) as folder:
             self.trainer.engine.save(folder, contents)
             if "hf_model" in contents:
-                export_hf(
-                    self.trainer.engine, self.policy.lm, self.tokenizer, folder, self.ranks.rank
-                )
+                self.trainer.engine.export(folder, self.tokenizer)
             if self.ranks.is_first:
                 state = {
                     "step": step,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.engine.engine import Engine
+from hone.engine.contract import TrainEngine
 from hone.ops.balancing import get_seqlen_balanced_partitions
 from hone.protocol import DataProto
 from hone.trainer.ranks import sum_over_ranks
@@ -35,7 +35,7 @@ class SFTTrainer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainEngine,
         rows: EncodedRows,
         *,
         pad_token_id: int,
@@ -66,8 +66,7 @@ class SFTTrainer:
         tokens = sum(len(row["input_ids"]) for row in rows)
         batch = collate(self._share(rows), self._pad)
         measured = self.engine.train_minibatch(batch, SupervisedObjective())
-        assert self.engine.optimizer is not None
-        self.engine.optimizer.advance_schedule()
+        self.engine.advance_schedule()
         self.step_number += 1
         return {
             "train/loss": measured["train/loss"],
@@ -81,7 +80,8 @@ class SFTTrainer:
         self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
     ) -> float:
         """Mean negative log-likelihood of the learnt tokens of all rows, on all ranks."""
-        rank, ranks = self.engine.data_parallel_rank, self.engine.data_parallel_size
+        mesh = self.engine.mesh
+        rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         total = tokens = 0.0
         for start in range(0, len(rows), batch_rows):
             numbers = range(start, min(start + batch_rows, len(rows)))
@@ -100,7 +100,8 @@ class SFTTrainer:
 
     def _share(self, rows: list[EncodedRow]) -> list[EncodedRow]:
         """This rank's rows of the batch."""
-        rank, ranks = self.engine.data_parallel_rank, self.engine.data_parallel_size
+        mesh = self.engine.mesh
+        rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         if ranks == 1:
             return rows
         if not self._balance:

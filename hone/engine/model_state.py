@@ -1,0 +1,134 @@
+"""What a rank holds of the model: parameters (whole or sharded, resting or present) and optimizer.
+
+Here is every way they leave the engine: the lease, streamed weights, the checkpoint and the export.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hone.engine.checkpoint import load_checkpoint, save_checkpoint
+from hone.engine.contract import Lease, Mesh, ModelFacts
+from hone.engine.export import on_host, write_export
+from hone.engine.facts import model_facts
+from hone.engine.offload import Offload
+from hone.engine.optimizer import Optimizer
+from hone.models.lora import adapter_weights, merged_weights, whole_tensor
+from hone.models.policy import PolicyModel
+from hone.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
+    from transformers import PreTrainedModel
+
+    from hone.engine.sharding import Shards
+
+
+class ModelState:
+    """One rank holds the module as it is; several ranks shard it (sharding.py)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        shards: Shards | None,
+        offload: Offload,
+    ) -> None:
+        self.module = module
+        # Offloaded shards rest elsewhere than they compute.
+        self.device: torch.device = (
+            shards.device if shards is not None else next(module.parameters()).device
+        )
+        self.optimizer = optimizer
+        self.offload = offload
+        self.mesh = Mesh(shards.rank, shards.ranks) if shards is not None else Mesh()
+        self._shards = shards
+        self._gathers = self._loads = 0
+
+    @functools.cached_property
+    def facts(self) -> ModelFacts:
+        return model_facts(self._lm)
+
+    @property
+    def updates(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.updates
+
+    @property
+    def _lm(self) -> PreTrainedModel:
+        return self.module.lm
+
+    def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Inside, what rests on the host between phases is on the device; worker verbs enter it once."""
+        return self.offload.present(optimizer=optimizer)
+
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        if not self.facts.has_adapters:
+            raise ValueError(
+                "infer(adapters=False) asks for the base under adapters: there are none"
+            )
+        off: AbstractContextManager[None] = self._lm.disable_adapter()
+        return off
+
+    def advance_schedule(self) -> None:
+        assert self.optimizer is not None, "this engine only runs forward"
+        self.optimizer.advance_schedule()
+
+    def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.facts.has_adapters:
+            with self._gathered():
+                yield from merged_weights(self._lm)
+            return
+        with self.present():
+            for name, parameter in self.module.named_parameters():
+                yield name.removeprefix("lm."), whole_tensor(parameter)
+
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not self.facts.has_adapters:
+            raise ValueError("this model has no adapters; stream named_hf_weights")
+        with self.present():
+            yield from adapter_weights(self._lm)
+
+    @contextmanager
+    def lease(self) -> Iterator[Lease]:
+        if not isinstance(self.module, PolicyModel):
+            raise TypeError(
+                f"a {type(self.module).__name__} does not decode; lease the actor's engine"
+            )
+        with self._gathered():
+            self.module.eval()
+            yield Lease(self.module, self._gathers + self._loads + self.offload.returns)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Inside, every rank holds the whole parameters."""
+        if self._shards is None:
+            with self.present():
+                yield
+            return
+        self._gathers += 1
+        with self.present(), self._shards.gathered():
+            yield
+
+    def save(self, folder: Path, contents: Collection[str]) -> None:
+        with self.present(optimizer=True):
+            save_checkpoint(folder, self.module, self.optimizer, contents)
+
+    def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
+        with self.present(optimizer=True):
+            load_checkpoint(folder, self.module, self.optimizer, contents)
+        self._loads += 1
+
+    def export(self, folder: Path, tokenizer: Tokenizer) -> None:
+        keep, adapter = self.mesh.writes, {}
+        with self.present():
+            weights = on_host(self.named_hf_weights(), keep=keep)
+            if self.facts.has_adapters:
+                adapter = on_host(self.named_adapter_weights(), keep=keep)
+        if keep:
+            write_export(folder, self._lm, tokenizer, weights, adapter)

@@ -1,0 +1,29 @@
+"""What this package asks of a tokenizer: the part of Hugging Face's that it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Every Hugging Face tokenizer is one."""
+
+    pad_token_id: int
+    eos_token_id: int | None
+    chat_template: str | None
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], **options: Any
+    ) -> str | list[int]: ...
+
+    def save_pretrained(self, save_directory: str | Path) -> tuple[str, ...]: ...
