@@ -163,6 +163,22 @@ _DECLARED = (
         "what the interaction scored, turn by turn",
     ),
     Column(
+        "reward_scores",
+        _B,
+        "object",
+        "generate",
+        "an agent loop calls tools or has an interaction",
+        "score of the trajectory by each tool and interaction",
+    ),
+    Column(
+        "turn_spans",
+        _B,
+        "object",
+        "generate",
+        "an agent loop has turns",
+        "role, tokens, tool calls and score of each turn, in order",
+    ),
+    Column(
         "timeouts", _B, "object", "generate", "an agent loop calls tools", "waits that were cut off"
     ),
     # what it was worth

@@ -75,6 +75,7 @@ RANGES: dict[str, Range] = {
     "trainer.critic_warmup": NOT_NEGATIVE,
     "trainer.max_actor_ckpt_to_keep": POSITIVE,
     "trainer.max_critic_ckpt_to_keep": POSITIVE,
+    "trainer.rollout_steps_to_keep": NOT_NEGATIVE,
     "trainer.log_val_generations": NOT_NEGATIVE,
     "trainer.log_train_generations": NOT_NEGATIVE,
     "trainer.phase_deadline_floor_s": Range(above=0),

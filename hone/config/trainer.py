@@ -36,7 +36,9 @@ class TrainerConfig(Block):
     log_train_generations: int = 0
     """Training samples sent to the trackers each step."""
     rollout_data_dir: str | None = None
-    """Folder for every step's trajectories; null keeps them in the run folder only when asked."""
+    """Folder for every step's trajectories; null keeps the last steps' in the run folder."""
+    rollout_steps_to_keep: int = 3
+    """Steps whose trajectories stay in the run folder where rollout_data_dir is null; 0 writes none."""
     validation_data_dir: str | None = None
     """Folder for validation samples."""
     nnodes: int = 1

@@ -20,6 +20,10 @@ from hone.tracking.run_folder import RunFolder, step_files
 
 PROMPTS_SHOWN = 6
 VALIDATIONS_SHOWN = 12
+NO_ROLLOUTS = (
+    "no responses of training steps are here (rollouts/step_N.parquet): "
+    "trainer.rollout_steps_to_keep or trainer.rollout_data_dir keeps them"
+)
 
 
 @dataclass
@@ -57,7 +61,7 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     rollouts = _kept(folder.rollouts, run.config, "trainer.rollout_data_dir", run.notes)
     run.best, run.worst = extremes(rollouts, run.notes)
     if not rollouts:
-        run.notes.append("no rollouts were kept (rollouts/step_N.parquet)")
+        run.notes.append(NO_ROLLOUTS)
     return run
 
 

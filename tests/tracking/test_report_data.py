@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hone.tracking import RunFolder
-from hone.tracking.report_data import labels_of, load_run
+from hone.tracking.report_data import NO_ROLLOUTS, labels_of, load_run
 
 MakeRun = Callable[..., RunFolder]
 
@@ -177,7 +177,7 @@ def test_a_bare_run_has_notes_and_no_errors(tmp_path: Path) -> None:
     RunFolder(tmp_path).metrics.append({"a": 1}, 1)
     run = load_run(tmp_path, "r")
     assert run.origins is None
-    assert run.notes == ["no config.yaml", "no rollouts were kept (rollouts/step_N.parquet)"]
+    assert run.notes == ["no config.yaml", NO_ROLLOUTS]
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:

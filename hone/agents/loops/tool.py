@@ -41,6 +41,8 @@ class Talk:
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """Role and number of tokens of each turn; a model's turn may have `calls` and a `score`."""
     model_turns: int = 0
     other_turns: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
@@ -51,14 +53,16 @@ class Talk:
         self.mask += [1] * len(output.token_ids)
         self.log_probs += output.log_probs
         self.versions += output.versions
+        self.spans.append({"role": "assistant", "tokens": len(output.token_ids)})
         self.model_turns += 1
         self.stop_reason = output.stop_reason.value
 
-    def add_observation(self, ids: Sequence[int]) -> None:
+    def add_observation(self, ids: Sequence[int], role: str) -> None:
         self.response_ids += ids
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.versions += [self.versions[-1]] * len(ids)
+        self.spans.append({"role": role, "tokens": len(ids)})
         self.other_turns += 1
 
 
@@ -113,12 +117,16 @@ class ToolAgentLoop(AgentLoopBase):
                 return
             calls = self._calls(text)
             if calls:
+                talk.spans[-1]["calls"] = len(calls)
                 started = time.perf_counter()
                 answers = await session.answer(calls)
                 talk.seconds["tools"] += time.perf_counter() - started
                 new = [{"role": "tool", "content": answer} for answer in answers]
             elif user is not None:
+                scored = len(user.turn_scores)
                 said = await user.reply(talk.messages, deadline - time.monotonic())
+                if len(user.turn_scores) > scored:
+                    talk.spans[-1]["score"] = user.turn_scores[-1]
                 if said is None:
                     return
                 new = [{"role": "user", "content": said}]
@@ -172,7 +180,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         if len(talk.response_ids) + len(ids) >= self.response_length:
             return False
-        talk.add_observation(ids)
+        talk.add_observation(ids, new[0]["role"])
         talk.messages += new
         return True
 
@@ -226,6 +234,7 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_counts": len(facts.outputs),
                 "tool_failures": facts.failures + (user.failures if user else 0),
                 "reward_scores": dict(scores),
+                "turn_spans": talk.spans,
             },
         )
 

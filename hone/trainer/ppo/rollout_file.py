@@ -1,25 +1,31 @@
-"""The rollout file: every trajectory of a step with everything a replay needs, in a fixed schema.
+"""The rollout file: every trajectory of a step with everything a replay needs, in a versioned schema.
 
-Parquet, written under a temporary name and renamed. The schema's version is in the file's metadata.
-A column that a run does not have is there and null; reward parts and a score function's extras follow.
+Parquet, written under a temporary name and renamed. The columns of `SCHEMA` are always there, null where a
+run does not have them; reward parts, a score function's extras and an agent loop's `extra_fields` follow.
 An extra whose values have no one type (numbers, bool or text) is JSON text.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
 from hone.text import clean_text, shown
 from hone.tracking import atomic_path
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA_KEY = "hone_rollout_schema"
+TEMPORARY_KEY = "hone_temporary"
+"""In the metadata of a file that is deleted when newer ones are there."""
 
 _IDS, _MASK, _NUMBERS = "list<int64>", "list<int8>", "list<float>"
 SCHEMA: dict[str, str] = {
@@ -31,6 +37,7 @@ SCHEMA: dict[str, str] = {
     "data_source": "string",
     "prompt_text": "string",
     "response_text": "string",
+    "turns": "string",
     "prompt_ids": _IDS,
     "response_ids": _IDS,
     "response_mask": _MASK,
@@ -53,83 +60,242 @@ SCHEMA: dict[str, str] = {
     "ground_truth": "string",
     "extra_info": "string",
     "tool_outputs": "string",
+    "tool_rewards": "string",
+    "reward_scores": "string",
+    "turn_scores": "string",
     "timeouts": "string",
 }
-"""Column to type. Texts of ground_truth, extra_info, tool_outputs and timeouts are JSON."""
+"""Column to type. Texts of `JSON_COLUMNS` are JSON."""
+JSON_COLUMNS = (
+    "turns",
+    "ground_truth",
+    "extra_info",
+    "tool_outputs",
+    "tool_rewards",
+    "reward_scores",
+    "turn_scores",
+    "timeouts",
+)
+TURN_SPANS = "turn_spans"
+"""The fact by which a loop says who wrote what: `{"role", "tokens", …}` for each turn, in order."""
+CLASH_PREFIX = "extra/"
+"""Before the name of an extra that has the name of another column of the file."""
 
 
 def write_rollouts(path: Path, batch: DataProto, tokenizer: Any, *, step: int) -> None:
-    """One row a trajectory."""
-    import pyarrow as pa
+    """One row per trajectory."""
+    write_table(path, Rollouts.of(batch, step=step).table(tokenizer))
+
+
+def write_table(path: Path, table: Any) -> None:
     import pyarrow.parquet as pq
 
-    columns = rollout_columns(batch, tokenizer, step=step)
-    arrays = {name: pa.array(values, type=_arrow_type(name)) for name, values in columns.items()}
-    table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: str(SCHEMA_VERSION)})
     with atomic_path(path) as temporary:
         pq.write_table(table, temporary)
 
 
-def _arrow_type(name: str) -> Any:
-    """The declared type; reward parts are numbers a token, extras are whatever their values are."""
+def is_temporary(path: Path) -> bool:
+    """Whether a file may be deleted when newer ones are there; not one that was asked for, or damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return TEMPORARY_KEY.encode() in (pq.read_schema(path).metadata or {})
+    except (pa.ArrowException, OSError):
+        return False
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The trajectories of a step, copied out of its batch; only their texts are still to be decoded."""
+
+    columns: dict[str, Any]
+    """Arrow arrays by name."""
+    spans: Sequence[Any]
+    """What the loop said about the turns of each row, or None."""
+
+    @classmethod
+    def of(cls, batch: DataProto, *, step: int) -> Rollouts:
+        import pyarrow as pa
+
+        tensors, facts = batch.batch, batch.non_tensor_batch
+        rows, nothing = len(batch), [None for _ in range(len(batch))]
+        width = tensors["prompts"].shape[1]
+        attention = tensors["attention_mask"].cpu()
+        in_prompt = _Places.of(attention[:, :width].bool())
+        length = torch.arange(attention.shape[1] - width)
+        in_response = _Places.of(length < attention[:, width:].sum(1)[:, None])
+        columns: dict[str, Any] = {
+            "step": pa.array(np.full(rows, step), pa.int64()),
+            "prompt_ids": _ragged(tensors["prompts"], in_prompt, "prompt_ids"),
+            "response_ids": _ragged(tensors["responses"], in_response, "response_ids"),
+            "score": pa.nulls(rows, pa.float64()),
+            "reward_baseline": pa.nulls(rows, pa.float64()),
+        }
+        if batch.has_column("token_level_scores"):
+            totals = tensors["token_level_scores"].sum(-1).double()
+            columns["score"] = pa.array(totals.cpu().numpy())
+        if batch.has_column("reward_baselines"):
+            columns["reward_baseline"] = pa.array(tensors["reward_baselines"].double().numpy())
+        truths = [(m or {}).get("ground_truth") for m in facts.get("reward_model", nothing)]
+        columns["ground_truth"] = _texts(map(_as_json, truths))
+        parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
+        for name in [*SCHEMA, *parts]:
+            if name in columns or name in _DECODED:
+                continue
+            if batch.has_column(name) and name not in facts:
+                columns[name] = _ragged(tensors[name], in_response, name)
+            else:
+                values = [_value(name, v) for v in facts.get(name, nothing)]
+                columns[name] = pa.array(values, type=_arrow_type(name))
+        _add_extras(columns, batch)
+        return cls(columns, list(facts.get(TURN_SPANS, nothing)))
+
+    def table(self, tokenizer: Any, *, temporary: bool = False) -> Any:
+        """The Arrow table in the order of `SCHEMA`, with its version."""
+        import pyarrow as pa
+
+        prompts = self.columns["prompt_ids"].to_pylist()
+        responses = self.columns["response_ids"].to_pylist()
+        decoded = {
+            "prompt_text": _texts(_decoded(prompts, tokenizer)),
+            "response_text": _texts(_decoded(responses, tokenizer)),
+            "turns": _texts(self._turns(responses, tokenizer)),
+        }
+        names = [*SCHEMA, *(name for name in self.columns if name not in SCHEMA)]
+        arrays = {name: decoded.get(name, self.columns.get(name)) for name in names}
+        metadata = {SCHEMA_KEY: str(SCHEMA_VERSION)} | ({TEMPORARY_KEY: "1"} if temporary else {})
+        return pa.table(arrays).replace_schema_metadata(metadata)
+
+    def _turns(self, responses: Sequence[list[int]], tokenizer: Any) -> Iterable[str | None]:
+        masks = self.columns["response_mask"].to_pylist()
+        for ids, mask, spans in zip(responses, masks, self.spans, strict=True):
+            turns = turns_of(ids, mask or [], spans, tokenizer)
+            yield _as_json(turns) if len(turns) > 1 else None
+
+
+_DECODED = ("prompt_text", "response_text", "turns")
+_MADE_HERE = (
+    *_DECODED,
+    "step",
+    "prompt_ids",
+    "response_ids",
+    "score",
+    "reward_baseline",
+    "ground_truth",
+)
+"""Columns of the schema that are no columns of the batch."""
+
+
+def turns_of(
+    ids: Sequence[int], mask: Sequence[int], spans: Any, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Who wrote what in a response: the loop's word for it, else what the mask tells."""
+    turns, start = [], 0
+    for span in _spans_of_loop(spans, len(ids)) or _spans_of_mask(mask):
+        end = start + span["tokens"]
+        turns.append({**span, "text": tokenizer.decode(ids[start:end])})
+        start = end
+    return turns
+
+
+def _spans_of_loop(spans: Any, tokens: int) -> list[dict[str, Any]] | None:
+    """The spans where they cover the response: a loop of the user's may say anything."""
+    try:
+        found = [
+            {**span, "role": str(span["role"]), "tokens": int(span["tokens"])} for span in spans
+        ]
+    except (TypeError, ValueError, KeyError):
+        return None
+    whole = all(span["tokens"] > 0 for span in found) and sum(s["tokens"] for s in found) == tokens
+    return found if whole else None
+
+
+def _spans_of_mask(mask: Sequence[int]) -> list[dict[str, Any]]:
+    return [
+        {"role": "assistant" if written else "environment", "tokens": len(list(run))}
+        for written, run in groupby(mask)
+    ]
+
+
+def _add_extras(columns: dict[str, Any], batch: DataProto) -> None:
+    """What the score function and the loops said of each row beyond the schema."""
     import pyarrow as pa
 
-    declared = SCHEMA.get(name, _NUMBERS if name.startswith(REWARD_PREFIX) else None)
-    if declared is None:
-        return None
+    facts, info = batch.non_tensor_batch, batch.meta_info
+    # `score` is what the score function returned: the file has it already.
+    of_scorer = (n for n in info.get("reward_extra_names", ()) if n != "score")
+    in_the_schema = {TURN_SPANS, *SCHEMA} - set(_MADE_HERE)
+    of_loops = (n for n in info.get("loop_facts", ()) if n not in in_the_schema)
+    taken = {*columns, *_DECODED}
+    for name in dict.fromkeys([*of_scorer, *of_loops]):
+        if name not in facts:
+            continue
+        called = clean_text(str(name))
+        called = CLASH_PREFIX + called if called in taken else called
+        taken.add(called)
+        values = _one_type([_plain(v) for v in facts[name]])
+        columns[called] = pa.array([_writable(value) for value in values])
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the tokens of each row lie in a padded tensor [B, T]."""
+
+    index: torch.Tensor
+    """Into the flattened tensor."""
+    offsets: np.ndarray
+    """Of each row's first token among all, and the end."""
+
+    @classmethod
+    def of(cls, inside: torch.Tensor) -> _Places:
+        ends = inside.sum(1).cumsum(0).numpy()
+        return cls(inside.flatten().nonzero().flatten(), np.concatenate([[0], ends]))
+
+
+def _ragged(values: torch.Tensor, places: _Places, name: str) -> Any:
+    """An Arrow list per row: the values at the places."""
+    import pyarrow as pa
+
+    flat = values.cpu().flatten().index_select(0, places.index)
+    flat = flat.float() if flat.is_floating_point() else flat.long()
+    items = pa.array(flat.numpy()).cast(_arrow_type(name).value_type)
+    return pa.ListArray.from_arrays(pa.array(places.offsets, pa.int32()), items)
+
+
+def _arrow_type(name: str) -> Any:
+    """The declared type; a reward part is one number per token."""
+    import pyarrow as pa
+
+    declared = SCHEMA.get(name, _NUMBERS)
     inner = declared.removeprefix("list<").removesuffix(">")
     plain = pa.type_for_alias(inner)
     return pa.list_(plain) if inner != declared else plain
 
 
-def rollout_columns(batch: DataProto, tokenizer: Any, *, step: int) -> dict[str, list[Any]]:
-    """The columns of `SCHEMA`, then reward parts, then extras."""
-    columns, facts = batch.batch, batch.non_tensor_batch
-    width = columns["prompts"].shape[1]
-    prompt_length = columns["attention_mask"][:, :width].sum(1).tolist()
-    length = columns["attention_mask"][:, width:].sum(1).tolist()
-    rows = range(len(batch))
-    prompts = [columns["prompts"][i, width - prompt_length[i] :].tolist() for i in rows]
-    responses = [columns["responses"][i, : length[i]].tolist() for i in rows]
-    scores = columns["token_level_scores"] if batch.has_column("token_level_scores") else None
-    table: dict[str, list[Any]] = {
-        "step": [step for _ in rows],
-        "prompt_text": [tokenizer.decode(ids) for ids in prompts],
-        "response_text": [tokenizer.decode(ids) for ids in responses],
-        "prompt_ids": prompts,
-        "response_ids": responses,
-        "score": scores.sum(-1).tolist() if scores is not None else [None for _ in rows],
-        "reward_baseline": [None for _ in rows],
-        "ground_truth": [
-            _as_json((m or {}).get("ground_truth"))
-            for m in facts.get("reward_model", [None for _ in rows])
-        ],
-    }
-    if batch.has_column("reward_baselines"):
-        table["reward_baseline"] = columns["reward_baselines"].tolist()
-    parts = sorted(n for n in columns.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
-    for name in [*SCHEMA, *parts]:
-        if name in table:
-            continue
-        if batch.has_column(name) and name not in facts:
-            table[name] = [columns[name][i, : length[i]].tolist() for i in rows]
-        else:
-            table[name] = [_value(name, v) for v in facts.get(name, [None for _ in rows])]
-    ordered = {name: table[name] for name in [*SCHEMA, *parts]}
-    for name in batch.meta_info.get("reward_extra_names", []):
-        if name in facts:
-            values = _one_type([_plain(v) for v in facts[name]])
-            ordered.setdefault(clean_text(str(name)), values)
-    return {name: [_writable(value) for value in values] for name, values in ordered.items()}
+def _texts(texts: Iterable[str | None]) -> Any:
+    import pyarrow as pa
+
+    return pa.array([_writable(text) for text in texts], pa.string())
+
+
+def _decoded(rows: Sequence[list[int]], tokenizer: Any) -> list[str]:
+    """The text of each row; rows of one prompt are decoded once."""
+    texts: dict[tuple[int, ...], str] = {}
+    keys = [tuple(ids) for ids in rows]
+    for key, ids in zip(keys, rows, strict=True):
+        if key not in texts:
+            texts[key] = tokenizer.decode(ids)
+    return [texts[key] for key in keys]
 
 
 def _value(name: str, value: Any) -> Any:
-    if name in ("extra_info", "tool_outputs", "timeouts"):
-        return _as_json(value)
+    if name in JSON_COLUMNS:
+        return _writable(_as_json(value))
     if value is None:
         return None
     if SCHEMA.get(name) == "string":
-        return value if isinstance(value, str) else shown(value)
+        return clean_text(value if isinstance(value, str) else shown(value))
     return int(value) if SCHEMA[name].endswith("int64") else value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.protocol import DataProto
-from hone.trainer.ppo.rollout_file import rollout_columns
+from hone.trainer.ppo.rollout_file import Rollouts
 
 _SHOWN = ("data_source", "prompt_text", "response_text", "ground_truth", "score")
 
@@ -13,5 +13,7 @@ _SHOWN = ("data_source", "prompt_text", "response_text", "ground_truth", "score"
 def sample_rows(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str, Any]]:
     """The first `count` rows: the same prompts in every validation."""
     first = batch.select_idxs(list(range(min(count, len(batch)))))
-    columns = rollout_columns(first, tokenizer, step=0)
-    return [{name: columns[name][row] for name in _SHOWN} for row in range(len(first))]
+    rows: list[dict[str, Any]] = (
+        Rollouts.of(first, step=0).table(tokenizer).select(_SHOWN).to_pylist()
+    )
+    return rows

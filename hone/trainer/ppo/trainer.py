@@ -32,6 +32,7 @@ from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
 from hone.trainer.ppo.rollout_file import write_rollouts
+from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
 from hone.trainer.ppo.sampling import training_sampling, validation_sampling
 from hone.trainer.ppo.scoring import check_rows, score_parts, write_scores
@@ -82,6 +83,7 @@ class PPOTrainer:
         self.group_cls = ray_worker_group_cls or group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.run = RunFolder(config.trainer.default_local_dir)
+        self.rollouts = RolloutWriter(self.run, config.trainer, tokenizer)
         self.timers = Timers()
         self.skipped_updates = metrics.SkippedUpdates()
         self.group_signal = GroupSignal(config.algorithm.adv_estimator)
@@ -143,7 +145,7 @@ class PPOTrainer:
             resumed_from=self.global_step or None,
             prints_everything=trainer.console == "full",
         )
-        with GracefulStop() as stop, tracking, collector_spared():
+        with GracefulStop() as stop, tracking, collector_spared(), self.rollouts:
             self.tracking = tracking
             first = self.global_step == 0 and trainer.val_before_train
             if (first or trainer.val_only) and (measured := self.validate()):
@@ -297,13 +299,7 @@ class PPOTrainer:
     def after_step(self, batch: DataProto, *, last: bool) -> dict[str, float]:
         """Rollout file, data hooks, validation."""
         trainer = self.config.trainer
-        if trainer.rollout_data_dir:
-            write_rollouts(
-                RunFolder(trainer.rollout_data_dir).path / f"step_{self.global_step}.parquet",
-                batch,
-                self.tokenizer,
-                step=self.global_step,
-            )
+        self.rollouts.write(batch, self.global_step)
         if self.tracking is not None and trainer.log_train_generations > 0:
             samples = sample_rows(batch, self.tokenizer, trainer.log_train_generations)
             self.tracking.log_samples("train/generations", samples, self.global_step)
@@ -365,6 +361,7 @@ class PPOTrainer:
 
     def save(self, folder: Path) -> None:
         """Everything the next process needs to go on as if nothing had happened."""
+        self.rollouts.flush()
         with self.phase("save_checkpoint"):
             self.actor.save_checkpoint(str(folder / "actor"))
             if self.critic is not None:
@@ -397,4 +394,5 @@ class PPOTrainer:
         for manager in (self.reward_fn, self.val_reward_fn):
             if hasattr(manager, "close"):
                 manager.close()
+        self.rollouts.close()
         self._running.close()

@@ -35,6 +35,8 @@ def concat_padded(batches: Sequence[DataProto]) -> DataProto:
     joined.meta_info = dict(batches[-1].meta_info)
     named = joined.meta_info.get("reward_extra_names", [])
     joined.meta_info["reward_extra_names"] = [name for name in named if name in shared]
+    facts = {name for b in batches for name in b.meta_info.get("loop_facts", [])}
+    joined.meta_info["loop_facts"] = sorted(facts & shared)
     return joined
 
 

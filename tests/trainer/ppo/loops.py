@@ -40,3 +40,17 @@ class TwoTurns(AgentLoopBase):
             num_turns=4,
             extra_fields={"tool_outputs": ["xy"]},
         )
+
+
+class SaysMore(TwoTurns):
+    """Says things beyond the trajectory: of one type, of several, and by names that the file has."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **row)
+        output.extra_fields = {
+            "searches": row["sample_index"],
+            "plan": {"depth": 2} if row["sample_index"] else "none",
+            "prompt_text": "mine",
+            "turn_scores": [0.5, None],
+        }
+        return output

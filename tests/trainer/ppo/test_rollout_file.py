@@ -151,3 +151,12 @@ def test_any_text_and_any_object_of_a_row_is_written(tmp_path: Path) -> None:
     assert (row["data_source"], row["stop_reason"], row["na?me"]) == ("a?", "5", "?")
     assert json.loads(row["extra_info"]) == {"x": "?", "own": "a Hostile that cannot be shown"}
     assert json.loads(row["own"]) == "a Hostile that cannot be shown"
+
+
+def test_the_documented_columns_are_the_schema() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tracking.md").read_text(encoding="utf-8")
+    section = page.partition("## Rollout files")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    documented = [name.strip(" `") for row in rows for name in row.split(",")]
+    assert sorted(documented) == sorted(SCHEMA)
+    assert f"is the version, now {SCHEMA_VERSION}." in section

@@ -1,0 +1,91 @@
+"""The rollout files of a run: written beside the next step, and only the last of them kept unless asked.
+
+`trainer.rollout_data_dir` keeps every step. Without it the run folder holds the files of the last steps, and
+of those up to the checkpoint that a killed run would resume: which these are depends on the step alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hone.config.trainer import TrainerConfig
+from hone.protocol import DataProto
+from hone.tracking import RunFolder
+from hone.tracking.run_folder import step_files
+from hone.trainer.ppo.rollout_file import Rollouts, is_temporary, write_table
+
+
+class RolloutWriter:
+    """Copies what a step's file needs, then decodes and writes it in a thread, one file at a time."""
+
+    def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Any) -> None:
+        self._all_steps = trainer.rollout_data_dir
+        self._folder = RunFolder(self._all_steps).path if self._all_steps else run.rollouts
+        self._keep = trainer.rollout_steps_to_keep
+        self._save_freq = trainer.save_freq
+        self._tokenizer = tokenizer
+        self._own_tokenizer: Any = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
+        self._pending: Future[None] | None = None
+        self._not_ours: set[Path] = set()
+
+    def write(self, batch: DataProto, step: int) -> None:
+        """Begin the file of a step; an earlier file that could not be written raises here."""
+        if not self._all_steps and self._keep == 0:
+            return
+        self.flush()
+        self._pending = self._thread.submit(self._write, Rollouts.of(batch, step=step), step)
+
+    def flush(self) -> None:
+        """Wait for the last file: it is on the disk before the checkpoint of its step counts."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> RolloutWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        """No file is written after the run has given up its folder."""
+        with contextlib.suppress(*(() if kind is None else (Exception,))):
+            self.flush()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _write(self, rollouts: Rollouts, step: int) -> None:
+        if self._own_tokenizer is None:
+            self._own_tokenizer = _copied(self._tokenizer)
+        table = rollouts.table(self._own_tokenizer, temporary=not self._all_steps)
+        write_table(self._folder / f"step_{step}.parquet", table)
+        if not self._all_steps:
+            self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        for at, file in step_files(self._folder):
+            if at > step or at in kept_steps(step, self._keep, self._save_freq):
+                continue
+            if file in self._not_ours or not is_temporary(file):
+                self._not_ours.add(file)  # of a run that was asked to keep all
+            else:
+                file.unlink(missing_ok=True)
+
+
+def kept_steps(step: int, keep: int, save_freq: int) -> set[int]:
+    """The steps whose files stay when `step` is written: the last ones, and the last ones up to the
+    newest checkpoint before it."""
+    saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
+    return {*range(step - keep + 1, step + 1), *range(saved - keep + 1, saved + 1)} - {0}
+
+
+def _copied(tokenizer: Any) -> Any:
+    """A tokenizer for another thread: two may not use a fast one at once. One of the user's that cannot be
+    copied is written in Python, and serves both."""
+    try:
+        return copy.deepcopy(tokenizer)
+    except Exception:  # the user's own code
+        return tokenizer
