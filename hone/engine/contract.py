@@ -112,6 +112,16 @@ class Objective(Protocol):
 
     options: Options
     needs_batch_statistics: bool
+    """Whether `prepare` is called, with the outputs of a pass over the whole mini-batch."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that `mask`, `prepare` and `__call__` read: a micro-batch carries no others, and of
+        these the ones that the batch has."""
+
+    def mask(self, batch: DataProto) -> Tensor:
+        """[B, T] the tokens that the loss counts; rows that only even out the ranks are not among them
+        (`hone.protocol.real_rows`)."""
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         """Columns that need the whole mini-batch, computed once without gradient."""

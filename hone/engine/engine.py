@@ -5,7 +5,7 @@ What a rank holds of the model, and how it leaves the engine, is in model_state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,10 @@ from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
 if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
     from hone.engine.sharding import Shards
+
+
+_INPUTS = ("prompts", "responses", "attention_mask", "response_mask")
+"""What rows are packed from."""
 
 
 class Engine(ModelState):
@@ -58,9 +62,12 @@ class Engine(ModelState):
         assert self.optimizer is not None, "this engine only runs forward"
         with self.present(optimizer=True):
             self.optimizer.zero_grad()  # an update that failed midway leaves nothing behind
-            counts = self._global_counts(batch)
+            reads = {*objective.reads}
+            batch = _selected(batch, {*_INPUTS, "step_row", *reads})
+            counts = self._global_counts(objective.mask(batch))
             if objective.needs_batch_statistics:
-                batch = self._prepared(batch, objective)
+                prepared = self._prepared(batch, objective)
+                batch, reads = _with_columns(batch, prepared), reads | prepared.keys()
             self.module.train()
             if self._drops_out:  # by the update's number: a resumed run drops the same
                 tried = self.optimizer.updates + self.optimizer.skipped
@@ -69,7 +76,7 @@ class Engine(ModelState):
             maxima: dict[str, float] = {}
             with counted(counts):
                 made = [
-                    self._forward_backward(micro, objective, counts)
+                    self._forward_backward(micro, objective, counts, reads)
                     for _, micro in self._micro_batches(batch, self._train_rule)
                 ]
             for terms, weight in made:  # read only now: a look at a number would make the GPU wait
@@ -78,14 +85,13 @@ class Engine(ModelState):
             return totals | self.optimizer.step()
 
     def _forward_backward(
-        self, micro: DataProto, objective: Objective, counts: BatchCounts
+        self, micro: DataProto, objective: Objective, counts: BatchCounts, reads: set[str]
     ) -> tuple[Terms, float]:
         """The micro-batch's terms, and its share of the mini-batch's tokens."""
         assert self.optimizer is not None
-        weight = float(loss_mask(micro).sum()) / max(counts.tokens, 1.0)
+        weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
         outputs = self._forward(micro, objective.options)
-        on_device = micro if self.device.type == "cpu" else _moved(micro, self.device)
-        terms = objective(outputs, on_device)
+        terms = objective(outputs, _moved(_selected(micro, reads), self.device))
         # Gradients are averaged over ranks, shares are meant to be summed.
         (terms.loss * self.mesh.data_parallel_size).backward()
         self.optimizer.gather_gradients()
@@ -98,7 +104,7 @@ class Engine(ModelState):
         whole: dict[str, Tensor] = {}
         with self.present(), torch.no_grad(), without:
             self.module.eval()
-            for rows, micro in self._micro_batches(batch, self._infer_rule):
+            for rows, micro in self._micro_batches(_selected(batch, _INPUTS), self._infer_rule):
                 for name, values in self._forward(micro, options).items():
                     if name not in whole:
                         whole[name] = torch.zeros(len(batch), values.shape[1])
@@ -116,15 +122,15 @@ class Engine(ModelState):
         dist.all_reduce(widths, dist.ReduceOp.MAX, group=self._group)
         return int(widths[0]), int(widths[1])
 
-    def _prepared(self, batch: DataProto, objective: Objective) -> DataProto:
-        """The batch with the columns that need statistics of the mini-batch of all ranks.
+    def _prepared(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
+        """The columns that need statistics of the mini-batch of all ranks.
 
         The rows stand in the step's own order there, however many ranks share them.
         """
         real = real_rows(batch)
         outputs = self.infer(batch, **objective.options)
         outputs = {name: values[real] for name, values in outputs.items()}
-        whole = without_padding(batch.select(non_tensor_batch_keys=[]))
+        whole = without_padding(batch)
         rows = slice(0, len(whole))
         if self._shards is not None:
             whole, outputs, rows = self._shards.concat_rows(whole, outputs)
@@ -136,7 +142,7 @@ class Engine(ModelState):
         for name, values in objective.prepare(outputs, whole.select_idxs(order)).items():
             columns[name] = values.new_zeros(len(batch), *values.shape[1:])
             columns[name][real] = values[back]
-        return _with_columns(batch, columns)
+        return columns
 
     def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
         return self.module(self._pack(micro), **options)
@@ -163,11 +169,9 @@ class Engine(ModelState):
             most = torch.tensor(len(parts))
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
             parts = rule.split(lengths, shared, at_least=int(most))
-        tensors = batch.select(non_tensor_batch_keys=[])
-        return [(rows, tensors.select_idxs(rows) if rows else _stand_in(tensors)) for rows in parts]
+        return [(rows, batch.select_idxs(rows) if rows else _stand_in(batch)) for rows in parts]
 
-    def _global_counts(self, batch: DataProto) -> BatchCounts:
-        mask = loss_mask(batch)
+    def _global_counts(self, mask: Tensor) -> BatchCounts:
         counts = BatchCounts.of(mask)
         totals = self._sum_over_ranks({"tokens": counts.tokens, "sequences": counts.sequences})
         return BatchCounts(totals["tokens"], totals["sequences"], float(self._response_width))
@@ -187,13 +191,11 @@ class Engine(ModelState):
         return dict(zip(names, total.tolist(), strict=True))
 
 
-def loss_mask(batch: DataProto) -> Tensor:
-    """What the policy loss reads: `loss_mask` where a step narrowed it, else `response_mask`."""
-    name = "loss_mask" if batch.has_column("loss_mask") else "response_mask"
-    mask = batch.batch[name]
-    if batch.has_column(PADDED_ROW):  # rows that only even out the ranks teach nothing
-        mask = mask * real_rows(batch).to(mask.device)[:, None]
-    return mask
+def _selected(batch: DataProto, columns: Collection[str]) -> DataProto:
+    """The batch with those of these columns that it has, and the mark of rows that even out the ranks."""
+    present = batch.batch.keys()
+    names = [name for name in present if name in columns or name == PADDED_ROW]
+    return batch.select(batch_keys=names, non_tensor_batch_keys=[])
 
 
 def _stand_in(columns: DataProto) -> DataProto:
@@ -204,7 +206,9 @@ def _stand_in(columns: DataProto) -> DataProto:
 
 
 def _moved(micro: DataProto, device: torch.device) -> DataProto:
-    """A copy on the device, in stream order: the host does not wait for what the GPU still does."""
+    """On the device, in stream order: the host does not wait for what the GPU still does."""
+    if device.type == "cpu":
+        return micro
     tensors = {name: send(x, device) for name, x in micro.batch.items()}
     return DataProto.from_dict(tensors, meta_info=dict(micro.meta_info))
 

@@ -78,12 +78,10 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
         config = self.config.critic
-        # What is rejected from the policy's loss was still returned: the critic learns from all of it.
-        columns = sorted({*data.batch.keys()} - {"loss_mask"})
         with self.engine.present(optimizer=True):
             metrics = update_in_minibatches(
                 self.engine,
-                data.select(batch_keys=columns),
+                data,
                 ValueObjective(config),
                 rows_per_update=config.sequences_per_update(),
                 epochs=config.ppo_epochs,

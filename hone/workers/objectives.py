@@ -15,15 +15,23 @@ from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import get_policy_loss_fn
 from hone.algorithms.value_loss import compute_value_loss
+from hone.columns import require
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.critic import CriticConfig
 from hone.engine.contract import Objective, Options, Terms, TrainEngine
-from hone.engine.engine import loss_mask
 from hone.ops.masked import masked_mean
-from hone.protocol import DataProto
+from hone.protocol import PADDED_ROW, DataProto, real_rows
 
 _PREPARED = "prepared/"
+
+
+def counted_tokens(batch: DataProto, column: str) -> Tensor:  # [B, T]
+    """A mask of the batch; rows that only even out the ranks teach nothing."""
+    mask: Tensor = require(batch, column)
+    if batch.has_column(PADDED_ROW):
+        mask = mask * real_rows(batch).to(mask.device)[:, None]
+    return mask
 
 
 class PolicyObjective:
@@ -44,19 +52,31 @@ class PolicyObjective:
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """`old_log_probs` where a pass before the update computed them, `loss_mask` where correction or
+        a filter narrowed it."""
+        policy = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights")
+        reference = ("ref_log_prob",) if self._config.use_kl_loss else ()
+        return ("response_mask", "loss_mask", *policy, *reference)
+
+    def mask(self, batch: DataProto) -> Tensor:
+        narrowed = batch.has_column("loss_mask")
+        return counted_tokens(batch, "loss_mask" if narrowed else "response_mask")
+
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         columns, log_prob = batch.batch, outputs["log_probs"]
         prepared = self._loss.prepare(  # type: ignore[attr-defined]
             columns["old_log_probs"] if batch.has_column("old_log_probs") else log_prob,
             log_prob,
-            columns["advantages"],
-            loss_mask(batch),
+            require(batch, "advantages"),
+            self.mask(batch),
             self._config,
         )
         return {_PREPARED + name: values for name, values in prepared.items()}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
-        config, columns, mask = self._config, batch.batch, loss_mask(batch)
+        config, columns, mask = self._config, batch.batch, self.mask(batch)
         log_prob = outputs["log_probs"]
         names = set(columns.keys())
         # Where no pass before the update computed them, the update's own forward gives them.
@@ -71,7 +91,7 @@ class PolicyObjective:
         policy_loss, means = self._loss(
             old,
             log_prob,
-            columns["advantages"],
+            require(batch, "advantages"),
             mask,
             config.loss_agg_mode,
             config,
@@ -88,7 +108,7 @@ class PolicyObjective:
             loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
             kl = self._aggregate(
-                kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type), mask
+                kl_penalty(log_prob, require(batch, "ref_log_prob"), config.kl_loss_type), mask
             )
             shares["actor/kl_loss"] = kl.detach()
             loss = loss + config.kl_loss_coef * kl
@@ -110,23 +130,28 @@ class PolicyObjective:
 
 
 class ValueObjective:
-    """The critic's clipped squared error."""
+    """The critic's clipped squared error, over all that the policy wrote: what is rejected from the
+    policy's loss was still returned."""
 
     needs_batch_statistics = False
+    reads = ("response_mask", "returns", "values")
 
     def __init__(self, config: CriticConfig) -> None:
         self._config = config
         self.options: Options = {}
 
+    def mask(self, batch: DataProto) -> Tensor:
+        return counted_tokens(batch, "response_mask")
+
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         return {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
-        columns, config, mask = batch.batch, self._config, loss_mask(batch)
+        config, mask = self._config, self.mask(batch)
         loss, clipfrac = compute_value_loss(
             outputs["values"],
-            columns["returns"],
-            columns["values"],
+            require(batch, "returns"),
+            require(batch, "values"),
             mask,
             config.cliprange_value,
             config.loss_agg_mode,
@@ -138,18 +163,22 @@ class ValueObjective:
 
 
 class SupervisedObjective:
-    """Mean negative log-likelihood of the tokens in the loss mask."""
+    """Mean negative log-likelihood of the learnt tokens."""
 
     needs_batch_statistics = False
+    reads = ("response_mask",)
 
     def __init__(self) -> None:
         self.options: Options = {"temperature": 1.0, "with_entropy": False}
+
+    def mask(self, batch: DataProto) -> Tensor:
+        return counted_tokens(batch, "response_mask")
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         return {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
-        loss = agg_loss(-outputs["log_probs"], loss_mask(batch), "token-mean")
+        loss = agg_loss(-outputs["log_probs"], self.mask(batch), "token-mean")
         return Terms(loss, {"train/loss": loss.detach()})
 
 

@@ -9,11 +9,16 @@ import torch
 
 from hone.algorithms.aggregation import MODES
 from hone.algorithms.policy_losses import TABLE
+from hone.columns import MissingColumn
 from hone.config.critic import CriticConfig
-from hone.engine.engine import loss_mask
 from hone.engine.microbatch import MicroBatchRule
 from hone.protocol import PADDED_ROW, DataProto
-from hone.workers.objectives import PolicyObjective, SupervisedObjective, ValueObjective
+from hone.workers.objectives import (
+    PolicyObjective,
+    SupervisedObjective,
+    ValueObjective,
+    counted_tokens,
+)
 
 from .batches import ROWS, rows
 from .engines import ALL, SGD, actor, critic, engine, policy, weights
@@ -109,7 +114,7 @@ def test_a_loss_mask_narrows_the_loss_and_may_be_boolean():
     with_mask = rows()
     with_mask.set_column("loss_mask", narrowed)
     with_mask.set_column(PADDED_ROW, torch.tensor([False] * (len(ROWS) - 1) + [True]))
-    assert loss_mask(with_mask).sum() == narrowed[:-1].sum()
+    assert objective.mask(with_mask).sum() == narrowed[:-1].sum()
     without = batch.select_idxs(list(range(1, len(ROWS) - 1)))
     assert_same(update(objective, batch=with_mask), update(objective, batch=without))
 
@@ -188,12 +193,16 @@ def test_means_are_weighted_by_tokens_and_maxima_are_the_largest():
     class Probe:
         options: ClassVar = {"temperature": 1.0}
         needs_batch_statistics = False
+        reads = ("advantages", "response_mask")
+
+        def mask(self, batch):
+            return counted_tokens(batch, "response_mask")
 
         def prepare(self, outputs, batch):
             return {}
 
         def __call__(self, outputs, batch):
-            advantages, mask = batch.batch["advantages"], loss_mask(batch).bool()
+            advantages, mask = batch.batch["advantages"], self.mask(batch).bool()
             kept = advantages[mask]
             mean = kept.mean() if len(kept) else 0.0
             zero = outputs["log_probs"].sum() * 0
@@ -215,3 +224,40 @@ def test_prepared_columns_do_not_stay_on_the_callers_batch():
     engine(policy()).train_minibatch(batch, PolicyObjective(actor("kl_cov"), temperature=1.0))
     assert set(batch.batch.keys()) == before
     assert isinstance(batch, DataProto)
+
+
+class Watching(PolicyObjective):
+    """Remembers which columns its micro-batches carried."""
+
+    def __call__(self, outputs, batch):
+        self.carried = set(batch.batch.keys())
+        return super().__call__(outputs, batch)
+
+
+def test_a_micro_batch_carries_what_its_objective_reads_and_nothing_else():
+    batch = rows()
+    batch.set_column("returns", torch.zeros_like(batch.batch["advantages"]))
+    watching = Watching(actor("kl_cov", use_kl_loss=True), temperature=1.0)
+    engine(policy()).train_minibatch(batch, watching)
+    prepared = {name for name in watching.carried if name.startswith("prepared/")}
+    assert prepared
+    assert watching.carried - prepared <= set(watching.reads)
+    assert {"advantages", "old_log_probs", "ref_log_prob"} <= watching.carried
+    plain = Watching(actor(), temperature=1.0)
+    engine(policy()).train_minibatch(batch, plain)
+    assert "ref_log_prob" not in plain.carried
+
+
+def test_a_missing_column_names_its_writer():
+    batch = rows()
+    batch.batch.pop("ref_log_prob")
+    objective = PolicyObjective(actor(use_kl_loss=True), temperature=1.0)
+    with pytest.raises(MissingColumn, match="ref_log_prob"):
+        engine(policy()).train_minibatch(batch, objective)
+
+
+def test_the_critic_learns_from_what_the_policys_loss_rejects():
+    objective = ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
+    narrowed = rows()
+    narrowed.set_column("loss_mask", torch.zeros_like(narrowed.batch["response_mask"]))
+    assert_same(update(objective, critic, batch=narrowed), update(objective, critic))
