@@ -179,11 +179,11 @@ def _import(name: str) -> ModuleType:
                 f"{error}. Give a path that ends in .py, or a module name."
             ) from error
         raise PluginError(f"{name!r} cannot be imported: {error}; install that") from error
-    except (SyntaxError, ImportError) as error:
-        raise PluginError(f"{name!r} cannot be imported: {_place_and_reason(error)}") from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise PluginError(f"{name!r} cannot be imported: {place_and_reason(error)}") from error
 
 
-def _place_and_reason(error: SyntaxError | ImportError, file: Path | None = None) -> str:
+def place_and_reason(error: Exception, file: Path | None = None) -> str:
     """`file.py, line 3: ImportError: …`: the innermost line that ran in `file`, or at all."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
@@ -206,10 +206,14 @@ def _load_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, SyntaxError | ImportError):
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, SystemExit):
+            raise PluginError(f"your file ends the program while it is loaded: {file}") from error
+        if not isinstance(error, Exception):
             raise
         hint = "; install it" if isinstance(error, ModuleNotFoundError) else ""
         raise PluginError(
-            f"your file cannot be loaded: {_place_and_reason(error, file)}{hint}"
+            f"your file cannot be loaded: {place_and_reason(error, file)}{hint}"
         ) from error
     return module

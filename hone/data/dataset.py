@@ -11,18 +11,20 @@ import logging
 import os
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from hone.config.data import DataConfig
+from hone.data.measuring import token_counts
 from hone.data.prompts import (
     Message,
     PromptError,
     PromptTooLong,
     as_messages,
+    prompt_text,
     raw_text,
-    render_prompt,
+    tokenise,
     truncate,
     without_nulls,
 )
@@ -62,6 +64,7 @@ class RLHFDataset:
         self.store = read_rows(data_files, self.bad_rows)
         self.added: list[Row] = []
         self.overlong_rows = 0
+        self._lengths: list[int] | None = None
         kept = self._checked_positions()
         kept = self._sampled(kept, max_samples)
         self.positions = self._filtered(kept) if config.filter_overlong_prompts else kept
@@ -85,9 +88,12 @@ class RLHFDataset:
             return self.store[self.positions[index]]
         return self.added[index - len(self.positions)]
 
-    def prompt_tokens(self, index: int) -> int:
-        """How many tokens the row's prompt has before it is truncated."""
-        return len(self._rendered(self.raw_row(index), self._max_tokens))
+    def prompt_lengths(self) -> Iterator[int | PromptError]:
+        """How many tokens each row's prompt has before it is truncated, or why it has none."""
+        if self._lengths is not None and not self.added:
+            return iter(self._lengths)
+        rows = map(self.raw_row, range(len(self)))
+        return token_counts(map(self._rendering, rows), self.tokenizer, self._max_tokens)
 
     def where(self, index: int) -> str:
         if index < len(self.positions):
@@ -174,30 +180,27 @@ class RLHFDataset:
         return sorted(drawn)
 
     def _filtered(self, positions: list[int]) -> list[int]:
+        limit = self.config.max_prompt_length
         wanted = set(positions)
-        kept = []
-        rows = self.store.scan((self.config.prompt_key, "agent_name"))
-        for position, row in enumerate(rows):
-            if position not in wanted:
-                continue
-            try:
-                length = len(self._rendered(row, self.config.max_prompt_length))
-            except PromptTooLong:
+        scanned = enumerate(self.store.scan((self.config.prompt_key, "agent_name")))
+        rows = (row for position, row in scanned if position in wanted)
+        kept, lengths = [], []
+        counts = token_counts(map(self._rendering, rows), self.tokenizer, limit)
+        for position, length in zip(positions, counts, strict=True):
+            if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
                 self.overlong_rows += 1
-                continue
-            except PromptError as error:
-                message = f"{self.store.where(position)}: {error}"
+            elif isinstance(length, PromptError):
+                message = f"{self.store.where(position)}: {length}"
                 self.bad_rows.report("cannot be rendered", message)
-                continue
-            if length <= self.config.max_prompt_length:
-                kept.append(position)
             else:
-                self.overlong_rows += 1
+                kept.append(position)
+                lengths.append(length)
         if not kept:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
-                f"{self.config.max_prompt_length} tokens; raise it"
+                f"{limit} tokens; raise it"
             )
+        self._lengths = lengths
         return kept
 
     def _report(self, before_filter: int) -> None:
@@ -226,18 +229,21 @@ class RLHFDataset:
         """Tokens of a prompt, where a longer one is refused and not cut."""
         return self.config.max_prompt_length if self.config.truncation == "error" else None
 
-    def _rendered(self, row: Row, max_tokens: int | None = None) -> list[int]:
-        return render_prompt(
+    def _rendered(self, row: Row) -> str | list[int]:
+        return prompt_text(
             row[self.config.prompt_key],
             self.tokenizer,
             self.config.prompt_format,
             tools=self._tools_of(row),
             template_kwargs=self.config.apply_chat_template_kwargs,
-            max_tokens=max_tokens,
         )
 
+    def _rendering(self, row: Row) -> Callable[[], str | list[int]]:
+        return lambda: self._rendered(row)
+
     def _prepared(self, row: Row) -> Row:
-        ids = self._rendered(row, self._max_tokens)
+        text = self._rendered(row)
+        ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
         row["prompt_ids"] = truncate(ids, self.config.max_prompt_length, self.config.truncation)
         row["raw_prompt"] = self._raw_prompt(row)
         if self.config.prompt_key != "raw_prompt":

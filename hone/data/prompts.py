@@ -1,6 +1,6 @@
 """From a row's prompt to token ids: chat messages, a plain string, or text rendered beforehand.
 
-`render_prompt` is the one place where a prompt is tokenised, `truncate` the one where it is cut.
+`prompt_text` is the one place where a prompt is rendered, `truncate` the one where it is cut.
 Leaves out images: a row keeps them, and a processor renders them with the model that needs them.
 """
 
@@ -24,6 +24,10 @@ ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipytho
 
 TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
 """Options of a chat template that concern the tokens: these are made by the tokenizer itself."""
+
+
+FAR_CHARACTERS = 32
+"""Characters per token that fits beyond which a text is looked at in parts."""
 
 
 class PromptError(ValueError):
@@ -107,14 +111,28 @@ def render_prompt(
 ) -> list[int]:
     """Token ids of a prompt, ready for the model to continue.
 
-    `chat`: the tokenizer's chat template with the generation prompt. A plain string given to a
-    tokenizer without a template is tokenised as it is: one user turn has nothing to mark it.
-    `raw`: text rendered beforehand (a string, or one message's content), no special tokens added.
     With `max_tokens` a text that is longer by far raises PromptTooLong; one that is a little longer
     is returned whole.
     """
+    text = prompt_text(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
+    return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
+
+
+def prompt_text(
+    raw_prompt: Any,
+    tokenizer: Any,
+    prompt_format: str = "chat",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str | list[int]:
+    """The text of a prompt that is tokenised, or its ids where only the tokenizer can make these.
+
+    `chat`: the tokenizer's chat template with the generation prompt. A plain string given to a
+    tokenizer without a template is tokenised as it is: one user turn has nothing to mark it.
+    `raw`: text rendered beforehand (a string, or one message's content), no special tokens added.
+    """
     if prompt_format == "raw":
-        return tokenise(raw_text(raw_prompt), tokenizer, max_tokens)
+        return raw_text(raw_prompt)
     if prompt_format != "chat":
         raise PromptError(
             f"data.prompt_format={prompt_format!r} is not known; use one of {PROMPT_FORMATS}"
@@ -123,16 +141,14 @@ def render_prompt(
         template_kwargs or {}
     ):
         if isinstance(raw_prompt, str) and not tools:
-            return tokenise(raw_prompt, tokenizer, max_tokens)
+            return raw_prompt
         raise PromptError(
             "the tokenizer has no chat template, so messages and tools cannot be rendered; use"
             " data.prompt_format=raw with prompts that hold the whole text, or a tokenizer with a"
             " chat template"
         )
     rendered = _rendered(as_messages(raw_prompt), tokenizer, tools, template_kwargs)
-    if isinstance(rendered, str):
-        return tokenise(rendered, tokenizer, max_tokens)
-    return [int(token) for token in rendered]
+    return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
 
 
 def _rendered(
@@ -180,12 +196,17 @@ def tokenise(text: str, tokenizer: Any, max_tokens: int | None = None) -> list[i
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
+def is_far_too_long(text: str, max_tokens: int) -> bool:
+    """Whether a text has so many characters that its beginning is tokenised alone, first."""
+    return len(text) > FAR_CHARACTERS * (max_tokens + 64)
+
+
 def _refuse_far_too_long(text: str, tokenizer: Any, max_tokens: int) -> None:
     """Tokenise ever longer beginnings of a long text until one alone has twice what fits.
 
     Twice: a cut inside a word may give it more tokens than it has in the whole text.
     """
-    length = 32 * (max_tokens + 64)
+    length = FAR_CHARACTERS * (max_tokens + 64)
     while length < len(text):
         tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
         if tokens > 2 * max_tokens + 64:

@@ -7,7 +7,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.models.load import ModelNotFound, resolve_model_path
+from safetensors import SafetensorError, safe_open
+
+from hone.models.families import UnsupportedModel, refuse_config
+from hone.models.load import ModelNotFound, load_config, refusals_in_words, resolve_model_path
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,47 @@ def model_facts(path: str | None) -> ModelFacts:
     )
 
 
+def check_model(path: str, *, is_decoder: bool = True) -> None:
+    """Refuse what could not be loaded: a decoder of an unknown family, weights absent or damaged.
+
+    Nothing is said of a hub name, whose files may still have to be fetched.
+    """
+    folder = Path(resolve_model_path(path))
+    if not folder.is_dir():
+        return
+    if is_decoder:
+        refuse_config(load_config(path), path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        _check_shards(index, path)
+    elif not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: it has config.json and no weights; copy the model's "
+            "model.safetensors into the folder"
+        )
+    with refusals_in_words(path, str(folder)):
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt"):
+                continue
+
+
+def _check_shards(index: Path, path: str) -> None:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: {index.name} is damaged ({error!r}); copy it again"
+        ) from error
+    absent = sorted(str(name) for name in names if not (index.parent / str(name)).is_file())
+    if absent:
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: {len(absent)} of its {len(names)} weight files are missing "
+            f"({absent[0]}, …); copy them into the folder"
+        )
+
+
 def _parameters(folder: Path) -> int | None:
     """How many numbers the weight files hold, read from their headers."""
-    from safetensors import SafetensorError, safe_open
-
     total = 0
     for file in folder.glob("*.safetensors"):
         try:

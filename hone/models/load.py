@@ -36,7 +36,7 @@ class ModelNotFound(ValueError):
 
 
 @contextmanager
-def _refusals_in_words(path: str, folder: str) -> Iterator[None]:
+def refusals_in_words(path: str, folder: str) -> Iterator[None]:
     """transformers refuses what it does not know (a name, a kind of model, remote code) by ValueError
     and by OSError without a number."""
     from huggingface_hub.errors import HFValidationError
@@ -150,7 +150,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     if _is_plain_tokenizer(Path(folder)):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     else:
-        with _refusals_in_words(path, folder):
+        with refusals_in_words(path, folder):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     # transformers makes an empty tokenizer of a folder that holds none, and says nothing.
     if not tokenizer.encode("a b 1", add_special_tokens=False):
@@ -201,7 +201,7 @@ def load_causal_lm(
         setattr(config, key, value)
     refuse_config(config, path, device=device)
     _switch_off_dropout(config)
-    with _refusals_in_words(path, folder):
+    with refusals_in_words(path, folder):
         return AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
@@ -212,11 +212,11 @@ def load_config(path: str, *, device: torch.device | None = None) -> Any:
     from transformers import AutoConfig, PreTrainedConfig
 
     folder = resolve_model_path(path)
-    with _refusals_in_words(path, folder):
+    with refusals_in_words(path, folder):
         family = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
     if family is not None:
         refuse_family(family, path, device=device)
-    with _refusals_in_words(path, folder):
+    with refusals_in_words(path, folder):
         return AutoConfig.from_pretrained(folder)
 
 

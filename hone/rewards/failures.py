@@ -59,3 +59,5 @@ class Failed:
 
     reason: str
     detail: str
+    error: tuple[str, ...] = ()
+    """Names of the class of an exception and of those that it derives from."""

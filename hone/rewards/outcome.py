@@ -59,7 +59,9 @@ def failed_by(error: BaseException, compute_score: Callable[..., Any]) -> Failed
     place = place_of_error(error, compute_score)
     where = f" at {place}" if place else ""
     return Failed(
-        "exception", f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}"
+        "exception",
+        f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}",
+        tuple(kind.__name__ for kind in type(error).__mro__),
     )
 
 

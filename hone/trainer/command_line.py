@@ -60,7 +60,7 @@ _MISTAKES = (
     "hone.trainer.ppo.checkpoint:CheckpointError",
     "hone.trainer.ppo.collect:NotEnoughSignal",
     "hone.trainer.ppo.memory:OutOfMemory",
-    "hone.trainer.ppo.preflight:PreflightError",
+    "hone.trainer.problems:PreflightError",
     "hone.trainer.ranks:LaunchError",
     "hone.trainer.generation:GenerationError",
     "hone.trainer.evaluation:EvaluationError",

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from hone.config.evaluation import EvaluationConfig, EvaluationMetricsConfig
+from hone.cores import usable_cores
 from hone.data.rows import BadRows, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
-from hone.rewards.cores import usable_cores
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Row, vote_of
 from hone.rewards.pool import DeadlinePool

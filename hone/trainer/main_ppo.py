@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 
-from hone.config import PPOTrainerConfig
+from hone.config import ConfigError, PPOTrainerConfig
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import announce, composed_of, finish, without_flag
+from hone.trainer.folders import require_folder
 
 DRY_RUN = "--dry-run"
 
@@ -44,16 +44,11 @@ def run(
     `dry_run` stops before models load and prints what would run.
     """
     # The lock comes before imports and models, which take minutes; a dry run writes no folder.
-    with nullcontext() if dry_run else lock_folder(config.trainer.default_local_dir):
-        from hone.models.from_config import build_tokenizer
-        from hone.trainer.ppo.preflight import preflight
-        from hone.trainer.ppo.trainer import PPOTrainer
+    with nullcontext() if dry_run else _locked(config.trainer.default_local_dir):
+        from hone.trainer.ppo.preflight import prepare
 
-        model = config.actor_rollout_ref.model
-        tokenizer = build_tokenizer(replace(model, trust_remote_code=config.data.trust_remote_code))
-        trainer = PPOTrainer(config, tokenizer)
+        trainer, preview = prepare(config)
         try:
-            preview = preflight(trainer)
             for line in (*preview.warnings, *(preview.lines if dry_run else ())):
                 screen().line(line)
             if not dry_run:
@@ -61,6 +56,15 @@ def run(
                 trainer.fit(origins)
         finally:
             trainer.shutdown()
+
+
+def _locked(folder: str) -> AbstractContextManager[object]:
+    """The lock of a run folder; where there can be none, the checks that follow say why."""
+    try:
+        require_folder(folder, "trainer.default_local_dir")
+    except ConfigError:
+        return nullcontext()
+    return lock_folder(folder)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ _calls = itertools.count()
 def fails_after_eight(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> dict[str, float]:
-    if next(_calls) >= 8:
+    if next(_calls) > 8:  # the first call is the trial before the run
         raise RuntimeError("no more")
     return {"score": 1.0, "format": 1.0}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hone.rewards.cores import usable_cores
+from hone.cores import usable_cores
 from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.managers.abstract import RawRewardFn
 from hone.rewards.managers.rule import RuleRewardManager

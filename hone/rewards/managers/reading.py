@@ -82,7 +82,7 @@ def read_rows(
         if observed[index]:
             by_policy = written[index][exists[index]].tolist()
             segments = _segments(token_ids, by_policy, tokenizer)
-        extra = _extra_info(columns, reward_model, index)
+        extra = extra_info_of(columns, reward_model, index)
         extra |= {"transcript": transcript, "transcript_segments": segments}
         rows.append(
             Row(
@@ -106,7 +106,7 @@ def _segments(ids: list[int], by_policy: list[bool], tokenizer: Any) -> list[dic
     return segments
 
 
-def _extra_info(
+def extra_info_of(
     columns: Mapping[str, Any], reward_model: Mapping[str, Any], index: int
 ) -> dict[str, Any]:
     """The row's `extra_info`, other fields of its `reward_model`, and facts of the rollout."""

@@ -114,7 +114,11 @@ class RuleRewardManager(AbstractRewardManager):
 
     def score_known(self, rows: Sequence[Row]) -> list[Scored | Failed]:
         """Score the rows that have what their rule needs; the others fail without a call."""
-        lacking = {index for index, row in enumerate(rows) if self.lacks_ground_truth(row)}
+        lacking = {
+            index
+            for index, row in enumerate(rows)
+            if self.lacks_ground_truth(row.data_source, row.ground_truth)
+        }
         scored = iter(self.score_rows([r for i, r in enumerate(rows) if i not in lacking]))
         return [
             Failed("no_ground_truth", f"reward_model.ground_truth is {row.ground_truth!r:.80}")
@@ -123,9 +127,13 @@ class RuleRewardManager(AbstractRewardManager):
             for index, row in enumerate(rows)
         ]
 
-    def lacks_ground_truth(self, row: Row) -> bool:
+    def lacks_ground_truth(self, data_source: str, ground_truth: Any) -> bool:
         """Whether a built-in rule would compare the response with nothing."""
-        return self.uses_table and table.lacks_ground_truth(row.data_source, row.ground_truth)
+        return self.uses_table and table.lacks_ground_truth(data_source, ground_truth)
+
+    def knows(self, data_source: str) -> bool:
+        """Whether rows of a data source have a score function."""
+        return not self.uses_table or table.find(data_source) is not None
 
     @property
     def uses_table(self) -> bool:

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
+from hone.cores import usable_cores
 from hone.rewards import failures
-from hone.rewards.cores import usable_cores
 from hone.rewards.failures import Failed
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores.expression_size import too_large

@@ -225,8 +225,12 @@ def _unknown(source: str, where: str) -> str:
     known = known_sources()
     close = difflib.get_close_matches(source, known["exact"], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
+    others = sum(map(len, known.values())) - len(_EXAMPLES)
     return (
-        f"no score for data_source {source!r} ({where}).{hint} Known: {', '.join(known['exact'])}; "
-        f"starting with {', '.join(known['prefix'])}; containing {', '.join(known['substring'])}. "
-        "Add one with hone.rewards.register_score or set custom_reward_function.path."
+        f"no score for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} and "
+        f"{others} more (docs/rewards.md); name your own score function with "
+        "custom_reward_function.path=FILE.py"
     )
+
+
+_EXAMPLES = ("openai/gsm8k", "lighteval/MATH", "nq", "countdown")

@@ -6,38 +6,30 @@ Leaves out what the configuration alone shows: `hone.config` has refused that al
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.agents.contract import ServerManager
-from hone.agents.loops.listing import LoopNames
-from hone.agents.tools.contract import ToolError
 from hone.algorithms import advantages
+from hone.config import PPOTrainerConfig
 from hone.config.algorithm import WITHOUT_GROUPS
-from hone.data.prompts import PromptError, render_prompt
-from hone.models.facts import ModelFacts, model_facts
-from hone.plugins import PluginError
+from hone.data.create import create_rl_dataset
+from hone.data.rows import DataError
+from hone.models.facts import check_model, model_facts
+from hone.models.from_config import build_tokenizer
+from hone.rewards import load_reward_manager
 from hone.tracking import progress
+from hone.trainer.folders import require_folder
+from hone.trainer.ppo.agent_checks import AgentChecks
+from hone.trainer.ppo.plan import Plan
+from hone.trainer.ppo.preview import Needs, lines_of
 from hone.trainer.ppo.prompt_lengths import Lengths, measure_prompts
+from hone.trainer.ppo.scorer_trial import try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
+from hone.trainer.ppo.validation import validation_rows
+from hone.trainer.problems import Problems
 
-TRAINING_BYTES = 16
-"""Per parameter: weights and gradients in fp32, and AdamW's two moments."""
-CHECKPOINT_BYTES = 16
-"""Per parameter: masters, two moments and the Hugging Face export."""
-GIB = 2**30
-
-
-class PreflightError(ValueError):
-    """Everything that would stop the run later, one sentence per line."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+TRAIN, VALIDATION = "data.train_files", "data.val_files"
 
 
 @dataclass(frozen=True)
@@ -48,58 +40,107 @@ class Preview:
     warnings: tuple[str, ...]
 
 
-def preflight(trainer: PPOTrainer) -> Preview:
-    """Check what is known before models load; PreflightError names every problem."""
-    check = _Preflight(trainer)
-    problems = [*check.loops(), *check.prompts(), *check.disk()]
-    if problems:
-        raise PreflightError(problems)
-    return Preview(tuple(check.lines()), tuple(check.warnings()))
+def prepare(config: PPOTrainerConfig) -> tuple[PPOTrainer, Preview]:
+    """The trainer of a run whose models are still to be loaded; every problem is raised at once."""
+    check = _Preflight(config)
+    try:
+        return check.trainer()
+    except BaseException:
+        check.close()
+        raise
 
 
 class _Preflight:
-    def __init__(self, trainer: PPOTrainer) -> None:
-        self.trainer = trainer
-        self.config = trainer.config
-        self.facts: ModelFacts = model_facts(self.config.actor_rollout_ref.model.path)
-        self.datasets = {"data.train_files": trainer.train_dataset}
-        if trainer.val_loader is not None:
-            self.datasets["data.val_files"] = trainer.val_dataset
+    """The parts of a run; one that cannot be made is None, and the others are checked without it."""
+
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        self.config = config
+        self.problems = Problems()
+        self.warnings: list[str] = []
+        self.facts = model_facts(config.actor_rollout_ref.model.path)
         self.lengths: dict[str, Lengths] = {}
-        self.built: dict[str, Any] = {}
+        self.managers: dict[str, Any] = {}
 
-    def loops(self) -> Iterator[str]:
-        """Each loop that rows ask for is built once, with its tools, parser and interactions."""
-        names = LoopNames(self.config.actor_rollout_ref.rollout)
-        asked = {names.of_row(name) for name in self._column("agent_name")} or {names.default}
-        manager = ServerManager(None, seed=0, max_tokens=1)  # type: ignore[arg-type]
+    def trainer(self) -> tuple[PPOTrainer, Preview]:
+        config, attempt = self.config, self.problems.attempt
+        folder = config.trainer.default_local_dir
+        attempt(lambda: require_folder(folder, "trainer.default_local_dir"))
+        model = config.actor_rollout_ref.model
+        trusted = replace(model, trust_remote_code=config.data.trust_remote_code)
+        tokenizer = attempt(lambda: build_tokenizer(trusted))
+        plan = attempt(lambda: Plan.of(config))
+        self._check_models(plan)
+        datasets = self._datasets(tokenizer)
+        for key, examined in ((TRAIN, 0), (VALIDATION, 1)):
+            self.managers[key] = attempt(
+                lambda count=examined: load_reward_manager(config, tokenizer, num_examine=count)  # type: ignore[misc]
+            )
+        needs = Needs(config, plan, self.facts) if plan is not None else None
+        self.problems.add(needs.disk_problems() if needs is not None else ())
+        if tokenizer is not None:
+            self._check_agents(tokenizer, datasets)
+            self.problems.add(self._prompt_problems(datasets))
+        self._try_scorers(datasets)
+        trainer = self._assembled(tokenizer, datasets)
+        self.problems.raise_all()
+        assert trainer is not None
+        assert needs is not None
+        self.warnings += self._lone_responses()
+        lines = lines_of(trainer, needs, self.lengths)
+        return trainer, Preview(tuple(lines), tuple(self.warnings))
 
-        async def build(name: str) -> Any:
-            return names.factory(name)(self.config, manager, self.trainer.tokenizer, None)
+    def close(self) -> None:
+        """End the scoring processes that a trial has started."""
+        for manager in self.managers.values():
+            if hasattr(manager, "close"):
+                manager.close()
 
-        for name in sorted(asked):
-            try:
-                self.built[name] = asyncio.run(build(name))
-            except (PluginError, ToolError, ValueError, OSError) as error:
-                yield f"agent loop {name!r} cannot be built: {error}"
-        for loop in self.built.values():
-            known: dict[str, Any] = getattr(loop, "interactions", {})
-            for asked_for in self._interactions() if known else ():
-                if asked_for and asked_for not in known:
-                    yield (
-                        f"rows name the interaction {asked_for!r}, which "
-                        f"{self.config.actor_rollout_ref.rollout.multi_turn.interaction_config_path} "
-                        f"does not have; it has {', '.join(known)}"
-                    )
+    def _check_models(self, plan: Plan | None) -> None:
+        """Each model that will be loaded has a config of a supported family, and whole weights."""
+        config = self.config
+        decoders = [config.actor_rollout_ref.model.path]
+        if plan is not None and plan.critic and config.critic.model.path:
+            decoders.append(config.critic.model.path)
+        for path in dict.fromkeys(decoders):
+            self.problems.attempt(lambda path=path: check_model(path))  # type: ignore[misc]
+        scorer = config.reward_model.model.path
+        if plan is not None and plan.reward_model and scorer:
+            self.problems.attempt(lambda: check_model(scorer, is_decoder=False))
 
-    def prompts(self) -> Iterator[str]:
+    def _datasets(self, tokenizer: Any) -> dict[str, Any]:
+        """By the key that names its files. Without a tokenizer rows are read, and not rendered."""
+        data = self.config.data
+        if tokenizer is None:
+            data = replace(data, filter_overlong_prompts=False)
+        made = {
+            TRAIN: self.problems.attempt(
+                lambda: create_rl_dataset(
+                    data.train_files, data, tokenizer, None, True, data.train_max_samples
+                )
+            )
+        }
+        if data.val_files:
+            made[VALIDATION] = self.problems.attempt(lambda: validation_rows(data, tokenizer, None))
+        return {key: dataset for key, dataset in made.items() if dataset is not None}
+
+    def _check_agents(self, tokenizer: Any, datasets: dict[str, Any]) -> None:
+        checks = self.problems.attempt(lambda: AgentChecks(self.config, tokenizer, datasets))
+        if checks is not None:
+            self.problems.add(checks.problems())
+            self.warnings += checks.warnings()
+
+    def _prompt_problems(self, datasets: dict[str, Any]) -> Iterator[str]:
         """Every prompt fits `data.max_prompt_length`, and with its response the model's positions."""
         data = self.config.data
-        for key, dataset in self.datasets.items():
-            if not hasattr(dataset, "store"):
+        for key, dataset in datasets.items():
+            if not hasattr(dataset, "prompt_lengths"):
                 continue
-            with progress(f"measure prompts of {key}", len(dataset)) as bar:
-                self.lengths[key] = found = measure_prompts(dataset, advance=bar.advance)
+            try:
+                with progress(f"measure prompts of {key}", len(dataset)) as bar:
+                    self.lengths[key] = found = measure_prompts(dataset, advance=bar.advance)
+            except DataError as error:
+                yield str(error)
+                continue
             if found.too_long and data.truncation == "error":
                 yield (
                     f"{found.too_long:,} of {len(dataset):,} prompts have more than "
@@ -117,51 +158,34 @@ class _Preflight:
                     f"{max(1, self.facts.positions - longest + data.max_response_length)} or less"
                 )
 
-    def disk(self) -> Iterator[str]:
-        """One checkpoint fits beside those that are kept."""
-        if self.config.trainer.save_freq == 0 or not self.facts.parameters:
-            return
-        needed, free, place = self._disk()
-        if needed > free:
-            yield (
-                f"a checkpoint takes about {needed / GIB:.1f} GiB and {place} has {free / GIB:.1f} GiB "
-                "free; free space, name another trainer.default_local_dir, or set trainer.save_freq=0"
+    def _try_scorers(self, datasets: dict[str, Any]) -> None:
+        for key, dataset in datasets.items():
+            manager = self.managers[key]
+            if manager is None:
+                continue
+            verdicts = self.problems.attempt(
+                lambda m=manager, d=dataset: list(try_scorers(m, d, self.config))  # type: ignore[misc]
             )
+            for verdict in verdicts or ():
+                self.problems.add([verdict.problem] if verdict.problem else ())
+                self.warnings += [verdict.warning] if verdict.warning else []
 
-    def _disk(self) -> tuple[int, int, Path]:
-        folder = Path(self.config.trainer.default_local_dir).expanduser().absolute()
-        place = next(p for p in (folder, *folder.parents) if p.exists())
-        needed = (
-            CHECKPOINT_BYTES * (self.facts.parameters or 0) * (2 if self.trainer.plan.critic else 1)
+    def _assembled(self, tokenizer: Any, datasets: dict[str, Any]) -> PPOTrainer | None:
+        """The trainer, where all of its parts could be made; it checks how they fit together."""
+        wanted = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
+        managers = [self.managers[TRAIN], self.managers[VALIDATION]]
+        if tokenizer is None or None in managers or wanted != set(datasets):
+            return None
+        return self.problems.attempt(
+            lambda: PPOTrainer(
+                self.config,
+                tokenizer,
+                reward_fn=managers[0],
+                val_reward_fn=managers[1],
+                train_dataset=datasets[TRAIN],
+                val_dataset=datasets.get(VALIDATION),
+            )
         )
-        return needed, shutil.disk_usage(place).free, place
-
-    def warnings(self) -> Iterator[str]:
-        """What rows or settings ask for and nothing answers."""
-        yield from self._lone_responses()
-        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
-        tool_loops = [loop for loop in self.built.values() if hasattr(loop, "tools")]
-        tools = {name for loop in tool_loops for name in loop.tools}
-        talks = any(getattr(loop, "interactions", None) for loop in tool_loops)
-        if any(self._interactions()) and not talks:
-            yield (
-                "rows have interaction_kwargs, and no interaction is configured: they are ignored; "
-                "set actor_rollout_ref.rollout.multi_turn.interaction_config_path"
-            )
-        unknown = sorted(self._tool_names() - tools)
-        if unknown:
-            yield f"rows have tools_kwargs for {', '.join(unknown)}, which is no tool of this run"
-        if tool_loops and not tools and not talks:
-            yield (
-                "tool_agent has neither tools nor interactions: every row is a single turn; set "
-                "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-            )
-        if tools and not self._template_shows_tools(tool_loops[0]):
-            yield (
-                f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
-                f"tools to the model; describe them in the prompt, or set a template that does "
-                f"(multi_turn.format={multi_turn.format})"
-            )
 
     def _lone_responses(self) -> Iterator[str]:
         """An estimator over groups that has none; those that could not learn at all are refused."""
@@ -174,66 +198,3 @@ class _Preflight:
                 "actor_rollout_ref.rollout.n=1: it trains on raw scores, without a baseline, as verl "
                 "does; use actor_rollout_ref.rollout.n=8, for example"
             )
-
-    def lines(self) -> Iterator[str]:
-        """What would run, in a few lines."""
-        config, trainer = self.config, self.trainer
-        rollout, settings = config.actor_rollout_ref.rollout, config.trainer
-        size = f", {self.facts.parameters:,} parameters" if self.facts.parameters else ""
-        yield (
-            f"train {config.actor_rollout_ref.model.path} ({self.facts.family or 'model'}{size}) by "
-            f"{config.algorithm.adv_estimator}, {rollout.n} responses per prompt"
-        )
-        for key, found in self.lengths.items():
-            yield f"{key}: {found.rows:,} prompts of {found.shortest:,} to {found.longest:,} tokens"
-        prompts = config.data.train_batch_size
-        updates = prompts // config.actor_rollout_ref.actor.ppo_mini_batch_size
-        yield (
-            f"{trainer.total_steps:,} steps of {prompts} prompts × {rollout.n} responses, "
-            f"{updates * config.actor_rollout_ref.actor.ppo_epochs} updates per step, "
-            f"in {settings.default_local_dir}"
-        )
-        roles = ", ".join(str(role) for role in trainer.roles)
-        yield f"roles: {roles}; {config.world_size} process(es), device {settings.device}"
-        if self.facts.parameters:
-            models = 2 if trainer.plan.critic else 1
-            memory = TRAINING_BYTES * self.facts.parameters * models / config.world_size / GIB
-            needed, free, _ = self._disk()
-            yield (
-                f"about {memory:.2f} GiB per process for weights, gradients and optimizer, activations "
-                f"and cache aside; a checkpoint takes about {needed / GIB:.2f} of {free / GIB:.0f} GiB free"
-            )
-
-    def _column(self, name: str) -> Iterator[Any]:
-        for dataset in self.datasets.values():
-            if hasattr(dataset, "store"):
-                yield from (row.get(name) for row in dataset.store.scan((name,)))
-
-    def _of_extra_info(self, name: str) -> Iterator[dict[str, Any]]:
-        """A field that stands at the top of a row or in its `extra_info`."""
-        for value in self._column(name):
-            if isinstance(value, dict):
-                yield value
-        for extra in self._column("extra_info"):
-            if isinstance(extra, dict) and isinstance(extra.get(name), dict):
-                yield extra[name]
-
-    def _interactions(self) -> set[str]:
-        return {str(given.get("name") or "") for given in self._of_extra_info("interaction_kwargs")}
-
-    def _tool_names(self) -> set[str]:
-        found = self._of_extra_info("tools_kwargs")
-        return {name for given in found for name, value in given.items() if value is not None}
-
-    def _template_shows_tools(self, loop: Any) -> bool:
-        if self.config.data.prompt_format != "chat":
-            return False
-        schemas = [tool.tool_schema.model_dump() for tool in loop.tools.values()]
-        try:
-            plain, shown = (
-                render_prompt("a", self.trainer.tokenizer, "chat", tools=tools)
-                for tools in (None, schemas)
-            )
-        except PromptError:
-            return False
-        return plain != shown

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.data.prompts import PromptError
+from hone.data.prompts import PromptError, PromptTooLong
 from hone.data.rows import DataError
 from hone.tracking import atomic_write_text
 
@@ -25,6 +25,7 @@ class Lengths:
     rows: int
     shortest: int
     longest: int
+    """At least so many where a text is longer by far than what fits."""
     too_long: int
     """How many are longer than `data.max_prompt_length`."""
     where: str
@@ -38,16 +39,17 @@ def measure_prompts(dataset: Any, *, advance: Callable[[int], None]) -> Lengths:
         return Lengths(**json.loads(cache.read_text()))
     except (OSError, ValueError, TypeError):
         pass
+    limit = dataset.config.max_prompt_length
     lengths: list[int] = []
-    for index in range(len(dataset)):
-        try:
-            lengths.append(dataset.prompt_tokens(index))
-        except PromptError as error:
-            raise DataError(f"{dataset.where(index)}: {error}") from error
+    for index, length in enumerate(dataset.prompt_lengths()):
+        if isinstance(length, PromptTooLong):
+            length = 2 * limit + 65  # so many are known before the rest is left unread
+        elif isinstance(length, PromptError):
+            raise DataError(f"{dataset.where(index)}: {length}") from length
+        lengths.append(length)
         if index % CHUNK == CHUNK - 1:
             advance(CHUNK)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    limit = dataset.config.max_prompt_length
     measured = Lengths(
         len(lengths),
         min(lengths),

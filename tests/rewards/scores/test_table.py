@@ -70,7 +70,7 @@ def test_an_unknown_source_says_what_is_known_and_what_was_meant() -> None:
         default_compute_score("openai/gsm8", "#### 1", "1")
     assert isinstance(caught.value, NotImplementedError)
     assert "countdown" in str(caught.value)
-    assert "register_score" in str(caught.value)
+    assert "custom_reward_function.path" in str(caught.value)
 
 
 def test_checking_names_the_first_row_without_a_score() -> None:

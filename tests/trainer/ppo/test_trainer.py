@@ -248,7 +248,7 @@ def test_an_unknown_data_source_stops_before_the_first_step(
     said = str(caught.value)
     assert "row 2" in said
     assert "Did you mean 'openai/gsm8k'" in said
-    assert "arithmetic" in said
+    assert "countdown" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

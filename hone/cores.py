@@ -1,4 +1,4 @@
-"""How many processes of ours may compute at once."""
+"""How many processes or threads may compute at once."""
 
 from __future__ import annotations
 

@@ -1,0 +1,131 @@
+"""A scorer called before training: on rows of the data, with texts that hold their ground truth.
+
+A scorer that gives one number works; what it says of a text does not matter. One that fails on every text
+in the same way, by an error that no response can cause, never works. Other failures may be the text's fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hone.rewards.failures import Failed, FailurePolicy
+from hone.rewards.managers.reading import extra_info_of
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.outcome import Row
+from hone.rewards.places import place_of
+
+FORMS = (
+    "{truth}",
+    "<think> so </think>\n<answer>{truth}</answer>",
+    "The answer is \\boxed{{{truth}}}.",
+    "So it is {truth}\n#### {truth}",
+    '{{"answer": "{truth}"}}',
+    "```python\n{truth}\n```",
+    "{prompt}\n{truth}",
+    "",
+)
+"""Responses, the plainest first; a prompt often shows the form that is asked for."""
+FAULTS_OF_TEXT = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
+"""Errors, and those derived from them, by which a scorer may refuse a text that it cannot parse."""
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """A row of the data, where it stands, and what a scorer would be told of it."""
+
+    where: str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    prompt: str
+
+    @staticmethod
+    def of(row: Mapping[str, Any], where: str, source_key: str, prompt_key: str) -> TrialRow:
+        reward_model = dict(row.get("reward_model") or {})
+        columns = {"extra_info": [row.get("extra_info")]}
+        return TrialRow(
+            where,
+            str(row.get(source_key)),
+            reward_model.get("ground_truth"),
+            extra_info_of(columns, reward_model, 0),
+            _text_of(row.get(prompt_key)),
+        )
+
+    def responses(self) -> list[Row]:
+        truth = _text_of(self.ground_truth)
+        texts = [form.format(truth=truth, prompt=self.prompt) for form in FORMS]
+        return [
+            Row(
+                self.data_source,
+                text,
+                self.ground_truth,
+                self.extra_info
+                | {"transcript": text, "transcript_segments": [{"role": "policy", "text": text}]},
+            )
+            for text in texts
+        ]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial found: why training cannot work, or what is odd."""
+
+    problem: str | None = None
+    warning: str | None = None
+
+
+def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
+    """Call the scorer where the run will call it; `rows` are of one data source."""
+    failures: list[Failed] = []
+    for row in rows:
+        for response in row.responses():
+            outcome = manager.score_known([response])[0]
+            if not isinstance(outcome, Failed):
+                return Verdict()
+            failures.append(outcome)
+            if outcome.reason in ("no_ground_truth", "timeout"):
+                break  # no other text changes the first; the second costs its whole limit
+    return _verdict(manager, rows[0], failures)
+
+
+def _verdict(manager: RuleRewardManager, row: TrialRow, failures: Sequence[Failed]) -> Verdict:
+    first = failures[0]
+    detail = first.detail
+    place = None if manager.uses_table else place_of(manager.compute_score)
+    if place is not None and place.rpartition(":")[0] not in detail:
+        detail = f"the score function of {place}: {detail}"
+    alike = {(failed.reason, failed.error) for failed in failures} == {(first.reason, first.error)}
+    source = f"{row.where} (data_source {row.data_source!r})"
+    if alike and _is_certain(first):
+        return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
+    return Verdict(
+        warning=f"the score function failed on {source} with the ground truth as the response: "
+        f"{detail}; {_consequence(manager.policy)}"
+    )
+
+
+def _is_certain(failed: Failed) -> bool:
+    """Whether no response could have caused the failure."""
+    if failed.reason == "exception":
+        return not FAULTS_OF_TEXT & set(failed.error)
+    # None is what a function without a final `return` gives for a text that it does not know.
+    return failed.reason in ("no_ground_truth", "nan", "inf") or (
+        failed.reason == "bad_return" and not failed.detail.startswith("None ")
+    )
+
+
+def _consequence(policy: FailurePolicy) -> str:
+    if policy.on_failure == "raise":
+        return "such a response stops the run (reward_model.reward_kwargs.on_failure=raise)"
+    return f"such a response scores {policy.failure_score:g}"
+
+
+def _text_of(value: Any) -> str:
+    """The plainest text of a ground truth or prompt: the first that is in it."""
+    if isinstance(value, Mapping):
+        return _text_of(value.get("content") or next(iter(value.values()), ""))
+    if isinstance(value, (list, tuple)):
+        return _text_of(value[-1]) if value else ""
+    return "" if value is None else str(value)

@@ -1,0 +1,126 @@
+"""Agent loops, tools and interactions that rows ask for: built once before a model loads.
+
+Also what rows ask for and nothing answers: such a run trains on something else than its data say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hone.agents.contract import ServerManager
+from hone.agents.loops.listing import LoopNames
+from hone.agents.tools.contract import ToolError
+from hone.config import PPOTrainerConfig
+from hone.data.prompts import PromptError, render_prompt
+from hone.plugins import PluginError, place_and_reason
+
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+class AgentChecks:
+    """The loops of a run, and what its rows say to them."""
+
+    def __init__(
+        self, config: PPOTrainerConfig, tokenizer: Any, datasets: Mapping[str, Any]
+    ) -> None:
+        self.config, self.tokenizer, self.datasets = config, tokenizer, datasets
+        self.names = LoopNames(config.actor_rollout_ref.rollout)
+        self.built: dict[str, Any] = {}
+
+    def problems(self) -> Iterator[str]:
+        """Each loop that rows ask for is built once, with its tools, parser and interactions."""
+        for name in sorted(self._asked()):
+            try:
+                self.built[name] = asyncio.run(self._build(name))
+            except (PluginError, ToolError, ValueError, OSError) as error:
+                yield f"agent loop {name!r} cannot be built: {error}"
+            except Exception as error:  # a loop or tool of the user's may raise anything
+                yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
+        for loop in self.built.values():
+            known: dict[str, Any] = getattr(loop, "interactions", {})
+            for interaction in self._interactions() if known else ():
+                if interaction and interaction not in known:
+                    yield (
+                        f"rows name the interaction {interaction!r}, which "
+                        f"{self.config.actor_rollout_ref.rollout.multi_turn.interaction_config_path} "
+                        f"does not have; it has {', '.join(known)}"
+                    )
+
+    def _asked(self) -> set[str]:
+        """Loops that rows name; a name that is not known is refused with its row elsewhere."""
+        asked = set()
+        for name in set(map(_hashable, self._column("agent_name"))):
+            try:
+                asked.add(self.names.of_row(name))
+            except PluginError:
+                continue
+        return asked or {self.names.default}
+
+    async def _build(self, name: str) -> Any:
+        manager = ServerManager(None, seed=0, max_tokens=1)  # type: ignore[arg-type]
+        return self.names.factory(name)(self.config, manager, self.tokenizer, None)
+
+    def warnings(self) -> Iterator[str]:
+        """What rows or settings ask for and nothing answers."""
+        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
+        tool_loops = [loop for loop in self.built.values() if hasattr(loop, "tools")]
+        tools = {name for loop in tool_loops for name in loop.tools}
+        talks = any(getattr(loop, "interactions", None) for loop in tool_loops)
+        if any(self._interactions()) and not talks:
+            yield (
+                "rows have interaction_kwargs, and no interaction is configured: they are ignored; "
+                f"set {MULTI_TURN}.interaction_config_path"
+            )
+        unknown = sorted(self._tool_names() - tools)
+        if unknown:
+            yield f"rows have tools_kwargs for {', '.join(unknown)}, which is no tool of this run"
+        if tool_loops and not tools and not talks:
+            yield (
+                "tool_agent has neither tools nor interactions: every row is a single turn; set "
+                f"{MULTI_TURN}.tool_config_path"
+            )
+        if tools and not self._template_shows_tools(tool_loops[0]):
+            yield (
+                f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
+                f"tools to the model; describe them in the prompt, or set a template that does "
+                f"(multi_turn.format={multi_turn.format})"
+            )
+
+    def _column(self, name: str) -> Iterator[Any]:
+        for dataset in self.datasets.values():
+            if hasattr(dataset, "store"):
+                yield from (row.get(name) for row in dataset.store.scan((name,)))
+
+    def _of_extra_info(self, name: str) -> Iterator[dict[str, Any]]:
+        """A field that stands at the top of a row or in its `extra_info`."""
+        for value in self._column(name):
+            if isinstance(value, dict):
+                yield value
+        for extra in self._column("extra_info"):
+            if isinstance(extra, dict) and isinstance(extra.get(name), dict):
+                yield extra[name]
+
+    def _interactions(self) -> set[str]:
+        return {str(given.get("name") or "") for given in self._of_extra_info("interaction_kwargs")}
+
+    def _tool_names(self) -> set[str]:
+        found = self._of_extra_info("tools_kwargs")
+        return {name for given in found for name, value in given.items() if value is not None}
+
+    def _template_shows_tools(self, loop: Any) -> bool:
+        if self.config.data.prompt_format != "chat":
+            return False
+        schemas = [tool.tool_schema.model_dump() for tool in loop.tools.values()]
+        try:
+            plain, shown = (
+                render_prompt("a", self.tokenizer, "chat", tools=tools) for tools in (None, schemas)
+            )
+        except PromptError:
+            return False
+        return plain != shown
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, str | None) else None

@@ -1,0 +1,50 @@
+"""Counting on several threads gives what one prompt after another gives, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hone.data import measuring
+from hone.data.measuring import token_counts
+from hone.data.prompts import PromptError, PromptTooLong, prompt_text, render_prompt
+
+
+def counts(prompts: list[Any], tokenizer: Any, max_tokens: int | None = None) -> list[Any]:
+    def rendering(prompt: Any) -> Callable[[], str | list[int]]:
+        return lambda: prompt_text(prompt, tokenizer)
+
+    return list(token_counts(map(rendering, prompts), tokenizer, max_tokens))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_counts_equal_those_of_rendering_one_by_one(
+    tokenizer: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "usable_cores", lambda: threads)
+    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * measuring.BATCH + 5)]
+    alone = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
+    assert counts(prompts, tokenizer) == alone
+
+
+def test_a_prompt_that_cannot_be_rendered_is_its_own_error_and_no_other_row_s(
+    tokenizer: Any,
+) -> None:
+    found = counts(["a", 5, "b" * 100_000, "\ud800", "c"], tokenizer, max_tokens=10)
+    assert isinstance(found[1], PromptError)
+    assert isinstance(found[2], PromptTooLong)
+    assert isinstance(found[3], PromptError)
+    assert found[0] == found[4] == len(render_prompt("a", tokenizer))
+
+
+def test_a_tokenizer_that_does_more_than_its_backend_is_asked_itself(tokenizer: Any) -> None:
+    class Doubling:
+        chat_template = None
+        backend_tokenizer = tokenizer.backend_tokenizer
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return 2 * tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    assert counts(["abc", "de"], Doubling()) == [6, 4]
