@@ -23,6 +23,7 @@ LEVELS = {
     "workers": 4,
     "engine": 3,
     "rollout": 3,
+    "weights": 3,
     "agents": 3,
     "algorithms": 2,
     "rewards": 2,

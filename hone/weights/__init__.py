@@ -1,0 +1,1 @@
+"""From a training engine to a rollout engine: new weights by their Hugging Face names."""
