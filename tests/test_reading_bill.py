@@ -19,7 +19,8 @@ PATH = {
     "trainer/main_ppo.py": "the command",
     "trainer/ppo/trainer.py": "the loop: step() is the list of verbs",
     "data/loader.py": "next prompts",
-    "workers/actor_rollout_ref.py": "the policy's process: generate, log-probs, update",
+    "workers/rollout_worker.py": "generate: loops beside their engine, and its weights",
+    "workers/actor.py": "log-probs and update",
     "agents/runner.py": "generate: every row through its loop",
     "agents/loops/single_turn.py": "generate: the loop of these rows",
     "rollout/native/core.py": "generate: tokens",
@@ -36,6 +37,7 @@ BESIDE = (
     "cli.py",
     "trainer/ppo/plan.py",
     "trainer/ppo/source.py",
+    "trainer/ppo/publish.py",
     "trainer/ppo/collect.py",
     "trainer/ppo/scoring.py",
     "trainer/ppo/credit.py",
@@ -50,7 +52,7 @@ BESIDE = (
     "engine/microbatch.py",
 )
 
-MOST_FILES, MOST_LINES = 14, 2500
+MOST_FILES, MOST_LINES = 15, 2550
 
 
 def lines_of(name: str) -> int:

@@ -178,6 +178,8 @@ def _exact(config: PPOTrainerConfig) -> Iterator[str]:
             f"{key} is for one rank, and this run has {config.world_size}; use trainer.nnodes=1 and "
             "trainer.n_gpus_per_node=1, or exact=false"
         )
+    if config.rollout_pool:
+        yield f"{key} decodes with the trainer's own parameters; use hybrid_engine=true, or exact=false"
     if policy.model.uses_lora:
         yield f"{key} does not know adapters; use model.lora_rank=0, or exact=false"
     if policy.actor.use_torch_compile or policy.actor.fsdp_config.use_torch_compile:
@@ -303,6 +305,11 @@ def _run(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"trainer.controller=local is one process, and nnodes={trainer.nnodes} times n_gpus_per_node="
             f"{trainer.n_gpus_per_node} is {ranks}; use trainer.controller=ray, or 1 and 1"
+        )
+    if trainer.controller == "local" and config.rollout_pool:
+        yield (
+            "trainer.controller=local is one process, and the rollout has a pool of its own "
+            "(hybrid_engine=false or rollout.nnodes>0); use trainer.controller=ray, or hybrid_engine=true"
         )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"

@@ -105,11 +105,16 @@ class CheckpointEngineConfig(Block):
     """How weights reach a rollout engine that holds its own copy."""
 
     backend: str = "naive"
-    """naive: same processes; there is nothing to copy for the native engine."""
+    """How weights travel to a rollout pool of its own: memory_file or cuda_ipc on one machine, gloo or
+    nccl; naive chooses by where both stand. In the trainer's processes nothing travels."""
     update_weights_bucket_megabytes: int = 2048
     """Megabytes in one transfer."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the backend."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.update_weights_bucket_megabytes * 2**20
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ class ActorRolloutRefConfig(Block):
     """Policy: its model, its update, its rollout, its reference."""
 
     hybrid_engine: bool = True
-    """Training and rollout share their devices."""
+    """Training and rollout share their devices; false gives the rollout a pool of its own
+    (rollout.nnodes × rollout.n_gpus_per_node processes)."""
     nccl_timeout: int = 600
     """Seconds a collective operation may take."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -87,6 +88,14 @@ class PPOTrainerConfig(Block):
         return self.trainer.seed if seed is None else seed
 
     @property
+    def rollout_pool(self) -> tuple[int, ...]:
+        """Processes per node of the rollout's own pool; empty where it shares the trainer's."""
+        policy = self.actor_rollout_ref
+        if policy.hybrid_engine and not policy.rollout.nnodes:
+            return ()
+        return (policy.rollout.n_gpus_per_node,) * max(policy.rollout.nnodes, 1)
+
+    @property
     def uses_reference(self) -> bool:
         """True when a KL to the reference policy enters reward or loss."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
@@ -96,4 +105,4 @@ class PPOTrainerConfig(Block):
         """local or ray: what `trainer.controller=auto` comes to."""
         if self.trainer.controller != "auto":
             return self.trainer.controller
-        return "local" if self.world_size == 1 else "ray"
+        return "local" if self.world_size == 1 and not self.rollout_pool else "ray"

@@ -138,9 +138,8 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     neutral(f"{ROLLOUT}.skip_tokenizer_init", "engines always see token ids"),
     neutral(f"{ROLLOUT}.layered_summon", "there is no second copy of the weights to fill"),
     neutral(f"{ROLLOUT}.full_determinism", "sampling always depends on the seed alone"),
-    neutral(f"{ROLLOUT}.n_gpus_per_node", "no effect while rollout.nnodes=0"),
     neutral(f"{ROLLOUT}.engine_kwargs.**", "arguments of engines that are not in use"),
-    neutral(f"{ROLLOUT}.checkpoint_engine.**", "there is no second copy of the weights to fill"),
+    neutral(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.**", "the transports take no arguments"),
     neutral(f"{ROLLOUT}.agent.num_workers", "loops are coroutines beside their engine"),
     only(
         f"{ROLLOUT}.tensor_model_parallel_size",
@@ -150,7 +149,6 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     only(f"{ROLLOUT}.data_parallel_size", (1,), "each rank decodes its own prompts; use 1"),
     only(f"{ROLLOUT}.expert_parallel_size", (1,), "experts are not split over ranks; use 1"),
     only(f"{ROLLOUT}.pipeline_model_parallel_size", (1,), "layers are not split over ranks; use 1"),
-    only(f"{ROLLOUT}.nnodes", (0,), "rollout shares the trainer's devices; use 0"),
     only(
         f"{ROLLOUT}.logprobs_mode", ("processed_logprobs",), "log-probs are those after temperature"
     ),
@@ -234,11 +232,6 @@ REWARD_RULES: tuple[Rule, ...] = (
 )
 
 OTHER_RULES: tuple[Rule, ...] = (
-    only(
-        "actor_rollout_ref.hybrid_engine",
-        (True,),
-        "training and rollout share their devices; use true",
-    ),
     neutral(f"{ROLLOUT}.dtype", "the rollout decodes with the actor's own parameters"),
     neutral("actor_rollout_ref.ref.rollout_n", "the reference scores every response there is"),
     neutral("critic.model.tokenizer_path", "the critic reads the policy's tokens"),

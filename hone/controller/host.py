@@ -18,7 +18,7 @@ import torch
 from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import method_spec
 from hone.controller.threads import fix_threads
-from hone.controller.worker import Placement, placed
+from hone.controller.worker import Placement, Worker, placed
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_rows, without_padding
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ class WorkerHost:
         for role, member in members.items():
             with placed(placement if not role else _with_role(placement, role)):
                 self._workers[role] = member()
+        for worker in self._workers.values():
+            if isinstance(worker, Worker):
+                worker.colocate(self._workers)
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one method of the worker that plays `role`."""

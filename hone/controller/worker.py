@@ -81,12 +81,14 @@ class Worker:
 
     _place: Placement
     _meshes: dict[str, tuple[int, bool]]
+    _colocated: Mapping[str, Worker]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         # Here and not in __init__, so that a subclass knows its rank before it calls super().
         worker = super().__new__(cls)
         worker._place = _placement.get() or Placement.from_environment(os.environ)
         worker._meshes = {}
+        worker._colocated = {}
         return worker
 
     @property
@@ -108,6 +110,15 @@ class Worker:
     @property
     def role(self) -> str:
         return self._place.role
+
+    @property
+    def colocated(self) -> Mapping[str, Worker]:
+        """The workers of this process by role, this one among them: the one place where they meet."""
+        return self._colocated
+
+    def colocate(self, workers: Mapping[str, Worker]) -> None:
+        """Tell this worker who shares its process."""
+        self._colocated = workers
 
     def get_master_addr_port(self) -> tuple[str, int]:
         """Where rank 0 listens, for torch.distributed."""

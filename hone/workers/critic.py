@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hone.config import PPOTrainerConfig
-from hone.controller import Dispatch, Worker, register
+from hone.config.engine import CheckpointConfig
+from hone.controller import Dispatch, register
 from hone.engine.build import build_engine
-from hone.engine.contract import TrainEngine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.external import import_external
 from hone.models.load import load_causal_lm
@@ -19,12 +17,15 @@ from hone.models.policy import ValueModel
 from hone.protocol import DataProto
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 from hone.workers.objectives import ValueObjective, update_in_minibatches
+from hone.workers.train import TrainWorker, measured
 
 
-class CriticWorker(Worker):
-    def __init__(self, config: PPOTrainerConfig) -> None:
-        super().__init__()
-        self.config = config
+class CriticWorker(TrainWorker):
+    """The value model under training."""
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.critic.checkpoint
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -54,7 +55,7 @@ class CriticWorker(Worker):
                     exclude_modules=None,
                     adapter_path=None,
                 )
-        self.engine: TrainEngine = build_engine(
+        self.engine = build_engine(
             model.to(device),
             optim=config.optim,
             grad_clip=config.grad_clip,
@@ -90,12 +91,4 @@ class CriticWorker(Worker):
         self.engine.advance_schedule()
         for name in ("grad_norm", "lr", "skipped_updates"):
             metrics[f"critic/{name}"] = metrics.pop(name)
-        return DataProto(batch=None, meta_info={"metrics": metrics})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        self.engine.save(Path(folder), self.config.critic.checkpoint.save_contents)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        self.engine.load(Path(folder), self.config.critic.checkpoint.load_contents)
+        return measured(metrics)

@@ -39,6 +39,16 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
         "trainer/ppo/roles.py",
         "config.ray_kwargs.timeline_json_file",
     ),
+    # a rollout pool of its own
+    "actor_rollout_ref.rollout.n_gpus_per_node": (
+        "config/schema.py",
+        "policy.rollout.n_gpus_per_node",
+    ),
+    "**.checkpoint_engine.backend": ("trainer/ppo/publish.py", "config.backend"),
+    "**.checkpoint_engine.update_weights_bucket_megabytes": (
+        "workers/train.py",
+        "config.rollout.checkpoint_engine.bucket_bytes",
+    ),
     # a code-running service
     "**.sandbox_fusion.max_concurrent": ("rewards/loading.py", "sandbox.max_concurrent"),
 }

@@ -78,7 +78,7 @@ def two_turn_batch(worker: ActorRolloutRefWorker, config: Any) -> DataProto:
         }
     )
     rows.meta_info["sampling_params"] = {"temperature": 1.0}
-    batch = worker.runner.run(rows)
+    batch = worker.rollout.runner.run(rows)
     batch.meta_info["temperature"] = 1.0
     batch = batch.union(worker.compute_log_prob(batch))
     generator = torch.Generator().manual_seed(0)
@@ -93,9 +93,9 @@ def trained_weights(config: Any, change: Callable[[DataProto], None]) -> list[Te
     batch = two_turn_batch(worker, config)
     change(batch)
     objective = PolicyObjective(config.actor_rollout_ref.actor, temperature=1.0)
-    worker.engine.train_minibatch(batch, objective)
+    worker.actor.engine.train_minibatch(batch, objective)
     worker.close()
-    return [p.detach().clone() for p in worker.engine.module.parameters()]
+    return [p.detach().clone() for p in worker.actor.engine.module.parameters()]
 
 
 def spoil(batch: DataProto, where: int) -> None:

@@ -18,7 +18,7 @@ from .tasks import RESPONSE, config_of, prompts
 
 
 def weights(one: Any) -> dict[str, torch.Tensor]:
-    return {n: x.clone() for n, x in one.engine.named_hf_weights()}
+    return {n: x.clone() for n, x in one.actor.engine.named_hf_weights()}
 
 
 def metrics_of(one: Any, batch: DataProto) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 
 from hone.config.engine import FSDPConfig
 from hone.engine import sharding
-from hone.workers import actor_rollout_ref, critic
+from hone.workers import actor, critic
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 from .tasks import config_of, write_model
@@ -57,7 +57,8 @@ def test_several_ranks_join_with_the_configured_timeout(joined):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(actor_rollout_ref, "ActorRolloutRefWorker"), (critic, "CriticWorker")]
+    ("module", "name"),
+    [(actor, "ActorWorker"), (actor, "ReferenceWorker"), (critic, "CriticWorker")],
 )
 def test_every_role_takes_its_timeout_from_nccl_timeout(module, name, monkeypatch, tmp_path):
     asked = []

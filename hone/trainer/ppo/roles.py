@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from hone.config import ConfigError, PPOTrainerConfig
+from hone.config import PPOTrainerConfig
 from hone.controller import (
     ClassWithInitArgs,
     LocalWorkerGroup,
@@ -19,15 +19,17 @@ from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.tracking.console import screen
 from hone.trainer.ppo.plan import Plan
 
-POOL = "global_pool"
+POOL, ROLLOUT_POOL = "global_pool", "rollout_pool"
 
 
-def default_roles(plan: Plan) -> dict[Role, type]:
-    """The worker class of each role the plan needs."""
-    from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
+    """The worker class of each role the plan needs; with LoRA the actor is its own reference."""
+    from hone.workers.actor import ActorWorker, ReferenceWorker
+    from hone.workers.rollout_worker import RolloutWorker
 
-    actor = Role.ActorRolloutRef if plan.reference else Role.ActorRollout
-    roles: dict[Role, type] = {actor: ActorRolloutRefWorker}
+    roles: dict[Role, type] = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
+    if plan.reference and not lora:
+        roles[Role.RefPolicy] = ReferenceWorker
     if plan.critic:
         from hone.workers.critic import CriticWorker
 
@@ -44,25 +46,19 @@ def default_roles(plan: Plan) -> dict[Role, type]:
 
 
 def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, Any]) -> ResourcePoolManager:
-    """All roles in one pool of `nnodes` × `n_gpus_per_node` processes."""
+    """All roles in one pool of `nnodes` × `n_gpus_per_node` processes, the rollout where it is told."""
     trainer = config.trainer
-    return ResourcePoolManager(
-        {POOL: [trainer.n_gpus_per_node] * trainer.nnodes},
-        dict.fromkeys(roles, POOL),
-        use_gpu=_uses_gpu(config),
-    )
+    pools = {POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+    mapping = dict.fromkeys(roles, POOL)
+    if config.rollout_pool:
+        pools[ROLLOUT_POOL] = list(config.rollout_pool)
+        mapping[Role.Rollout] = ROLLOUT_POOL
+    return ResourcePoolManager(pools, mapping, use_gpu=_uses_gpu(config))
 
 
 def group_class(config: PPOTrainerConfig) -> type[WorkerGroup]:
     """`auto` is this process at world size 1, Ray beyond."""
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    chosen = config.trainer.controller
-    if chosen == "local" and ranks > 1:
-        raise ConfigError(
-            f"trainer.controller=local runs one process, but nnodes × n_gpus_per_node is {ranks}; "
-            "use trainer.controller=ray"
-        )
-    if chosen == "local" or (chosen == "auto" and ranks == 1):
+    if config.uses_controller == "local":
         return LocalWorkerGroup
     from hone.controller.ray import RayWorkerGroup
 
@@ -77,10 +73,12 @@ def start_workers(
     running: ExitStack,
 ) -> dict[Role, WorkerGroup]:
     """One group per role; roles of one pool share its processes. Closing `running` stops them all."""
+    from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, cls in roles.items():
         arguments: dict[str, Any] = {"config": config}
-        if role in (Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
+        if issubclass(cls, ActorRolloutRefWorker):
             arguments["role"] = str(role)
         by_pool.setdefault(pools.mapping[role], {})[str(role)] = ClassWithInitArgs(cls, **arguments)
     if group_cls is not LocalWorkerGroup:
@@ -106,6 +104,20 @@ def start_workers(
         for name, group in shared.spawn(prefix_set=members).items():
             groups[Role.from_string(name)] = group
     return groups
+
+
+def policy_groups(
+    groups: Mapping[Role, WorkerGroup],
+) -> tuple[WorkerGroup, WorkerGroup, WorkerGroup]:
+    """Actor, rollout and reference: each its own group, or one of verl's that plays several roles."""
+    both = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
+    actor, rollout = groups.get(Role.Actor) or both, groups.get(Role.Rollout) or both
+    if actor is None or rollout is None:
+        raise ValueError(
+            f"the roles {sorted(map(str, groups))} have no actor or no rollout; map Role.Actor and "
+            "Role.Rollout, or Role.ActorRollout"
+        )
+    return actor, rollout, groups.get(Role.RefPolicy) or actor
 
 
 def _uses_gpu(config: PPOTrainerConfig) -> bool:

@@ -30,7 +30,14 @@ from hone.trainer.ppo.collect import collect
 from hone.trainer.ppo.group_signal import GroupSignal
 from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
-from hone.trainer.ppo.roles import default_pools, default_roles, group_class, start_workers
+from hone.trainer.ppo.publish import Publisher
+from hone.trainer.ppo.roles import (
+    default_pools,
+    default_roles,
+    group_class,
+    policy_groups,
+    start_workers,
+)
 from hone.trainer.ppo.rollout_file import write_rollouts
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
@@ -78,7 +85,10 @@ class PPOTrainer:
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
         self._check_rows()
-        self.roles = dict(role_worker_mapping or default_roles(self.plan))
+        self.roles = dict(
+            role_worker_mapping
+            or default_roles(self.plan, lora=config.actor_rollout_ref.model.uses_lora)
+        )
         self.pools = resource_pool_manager or default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
@@ -102,11 +112,13 @@ class PPOTrainer:
             for role, group in groups.items():
                 group.init_model()
                 bar.advance(note=str(role))
-        self.actor = groups.get(Role.ActorRolloutRef) or groups[Role.ActorRollout]
-        self.reference = groups.get(Role.RefPolicy) or groups.get(Role.ActorRolloutRef)
+        self.actor, self.rollout, self.reference = policy_groups(groups)
         self.critic = groups.get(Role.Critic)
         self.reward_model = groups.get(Role.RewardModel)
-        self.source = TrajectorySource(self.actor, run_seed=self.config.sampling_seed)
+        self.source = TrajectorySource(self.rollout, run_seed=self.config.sampling_seed)
+        transfer = self.config.actor_rollout_ref.rollout.checkpoint_engine
+        self.publisher = Publisher(self.actor, self.rollout, transfer)
+        self.publisher.publish()
 
     def _check_rows(self) -> None:
         """What the data may not bring stops the run here, not at the first reward."""
@@ -261,7 +273,7 @@ class PPOTrainer:
         return shared
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Critic, then actor; afterwards the rollout sees the new weights."""
+        """Critic, then actor, whose new weights are published."""
         measured: dict[str, float] = {}
         if self.plan.critic:
             with self.phase("update_critic"):
@@ -272,8 +284,14 @@ class PPOTrainer:
             with self.phase("update_actor"):
                 out = self.actor.update_actor(batch)
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
+            measured |= self.publish()
         self.skipped_updates.check(measured, self.global_step)
         return measured
+
+    def publish(self) -> dict[str, float]:
+        """The rollout gets the weights of the last update."""
+        with self.phase("update_weights"):
+            return self.publisher.publish()
 
     def report(self, batch: DataProto) -> dict[str, float]:
         data = self.config.data
@@ -383,6 +401,7 @@ class PPOTrainer:
         self.actor.load_checkpoint(str(folder / "actor"))
         if self.critic is not None:
             self.critic.load_checkpoint(str(folder / "critic"))
+        self.publisher.publish()
         state = checkpoint.read_state(folder, "loader", "kl_controller")
         self.loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])

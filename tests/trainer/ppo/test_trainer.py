@@ -282,7 +282,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(
 def test_running_out_of_memory_says_what_to_change(
     train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    from hone.workers.actor_rollout_ref import Engine
+    from hone.engine.engine import Engine
 
     def full(*_: Any) -> None:
         raise error
@@ -355,7 +355,16 @@ def test_every_long_part_of_a_step_is_shown_while_it_lasts(
         "trainer.val_before_train=false",
         "trainer.save_freq=1",
     )
-    verbs = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+    verbs = (
+        "gen",
+        "reward",
+        "old_log_prob",
+        "ref",
+        "values",
+        "update_critic",
+        "update_actor",
+        "update_weights",
+    )
     step = [f"{verb}, step" for verb in verbs]
     assert shown == ["load models", *step, "validate", "save_checkpoint, step"]
 

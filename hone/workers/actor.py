@@ -1,0 +1,155 @@
+"""The actor and the reference: log-probs of what was said, and the policy's update."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from hone.config.engine import CheckpointConfig
+from hone.controller import Dispatch, register
+from hone.engine.build import build_engine
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.from_config import build_tokenizer
+from hone.ops.packing import shared_with_the_row_before
+from hone.protocol import DataProto
+from hone.workers.device import pick_device, pick_dtype, prepare_process
+from hone.workers.loading import load_policy
+from hone.workers.objectives import PolicyObjective, update_in_minibatches
+from hone.workers.roofline import Roofline
+from hone.workers.train import TrainWorker, measured
+
+
+class ActorWorker(TrainWorker):
+    """The policy under training."""
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.actor_rollout_ref.actor.checkpoint
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        whole, config = self.config, self.config.actor_rollout_ref
+        actor, rollout = config.actor, config.rollout
+        device = pick_device(whole.trainer.device, self.local_rank)
+        sharding = [actor.fsdp_config, config.ref.fsdp_config]
+        prepare_process(device, self.world_size, config.nccl_timeout, sharding)
+        self.tokenizer = build_tokenizer(config.model)
+        dtype = pick_dtype(actor.fsdp_config.dtype, device)
+        self.engine = build_engine(
+            load_policy(whole, dtype, device, adapters=True),
+            optim=actor.optim,
+            grad_clip=actor.grad_clip,
+            fsdp=actor.fsdp_config,
+            train_rule=MicroBatchRule(
+                actor.sequences_per_micro_batch(self.world_size), actor.ppo_max_token_len_per_gpu
+            ),
+            infer_rule=MicroBatchRule(
+                rollout.log_prob_sequences_per_micro_batch(self.world_size),
+                rollout.log_prob_max_token_len_per_gpu,
+            ),
+            response_width=rollout.response_length,
+            world_size=self.world_size,
+            compile_blocks=actor.use_torch_compile,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs and entropies; with `meta_info["with_sum_pi_squared"]` also Σπ² per token."""
+        out = self.engine.infer(
+            data,
+            temperature=data.meta_info["temperature"],
+            with_entropy=True,
+            with_sum_pi_squared=bool(data.meta_info.get("with_sum_pi_squared")),
+        )
+        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        return DataProto.from_dict({names.get(name, name): x for name, x in out.items()})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """The reference of a LoRA run: the actor with its adapters off."""
+        out = self.engine.infer(data, adapters=False, temperature=data.meta_info["temperature"])
+        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Every update of this step."""
+        actor = self.config.actor_rollout_ref.actor
+        started = time.perf_counter()
+        objective = PolicyObjective(
+            actor,
+            temperature=data.meta_info["temperature"],
+            correction=self.config.algorithm.rollout_correction,
+        )
+        with self.engine.present(optimizer=True):
+            metrics = update_in_minibatches(
+                self.engine,
+                data,
+                objective,
+                rows_per_update=actor.sequences_per_update(),
+                epochs=actor.ppo_epochs,
+                shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+            )
+        self.engine.advance_schedule()
+        for name in ("grad_norm", "lr", "skipped_updates"):
+            metrics[f"actor/{name}"] = metrics.pop(name)
+        return measured(metrics | self._device_metrics(data, time.perf_counter() - started))
+
+    def _device_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
+        """Share of the GPU's arithmetic that the updates used, and the most memory held so far."""
+        device = self.engine.device
+        if device.type != "cuda":
+            return {}
+        gib = 2**30
+        found = {
+            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / gib,
+            "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / gib,
+        }
+        if (roofline := Roofline.of(self.engine.facts, device)) is not None:
+            seen = data.batch["attention_mask"]
+            shared = shared_with_the_row_before(data.batch["prompts"], seen)
+            epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+            share = roofline.update_share(seen.sum(1).tolist(), shared, seconds)
+            found["perf/mfu"] = epochs * share
+        return found
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        contents = self.checkpoint.save_contents
+        with self.engine.present():
+            super().save_checkpoint(folder)
+            if "hf_model" in contents:
+                self.engine.export(Path(folder), self.tokenizer)
+
+
+class ReferenceWorker(TrainWorker):
+    """The policy as it was loaded."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        config, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
+        device = pick_device(self.config.trainer.device, self.local_rank)
+        prepare_process(device, self.world_size, config.nccl_timeout, [ref.fsdp_config])
+        dtype = pick_dtype(ref.fsdp_config.dtype, device)
+        policy = load_policy(self.config, dtype, device, adapters=False)
+        policy.requires_grad_(False)
+        rule = MicroBatchRule(
+            ref.sequences_per_micro_batch(self.world_size), ref.log_prob_max_token_len_per_gpu
+        )
+        self.engine = build_engine(
+            policy,
+            optim=None,
+            grad_clip=0.0,
+            fsdp=ref.fsdp_config,
+            train_rule=rule,
+            infer_rule=rule,
+            response_width=config.rollout.response_length,
+            world_size=self.world_size,
+            compile_blocks=ref.use_torch_compile,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        out = self.engine.infer(data, temperature=data.meta_info["temperature"])
+        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})

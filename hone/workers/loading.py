@@ -1,0 +1,28 @@
+"""The policy as its model folder has it, on this process's device; the same for every role that holds one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hone.config import PPOTrainerConfig
+from hone.models.from_config import build_lora
+from hone.models.load import load_causal_lm
+from hone.models.policy import PolicyModel
+
+
+def load_policy(
+    config: PPOTrainerConfig, dtype: torch.dtype, device: torch.device, *, adapters: bool
+) -> PolicyModel:
+    """With `adapters`, LoRA's are added where the config asks for them."""
+    model = config.actor_rollout_ref.model
+    lm: Any = load_causal_lm(
+        model.path, dtype=dtype, override_config=model.override_config, device=device
+    )
+    if model.enable_gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = PolicyModel(lm.to(device))
+    if adapters and model.uses_lora:
+        policy.lm = build_lora(policy.lm, model, config.trainer.seed)
+    return policy

@@ -1,0 +1,80 @@
+"""What every worker with a training engine does: checkpoints, and its weights on their way to a rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hone.config import PPOTrainerConfig
+from hone.config.engine import CheckpointConfig
+from hone.controller import Dispatch, Worker, register
+from hone.engine.contract import TrainEngine
+from hone.protocol import DataProto
+from hone.weights.contract import StreamAddress
+from hone.weights.streamed import Sender, Standing, open_sender, send
+
+
+class TrainWorker(Worker):
+    """Actor, critic or reference: one training engine in this process."""
+
+    engine: TrainEngine
+
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._sender: Sender | None = None
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        """What of this role is saved and read."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        self.engine.save(Path(folder), self.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        self.engine.load(Path(folder), self.checkpoint.load_contents)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def version(self) -> int:
+        """How many updates the weights have seen."""
+        return self.engine.updates
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def standing(self) -> Standing:
+        """Where this process stands, for the choice of a transport."""
+        return Standing.here(self.engine.device, self.get_master_addr_port()[0])
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def offer_weights(self, transport: str, receivers: int) -> StreamAddress:
+        """Open a stream for so many rollout workers; `send_weights` fills it."""
+        config = self.config.actor_rollout_ref
+        self._sender = open_sender(
+            transport,
+            receivers,
+            bucket_bytes=config.rollout.checkpoint_engine.bucket_bytes,
+            device=self.engine.device,
+            host=self.get_master_addr_port()[0],
+            timeout_s=config.nccl_timeout,
+        )
+        return self._sender.address
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> int:
+        """Fill the stream; every rank gathers, rank 0 sends. With LoRA only the adapters travel."""
+        engine = self.engine
+        adapted = engine.facts.has_adapters
+        weights = engine.named_adapter_weights() if adapted else engine.named_hf_weights()
+        if self.rank != 0:
+            for _ in weights:
+                pass
+            return 0
+        assert self._sender is not None, "offer_weights comes before send_weights"
+        bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
+        return send(self._sender, weights, bucket)
+
+
+def measured(metrics: dict[str, float]) -> DataProto:
+    """What an update returns to the loop."""
+    return DataProto(batch=None, meta_info={"metrics": metrics})
