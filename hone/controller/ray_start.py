@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +65,11 @@ class OwnCluster:
 _own: OwnCluster | None = None
 
 
-def start_ray(ray_init: Mapping[str, Any]) -> bool:
-    """Join a cluster or start one with these `ray.init` options; False where Ray runs already."""
+def start_ray(ray_init: Mapping[str, Any], tell: Callable[[str], None] = logger.info) -> bool:
+    """Join a cluster or start one with these `ray.init` options; False where Ray runs already.
+
+    `tell` takes the sentence that says which of the two begins.
+    """
     if ray.is_initialized():
         return False
     options = {key: value for key, value in ray_init.items() if value is not None}
@@ -76,9 +79,9 @@ def start_ray(ray_init: Mapping[str, Any]) -> bool:
     _messages_to_log()
     sized = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
     if _to_join(options.get("address"), only_named=sized):
-        _join(options)
+        _join(options, tell)
     else:
-        _start({**options, "address": "local"})
+        _start({**options, "address": "local"}, tell)
     return True
 
 
@@ -131,10 +134,10 @@ def _to_join(address: str | None, only_named: bool) -> bool:
     return bool(latest)
 
 
-def _join(options: Mapping[str, Any]) -> None:
+def _join(options: Mapping[str, Any], tell: Callable[[str], None]) -> None:
     _read_settings()
     address = options.get("address") or os.environ.get("RAY_ADDRESS") or "of this machine"
-    logger.info("joining the Ray cluster %s", address)
+    tell(f"joining the Ray cluster {address}")
     try:
         with _own_signal_handlers():
             ray.init(**options)
@@ -146,7 +149,7 @@ def _join(options: Mapping[str, Any]) -> None:
     watch_cluster({})
 
 
-def _start(options: Mapping[str, Any]) -> None:
+def _start(options: Mapping[str, Any], tell: Callable[[str], None]) -> None:
     global _own
     mark = secrets.token_hex(8)
     private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
@@ -158,7 +161,7 @@ def _start(options: Mapping[str, Any]) -> None:
         _LOOPBACK_ENV: "0",
         "RAY_prestart_worker_first_driver": "0",  # ours have an environment of their own
     }
-    logger.info("starting Ray on this machine")
+    tell("starting Ray on this machine")
     try:
         with _environment(settings), _loopback(), _own_signal_handlers():
             _read_settings()

@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
 from hone.controller.process_log import last_lines
 from hone.controller.ray_liveness import lines_of_another_node, look
+from hone.controller.waiting import tell
 
 LOOK_EVERY_S = 1.0
 DEATH_IS_KNOWN_AFTER_S = 3.0
@@ -56,6 +57,7 @@ class RefWait:
                 except Exception:  # it may have failed because a peer of it died: that is the cause
                     self._raise_death(pending, rank_of)
                     raise
+            tell(len(results), len(refs))
         if self.record is not None:
             self.record(self.method, time.monotonic() - started)
         return [results[rank] for rank in range(len(refs))]

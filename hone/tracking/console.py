@@ -99,18 +99,27 @@ class Screen:
             self._start_or_stop()
 
     @contextlib.contextmanager
-    def bar(self, description: str, total: float | None) -> Iterator[Bar]:
-        opened = self._live_bar if self.is_terminal else self._plain_bar
-        with opened(description, total) as bar:
+    def bar(
+        self, description: str, total: float | None, *, beside_status: bool = False
+    ) -> Iterator[Bar]:
+        """`beside_status`: the live line, or the lines of the steps, tell how far it is."""
+        opened: contextlib.AbstractContextManager[Bar]
+        if self.is_terminal:
+            opened = self._live_bar(description, total, shows_eta=not beside_status)
+        elif beside_status:
+            opened = contextlib.nullcontext(silent_bar(description))
+        else:
+            opened = self._plain_bar(description, total)
+        with opened as bar:
             yield bar
 
     @contextlib.contextmanager
-    def _live_bar(self, description: str, total: float | None) -> Iterator[Bar]:
+    def _live_bar(self, description: str, total: float | None, shows_eta: bool) -> Iterator[Bar]:
         with self._lock:
             self._open_bars += 1
             live = self._start_or_stop()
             assert live is not None
-            task = live.add_task(description, total=total, note="")
+            task = live.add_task(description, total=total, note="", shows_eta=shows_eta)
 
         def show(bar: Bar) -> None:
             live.update(task, completed=bar.done, total=bar.total, note=bar.note)
@@ -162,6 +171,13 @@ def _live_region(screen: Screen) -> Progress:
             if self.tasks:
                 yield self.make_tasks_table(self.tasks)
 
+    class Remaining(rich_progress.TimeRemainingColumn):
+        """The time left, where it can be known and nothing else tells it."""
+
+        def render(self, task: rich_progress.Task) -> Text:
+            known = task.fields["shows_eta"] and task.time_remaining is not None
+            return super().render(task) if known else Text()
+
     class Counted(rich_progress.MofNCompleteColumn):
         """`3/8`; a wait of unknown length shows no count."""
 
@@ -175,7 +191,7 @@ def _live_region(screen: Screen) -> Progress:
         Counted(),
         rich_progress.TextColumn("{task.fields[note]}", markup=False),
         rich_progress.TimeElapsedColumn(),
-        rich_progress.TimeRemainingColumn(),
+        Remaining(),
         console=screen.console,
         transient=True,
         refresh_per_second=4,
@@ -199,10 +215,20 @@ def screen() -> Screen:
 
 
 @contextlib.contextmanager
-def progress(description: str, total: float | None = None) -> Iterator[Bar]:
-    """A bar for a long wait: `with progress("generate", 128) as bar: ...; bar.advance()`."""
-    with screen().bar(description, total) as bar:
+def progress(
+    description: str, total: float | None = None, *, beside_status: bool = False
+) -> Iterator[Bar]:
+    """A bar for a long wait: `with progress("generate", 128) as bar: ...; bar.advance()`.
+
+    `beside_status`: the lines of the steps tell how far it is; the bar is for terminals alone.
+    """
+    with screen().bar(description, total, beside_status=beside_status) as bar:
         yield bar
+
+
+def silent_bar(description: str) -> Bar:
+    """A bar that is not shown."""
+    return Bar(description, None, lambda bar: None)
 
 
 def duration(seconds: float) -> str:
@@ -241,7 +267,7 @@ class ConsoleTracker(Tracker):
         elif not self.screen.is_terminal:
             self.screen.line(self._short_line(step, _live_values(metrics) | lasting))
         elif lasting:
-            self.screen.line(plain_line(lasting, step))
+            self.screen.line(self._short_line(step, lasting, with_eta=False))
         # A validation says nothing of reward or length: the last known values stay.
         self._shown |= _live_values(metrics)
         if self.screen.is_terminal:
@@ -252,11 +278,11 @@ class ConsoleTracker(Tracker):
             self.screen.line(self._short_line(self._seen[-1][0], self._shown))
             self.screen.status(None)
 
-    def _short_line(self, step: int, values: Mapping[str, Number]) -> str:
+    def _short_line(self, step: int, values: Mapping[str, Number], *, with_eta: bool = True) -> str:
         total = self.run.total_steps
         parts = [f"step {step}/{total}" if total else f"step {step}"]
         parts += [f"{label} {_short(value)}" for label, value in values.items()]
-        if (seconds := self._seconds_left()) is not None:
+        if with_eta and (seconds := self._seconds_left()):
             parts.append(f"ETA {duration(seconds)}")
         return " · ".join(parts)
 

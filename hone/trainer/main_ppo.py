@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from hone.config import ConfigError, PPOTrainerConfig
-from hone.tracking.console import screen
+from hone.tracking.console import progress, screen
 from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import announce, composed_of, finish, without_flag
 from hone.trainer.folders import require_folder
@@ -24,12 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train(arguments: Sequence[str]) -> None:
     """`hone train`: the same program, with starting values for what the command line leaves out."""
-    from hone.trainer.starting_values import announcement, starting_values
-
     given, dry_run = without_flag(arguments, DRY_RUN)
-    composed = composed_of(
-        given, tree="ppo_trainer", program="hone train", starting=starting_values
-    )
+    with progress("load libraries"):
+        from hone.trainer.starting_values import announcement, starting_values
+
+        composed = composed_of(
+            given, tree="ppo_trainer", program="hone train", starting=starting_values
+        )
     for line in announcement(composed):
         screen().line(line)
     announce(composed)
@@ -45,9 +46,10 @@ def run(
     """
     # The lock comes before imports and models, which take minutes; a dry run writes no folder.
     with nullcontext() if dry_run else _locked(config.trainer.default_local_dir):
-        from hone.trainer.ppo.preflight import prepare
-
-        trainer, preview = prepare(config)
+        with progress("load libraries"):
+            from hone.trainer.ppo.preflight import prepare
+        with progress("check data, model and plug-ins"):
+            trainer, preview = prepare(config)
         try:
             for line in (*preview.warnings, *(preview.lines if dry_run else ())):
                 screen().line(line)

@@ -246,3 +246,16 @@ def test_foreign_processes_without_the_token_run_nothing(tmp_path: Path) -> None
         assert intruder.returncode != 0
         assert "uthenticat" in errors, errors[-2000:]
     assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("joins", "sentence"),
+    [(True, "joining the Ray cluster 10.1.1.1:6379"), (False, "starting Ray on this machine")],
+)
+def test_what_begins_is_told_before_it_is_waited_for(
+    inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, joins: bool, sentence: str
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(ray_start, "_to_join", lambda address, only_named: joins)
+    ray_start.start_ray({"address": "10.1.1.1:6379"}, told.append)
+    assert told == [sentence]

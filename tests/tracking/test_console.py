@@ -107,7 +107,7 @@ def test_validation_results_stay_above_the_live_line() -> None:
     tracker.log({"reward/mean": 0.5}, 1)
     tracker.log({"val-core/gsm8k/acc/mean@1": 0.75}, 1)
     tracker.finish()
-    assert "step:1 - val-core/gsm8k/acc/mean@1:0.75" in written(screen)
+    assert "step 1 · val-core/gsm8k/acc/mean@1 0.75\n" in written(screen)
     assert "reward 0.5" in written(screen).strip().splitlines()[-1]
 
 
@@ -179,6 +179,33 @@ def test_away_from_a_terminal_only_a_long_wait_is_reported() -> None:
     assert written(screen).splitlines() == [
         "generate 4/8 · 9 tok/s · 0:16 so far · ETA 0:16",
         "generate 8/8 · 9 tok/s · 0:32 so far",
+    ]
+
+
+def test_a_bar_beside_the_lines_of_the_steps_is_for_terminals_alone() -> None:
+    screen, clock = make_screen(terminal=False)
+    with screen.bar("step", 8, beside_status=True) as bar:
+        clock.now += 99
+        bar.update(3, note="gen")
+    assert written(screen) == ""
+    screen, _ = make_screen(terminal=True)
+    with screen.bar("step", 8, beside_status=True) as bar:
+        bar.update(3, note="gen")
+        assert screen._live is not None
+        screen._live.refresh()
+    assert re.search(r"step [━╺ ]+3/8 gen 0:00:0\d *\r", written(screen))
+
+
+def test_the_last_line_of_a_run_names_no_time_left() -> None:
+    screen, clock = make_screen(terminal=False)
+    tracker = make_tracker(screen, total_steps=2)
+    clock.now += 10
+    tracker.log({"reward/mean": 0.5}, 1)
+    clock.now += 10
+    tracker.log({"reward/mean": 0.5}, 2)
+    assert written(screen).splitlines() == [
+        "step 1/2 · reward 0.5 · ETA 0:10",
+        "step 2/2 · reward 0.5",
     ]
 
 

@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,10 +129,11 @@ def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
 
 
 def tell_result(run: RunFolder, step: int) -> None:
-    """The closing line of a run: where what it made lies."""
+    """The closing lines of a run: where what it made lies, and how to look at it."""
     folder = run.checkpoint(step)
     saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
     screen().line(f"done at step {step}: {saved}; the run's metrics and config are in {run.path}")
+    screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
 
 
 def remove_unfinished(run: RunFolder) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hone.config import PPOTrainerConfig
@@ -16,7 +16,8 @@ from hone.controller import (
     create_colocated_worker_cls,
 )
 from hone.controller.phase_deadlines import PhaseDeadlines
-from hone.tracking.console import screen
+from hone.controller.waiting import listening
+from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 
 POOL, ROLLOUT_POOL = "global_pool", "rollout_pool"
@@ -84,22 +85,27 @@ def start_workers(
     if group_cls is not LocalWorkerGroup:
         from hone.controller.ray_start import start_ray, stop_ray
 
-        screen().line("waiting for Ray")
-        if start_ray(vars(config.ray_kwargs.ray_init)):
-            running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
-        screen().line(f"waiting for the processes of {', '.join(map(str, roles))}")
+        with progress("wait for Ray"):
+            if start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line):
+                running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
     limits = config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
     deadlines = PhaseDeadlines(*limits)
     groups: dict[Role, WorkerGroup] = {}
     for pool_name, members in by_pool.items():
         pool = pools.create_resource_pool()[pool_name]
-        shared: Any = group_cls(  # type: ignore[call-arg]
-            resource_pool=pool,
-            ray_cls_with_init=create_colocated_worker_cls(members),
-            start_deadline_s=config.trainer.ray_wait_register_center_timeout,
-            deadlines=deadlines,
-            liveness_deadline_s=config.trainer.liveness_deadline_s,
+        what = (
+            f"{pool.world_size} worker process{'es' * (pool.world_size > 1)} ({', '.join(members)})"
         )
+        if group_cls is not LocalWorkerGroup:
+            screen().line(f"starting {what}")
+        with _shown(f"start {what}", pool.world_size):
+            shared: Any = group_cls(  # type: ignore[call-arg]
+                resource_pool=pool,
+                ray_cls_with_init=create_colocated_worker_cls(members),
+                start_deadline_s=config.trainer.ray_wait_register_center_timeout,
+                deadlines=deadlines,
+                liveness_deadline_s=config.trainer.liveness_deadline_s,
+            )
         running.callback(shared.shutdown)
         for name, group in shared.spawn(prefix_set=members).items():
             groups[Role.from_string(name)] = group
@@ -118,6 +124,20 @@ def policy_groups(
             "Role.Rollout, or Role.ActorRollout"
         )
     return actor, rollout, groups.get(Role.RefPolicy) or actor
+
+
+def load_models(groups: Mapping[Role, WorkerGroup]) -> None:
+    """Load the model of every role; ranks that have theirs are counted."""
+    for role, group in groups.items():
+        with _shown(f"load the model of {role}, ranks", group.world_size):
+            group.init_model()
+
+
+@contextmanager
+def _shown(what: str, ranks: int) -> Iterator[None]:
+    """A bar that counts the ranks which have answered."""
+    with progress(what, ranks) as bar, listening(lambda done, of: bar.update(done, total=of)):
+        yield
 
 
 def _uses_gpu(config: PPOTrainerConfig) -> bool:

@@ -22,22 +22,16 @@ from hone.data.create import create_rl_dataset, create_train_loader, create_val_
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
 from hone.tracking import RunFolder, Timers, Tracking, progress
+from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
-from hone.trainer.ppo import checkpoint, credit, metrics
+from hone.trainer.ppo import checkpoint, credit, metrics, roles
 from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.collect import collect
 from hone.trainer.ppo.group_signal import GroupSignal
 from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.publish import Publisher
-from hone.trainer.ppo.roles import (
-    default_pools,
-    default_roles,
-    group_class,
-    policy_groups,
-    start_workers,
-)
 from hone.trainer.ppo.rollout_file import write_rollouts
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
@@ -87,10 +81,10 @@ class PPOTrainer:
         self._check_rows()
         self.roles = dict(
             role_worker_mapping
-            or default_roles(self.plan, lora=config.actor_rollout_ref.model.uses_lora)
+            or roles.default_roles(self.plan, lora=config.actor_rollout_ref.model.uses_lora)
         )
-        self.pools = resource_pool_manager or default_pools(config, self.roles)
-        self.group_cls = ray_worker_group_cls or group_class(config)
+        self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
+        self.group_cls = ray_worker_group_cls or roles.group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.run = RunFolder(config.trainer.default_local_dir)
         self.rollouts = RolloutWriter(self.run, config.trainer, tokenizer)
@@ -98,6 +92,7 @@ class PPOTrainer:
         self.skipped_updates = metrics.SkippedUpdates()
         self.group_signal = GroupSignal(config.algorithm.adv_estimator)
         self.tracking: Tracking | None = None
+        self.bar = silent_bar("train")
         self._running = ExitStack()
         self.global_step = 0
 
@@ -105,14 +100,11 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Start every role and load its model."""
-        with progress("load models", len(self.roles)) as bar:
-            groups = start_workers(
-                self.config, self.roles, self.pools, self.group_cls, self._running
-            )
-            for role, group in groups.items():
-                group.init_model()
-                bar.advance(note=str(role))
-        self.actor, self.rollout, self.reference = policy_groups(groups)
+        groups = roles.start_workers(
+            self.config, self.roles, self.pools, self.group_cls, self._running
+        )
+        roles.load_models(groups)
+        self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         self.critic = groups.get(Role.Critic)
         self.reward_model = groups.get(Role.RewardModel)
         self.source = TrajectorySource(self.rollout, run_seed=self.config.sampling_seed)
@@ -157,8 +149,9 @@ class PPOTrainer:
             resumed_from=self.global_step or None,
             prints_everything=trainer.console == "full",
         )
-        with GracefulStop() as stop, tracking, collector_spared(), self.rollouts:
-            self.tracking = tracking
+        shown = progress("step", self.total_steps, beside_status=True)
+        with GracefulStop() as stop, shown as bar, tracking, collector_spared(), self.rollouts:
+            self.tracking, self.bar = tracking, bar
             first = self.global_step == 0 and trainer.val_before_train
             if (first or trainer.val_only) and (measured := self.validate()):
                 tracking.log(measured | self.timers.drain(), self.global_step)
@@ -193,8 +186,8 @@ class PPOTrainer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of the step: timed, and shown while it lasts."""
-        with self.timers.timer(name), progress(f"{name}, step", self.total_steps) as bar:
-            bar.update(self.global_step)
+        self.bar.update(self.global_step - 1, note=name)
+        with self.timers.timer(name):
             yield
 
     def generate(self, prompts: Mapping[str, np.ndarray]) -> DataProto:

@@ -125,16 +125,17 @@ def test_a_run_says_where_it_goes_on_and_where_its_result_lies(
 ) -> None:
     console = "trainer.logger=[console,jsonl]"
     run = train(*TWO, console)
-    last = capsys.readouterr().out.splitlines()[-1]
+    last, look = capsys.readouterr().out.splitlines()[-2:]
     assert last.startswith(f"done at step 2: the model is in {run.checkpoint(2)};")
     assert last.endswith(f"are in {run.folder}")
+    assert look == f"look at it: hone report {run.folder} --out report.html"
     train(*FOUR, console)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"resumed from {run.checkpoint(2)}"
-    assert f"the model is in {run.checkpoint(4)}" in said[-1]
+    assert f"the model is in {run.checkpoint(4)}" in said[-2]
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
     train(console, "trainer.total_training_steps=1", folder="unsaved")
-    assert "no checkpoint of it was saved" in capsys.readouterr().out.splitlines()[-1]
+    assert "no checkpoint of it was saved" in capsys.readouterr().out.splitlines()[-2]
 
 
 def test_another_model_over_a_run_is_a_sentence_and_exit_code_2(

@@ -1,0 +1,77 @@
+"""What is shown while Ray starts and ranks load their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from hone.config import load_config
+from hone.controller import LocalWorkerGroup, Role, WorkerGroup
+from hone.controller.waiting import tell
+from hone.tracking.console import silent_bar
+from hone.trainer.ppo import roles
+
+
+class Group:
+    """A worker group of two ranks that answer one after the other."""
+
+    world_size = 2
+
+    def __init__(self, **_: Any) -> None:
+        tell(1, 2)
+
+    def init_model(self) -> None:
+        tell(1, 2)
+        tell(2, 2)
+
+    def spawn(self, prefix_set: Any) -> dict[str, Group]:
+        return dict.fromkeys(prefix_set, self)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The bars that were opened, and how they moved."""
+    seen: list[str] = []
+
+    @contextmanager
+    def progress(description: str, total: float | None = None) -> Iterator[Any]:
+        bar = silent_bar(description)
+        bar._show = lambda bar: seen.append(f"{description} {bar.done:g}/{bar.total:g}")
+        yield bar
+
+    monkeypatch.setattr(roles, "progress", progress)
+    return seen
+
+
+def test_ranks_that_have_their_model_are_counted(shown: list[str]) -> None:
+    roles.load_models({Role.ActorRollout: Group(), Role.Critic: Group()})  # type: ignore[dict-item]
+    assert shown == [
+        "load the model of actor_rollout, ranks 1/2",
+        "load the model of actor_rollout, ranks 2/2",
+        "load the model of critic, ranks 1/2",
+        "load the model of critic, ranks 2/2",
+    ]
+
+
+def test_the_start_of_ray_and_of_the_processes_is_said(
+    shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray_start = pytest.importorskip("hone.controller.ray_start")
+    monkeypatch.setattr(ray_start, "start_ray", lambda options, tell: tell("starting Ray"))
+    config = load_config(["trainer.n_gpus_per_node=2", "trainer.device=cpu"])
+    workers: Any = {Role.ActorRollout: LocalWorkerGroup}
+    pools = roles.default_pools(config, workers)
+    group: type[WorkerGroup] = Group  # type: ignore[assignment]
+    with ExitStack() as running:
+        roles.start_workers(config, workers, pools, group, running)
+    assert capsys.readouterr().out.splitlines() == [
+        "starting Ray",
+        "starting 2 worker processes (actor_rollout)",
+    ]
+    assert shown == ["start 2 worker processes (actor_rollout) 1/2"]
