@@ -248,6 +248,11 @@ class PromptLoader:
             rows.append(row)
         return collate_fn(rows)
 
+    def rows_again(self, places: Sequence[tuple[int, str]]) -> Batch:
+        """Rows that were drawn before, by their index and with the uid of that time."""
+        rows = [{**self.dataset[i], "uid": uid, "dataset_index": i} for i, uid in places]
+        return collate_fn(rows)
+
     def _key(self, index: int) -> tuple[str, int]:
         if hasattr(self.dataset, "key"):
             name, number = self.dataset.key(index)

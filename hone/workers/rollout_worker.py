@@ -1,22 +1,26 @@
 """The rollout worker: agent loops beside their engine, and where the engine's weights come from.
 
 In the actor's process an engine that decodes with the training module borrows it (`shared` on one rank,
-`gathered` on several); an engine in another process has weights of its own (`streamed`).
+`gathered` on several); an engine in another process has weights of its own (`streamed`). A borrowed module
+decodes in the thread that asks for finished groups; an engine apart decodes in a thread of its own.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from hone.agents.collate import join_ranks
-from hone.agents.runner import LoopRunner
+from torch import Tensor
+
+from hone.agents.runner import FinishedGroup, LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.contract import Lease
 from hone.engine.facts import model_facts
+from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
 from hone.protocol import DataProto
@@ -29,6 +33,14 @@ from hone.workers.loading import load_policy
 from hone.workers.roofline import Roofline
 
 WeightPath = Literal["shared", "gathered", "streamed"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Groups that have ended on one rank, and what the rank measured while it decoded them."""
+
+    groups: list[FinishedGroup] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class RolloutWorker(Worker):
@@ -61,37 +73,53 @@ class RolloutWorker(Worker):
             run_seed=whole.sampling_seed,
             vocabulary=self.facts.vocabulary,
         )
+        if self.actor is None:
+            self.runner.start()
 
     # -- trajectories -------------------------------------------------------------------------
 
-    @register(dispatch_mode=replace(Dispatch.DP_COMPUTE_PROTO, collect_fn=join_ranks))
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One trajectory per row, through the row's agent loop."""
-        self.engine.wake_up()
-        try:
-            with self._weights():
-                started = time.perf_counter()
-                widths = self.actor.engine.widest if self.actor else None
-                batch = self.runner.run(prompts, widths=widths)
-                batch.meta_info["metrics"] |= self._metrics(batch, time.perf_counter() - started)
-                return batch
-        finally:
-            if self.config.actor_rollout_ref.rollout.free_cache_engine:
-                self.engine.sleep()
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def submit(self, rows: DataProto | None) -> None:
+        """Start a loop for each row; returns at once. None: there is nothing for this rank."""
+        if rows is not None:
+            self.runner.submit(rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finished(self, n_groups: int | None, wait_s: float) -> Finished:
+        """Groups that have ended, each handed out once: `n_groups` of them, or all (None).
+
+        With a borrowed module this decodes until there are so many; apart it waits up to `wait_s`.
+        """
+        if self.actor is None:
+            return Finished(self.runner.finished(n_groups, wait_s))
+        runner, started = self.runner, time.perf_counter()
+        run_coroutine(self.engine.wake_up())
+        with self._weights():  # on several ranks all begin here together
+            runner.run_until(lambda: n_groups is not None and runner.ready() >= n_groups)
+        groups = runner.finished(n_groups)
+        if self.config.actor_rollout_ref.rollout.free_cache_engine and not runner.pending():
+            run_coroutine(self.engine.sleep())
+        return Finished(groups, self._bandwidth(groups, time.perf_counter() - started))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def abort(self, uids: Collection[str] | None = None) -> None:
+        """Drop these groups, or all; they are never handed out."""
+        self.runner.abort(uids)
 
     def _weights(self) -> AbstractContextManager[Lease]:
         """Inside, the engine's parameters are present and whole."""
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
 
-    def _metrics(self, batch: DataProto, seconds: float) -> dict[str, float]:
+    def _bandwidth(self, groups: Iterable[FinishedGroup], seconds: float) -> dict[str, float]:
         """Share of the GPU's memory bandwidth that generation used."""
         roofline = Roofline.of(self.facts, self.device)
-        if roofline is None:
+        outputs = [output for group in groups for output in group.outputs]
+        if roofline is None or not outputs:
             return {}
-        width, mask = batch.batch["prompts"].shape[1], batch.batch["attention_mask"]
-        lengths = mask[:, :width].sum(1).tolist(), mask[:, width:].sum(1).tolist()
+        prompts = [len(output.prompt_ids) for output in outputs]
+        responses = [len(output.response_ids) for output in outputs]
         slots = self.config.actor_rollout_ref.rollout.max_num_seqs
-        return {"perf/mbu": roofline.generation_share(*lengths, slots, seconds)}
+        return {"perf/mbu": roofline.generation_share(prompts, responses, slots, seconds)}
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -110,17 +138,25 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def announce_weights(self, version: int) -> None:
         """The borrowed parameters are those of `version` from now on."""
-        self.engine.update_weights((), version)
+        run_coroutine(self._update((), version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: StreamAddress, version: int) -> None:
-        """Take the tensors of one stream; only a stream that ended well changes the version."""
+        """Take the tensors of one stream; after one that broke off the engine gives no token."""
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
         stream = received(address, self.rank, self.device, timeout_s)
-        self.engine.update_weights(stream, version)
+        run_coroutine(self._update(stream, version))
+
+    async def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        await self.engine.pause(keep=self.engine.traits.partial_keep)
+        await self.engine.begin_update()
+        await self.engine.load(weights)
+        await self.engine.commit(version)
+        await self.engine.resume()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Stop the engine, if `init_model` got that far."""
-        if hasattr(self, "engine"):
-            self.engine.close()
+        """Stop loops and engine, if `init_model` got that far."""
+        if hasattr(self, "runner"):
+            self.runner.close()
+            run_coroutine(self.engine.close())

@@ -6,30 +6,67 @@ ways to call the same two verbs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hone.agents.collate import collate_outputs
+from hone.agents.contract import AgentLoopOutput
+from hone.agents.trajectory import loop_metrics
 from hone.columns import write
 from hone.controller import WorkerGroup
+from hone.data.loader import PromptLoader
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
-from hone.trainer.ppo.widths import concat_padded
+from hone.protocol.rows import fill_object_columns
+from hone.trainer.ppo.metrics import mean_over_ranks
+
+_POLL_S = 0.2
+"""How long ranks of a rollout pool wait for a group before they say that there is none."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One prompt's rows, from their submission until they are taken."""
+
+    number: int
+    """In the order of submission."""
+    rows: DataProto
+    outputs: tuple[AgentLoopOutput, ...] = ()
 
 
 class TrajectorySource:
-    """Trajectories of the current policy, through a rollout worker group."""
+    """Trajectories of the published policy, through a rollout worker group."""
 
-    def __init__(self, workers: WorkerGroup, *, run_seed: int) -> None:
+    def __init__(
+        self, workers: WorkerGroup, *, run_seed: int, pad_token_id: int, keep_log_probs: bool
+    ) -> None:
         self._workers = workers
         self._run_seed = run_seed
-        self._pending: list[DataProto] = []
+        self._pad, self._keep_log_probs = pad_token_id, keep_log_probs
+        self.path: str = workers.weight_path()
+        self._submissions = [0] * workers.world_size  # the runner of each rank counts its own
+        self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, submission there, uid
+        self._done: list[_Group] = []  # in the order of their end
+        self._submitted = 0
+        self._metrics: list[dict[str, float]] = []
+
+    @property
+    def decodes_beside(self) -> bool:
+        """Whether groups go on while the loop does something else, or waits for others."""
+        return self.path != "gathered"
+
+    @property
+    def pending(self) -> int:
+        """Groups that were submitted and not taken."""
+        return len(self._running) + len(self._done)
 
     def submit(
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Mapping[str, Any]
-    ) -> None:
-        """Ask for `samples` responses to each prompt row."""
+    ) -> range:
+        """Start `samples` responses to each prompt row; the numbers of the groups."""
         rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
             samples, interleave=True
         )
@@ -43,16 +80,86 @@ class TrajectorySource:
         seeds = [trajectory_seed(self._run_seed, uid, i) for uid, i in attempts]
         write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
-        self._pending.append(rows)
+        first = self._submitted
+        self._deal(rows, samples)
+        return range(first, self._submitted)
 
-    def take(self) -> DataProto:
-        """All trajectories submitted so far, in the order of submission."""
-        finished = [self._play(rows) for rows in self._pending]
-        self._pending.clear()
-        return finished[0] if len(finished) == 1 else concat_padded(finished)
+    def _deal(self, rows: DataProto, samples: int) -> None:
+        """Whole groups to the ranks, as evenly as they go."""
+        ranks = self._workers.world_size
+        shares: list[DataProto | None] = [None] * ranks
+        for rank, groups in enumerate(np.array_split(np.arange(len(rows) // samples), ranks)):
+            if not len(groups):
+                continue
+            shares[rank] = rows.slice(int(groups[0]) * samples, int(groups[-1] + 1) * samples)
+            self._submissions[rank] += 1
+            for group in groups:
+                own = rows.slice(int(group) * samples, int(group + 1) * samples)
+                key = rank, self._submissions[rank], str(own.non_tensor_batch["uid"][0])
+                self._running[key] = _Group(self._submitted, own)
+                self._submitted += 1
+        self._workers.submit(shares)
 
-    def _play(self, rows: DataProto) -> DataProto:
-        played = self._workers.generate_sequences(rows)
-        batch = rows.select(meta_info_keys=[])
+    def take(self, n_groups: int | None = None) -> DataProto:
+        """As many finished groups (None: all that were submitted), in the order of submission.
+
+        Those that end first are taken; the others go on.
+        """
+        taken, self._done = self._ended(n_groups), []
+        if n_groups is not None:
+            taken, self._done = taken[:n_groups], taken[n_groups:]
+        return self._batch(sorted(taken, key=lambda group: group.number))
+
+    def _ended(self, n_groups: int | None) -> list[_Group]:
+        wanted = self.pending if n_groups is None else min(n_groups, self.pending)
+        while len(self._done) < wanted:
+            alone = self._workers.world_size == 1
+            missing = wanted - len(self._done) if alone else None
+            for rank, finished in enumerate(self._workers.finished(missing, _POLL_S)):
+                for group in finished.groups:
+                    asked = self._running.pop((rank, group.submission, group.uid))
+                    self._done.append(_Group(asked.number, asked.rows, group.outputs))
+                if finished.metrics:
+                    self._metrics.append(finished.metrics)
+        return self._done
+
+    def _batch(self, groups: Sequence[_Group]) -> DataProto:
+        outputs = [output for group in groups for output in group.outputs]
+        played = collate_outputs(outputs, pad_token_id=self._pad)
+        if not self._keep_log_probs:
+            played.batch.pop("rollout_log_probs", None)
+        batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))
+        batch = batch.select(meta_info_keys=[])
+        batch.meta_info["group_numbers"] = [group.number for group in groups]
         batch.meta_info["loop_facts"] = sorted(played.non_tensor_batch)
+        names = {name for measured in self._metrics for name in measured}
+        means = {name: [m[name] for m in self._metrics if name in m] for name in names}
+        batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(means)
+        self._metrics = []
         return batch.union(played)
+
+    def abort(self) -> None:
+        """Drop everything that was submitted and not taken."""
+        self._workers.abort(None)
+        self._running, self._done = {}, []
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was submitted and not taken, for a checkpoint: rows by their place in the data set."""
+        groups = sorted([*self._running.values(), *self._done], key=lambda group: group.number)
+        return [
+            {
+                "index": int(group.rows.non_tensor_batch["dataset_index"][0]),
+                "uid": str(group.rows.non_tensor_batch["uid"][0]),
+                "samples": len(group.rows),
+                "sampling": dict(group.rows.meta_info["sampling_params"]),
+            }
+            for group in groups
+        ]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]], loader: PromptLoader) -> None:
+        """Submit them again: with the same seeds they become the same trajectories."""
+        for group in state:
+            prompts = loader.rows_again([(group["index"], group["uid"])])
+            self.submit(prompts, samples=group["samples"], sampling=group["sampling"])

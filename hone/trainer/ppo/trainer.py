@@ -35,7 +35,7 @@ from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.rollout_file import write_rollouts
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
-from hone.trainer.ppo.sampling import training_sampling, validation_sampling
+from hone.agents.sampling import training_sampling, validation_sampling
 from hone.trainer.ppo.scoring import check_rows, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource
 from hone.trainer.ppo.validation import Attempts, validation_rows
@@ -107,9 +107,14 @@ class PPOTrainer:
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         self.critic = groups.get(Role.Critic)
         self.reward_model = groups.get(Role.RewardModel)
-        self.source = TrajectorySource(self.rollout, run_seed=self.config.sampling_seed)
-        transfer = self.config.actor_rollout_ref.rollout.checkpoint_engine
-        self.publisher = Publisher(self.actor, self.rollout, transfer)
+        rollout = self.config.actor_rollout_ref.rollout
+        self.source = TrajectorySource(
+            self.rollout,
+            run_seed=self.config.sampling_seed,
+            pad_token_id=self.tokenizer.pad_token_id,
+            keep_log_probs=rollout.calculate_log_probs,
+        )
+        self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
         self.publisher.publish()
 
     def _check_rows(self) -> None:
