@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.output_check import BadTrajectory
+from hone.agents.widths import equal_widths
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns, object_array
 
@@ -64,7 +65,7 @@ def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
     if not all(b.has_column("rollout_log_probs") for b in batches):
         for batch in batches:
             batch.batch.pop("rollout_log_probs", None)
-    return DataProto.concat(batches)
+    return DataProto.concat(equal_widths(batches))
 
 
 def _all_or_none_scored(scored: int, of: int) -> None:

@@ -172,9 +172,6 @@ class TrainEngine(Protocol):
     def lease(self) -> AbstractContextManager[Lease]:
         """The module for decoding with it; every rank enters and leaves together."""
 
-    def widest(self, prompt: int, response: int) -> tuple[int, int]:
-        """The largest widths over all ranks."""
-
     def save(self, folder: Path, contents: Collection[str]) -> None:
         """Write the named parts: model, optimizer, extra (how far the schedule is)."""
 

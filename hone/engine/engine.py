@@ -114,14 +114,6 @@ class Engine(ModelState):
                 self._shards.reshard()
         return whole
 
-    def widest(self, prompt: int, response: int) -> tuple[int, int]:
-        """The largest widths over all ranks: their batches are padded alike."""
-        if self._group is None:
-            return prompt, response
-        widths = torch.tensor([prompt, response])
-        dist.all_reduce(widths, dist.ReduceOp.MAX, group=self._group)
-        return int(widths[0]), int(widths[1])
-
     def _prepared(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
         """The columns that need statistics of the mini-batch of all ranks.
 

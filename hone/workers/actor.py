@@ -59,7 +59,7 @@ class ActorWorker(TrainWorker):
         """Log-probs and entropies; with `meta_info["with_sum_pi_squared"]` also Σπ² per token."""
         out = self.engine.infer(
             data,
-            temperature=data.meta_info["temperature"],
+            temperature=self.temperature_of(data),
             with_entropy=True,
             with_sum_pi_squared=bool(data.meta_info.get("with_sum_pi_squared")),
         )
@@ -69,7 +69,7 @@ class ActorWorker(TrainWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """The reference of a LoRA run: the actor with its adapters off."""
-        out = self.engine.infer(data, adapters=False, temperature=data.meta_info["temperature"])
+        out = self.engine.infer(data, adapters=False, temperature=self.temperature_of(data))
         return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -79,7 +79,7 @@ class ActorWorker(TrainWorker):
         started = time.perf_counter()
         objective = PolicyObjective(
             actor,
-            temperature=data.meta_info["temperature"],
+            temperature=self.temperature_of(data),
             correction=self.config.algorithm.rollout_correction,
         )
         with self.engine.present(optimizer=True):
@@ -151,5 +151,5 @@ class ReferenceWorker(TrainWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        out = self.engine.infer(data, temperature=data.meta_info["temperature"])
+        out = self.engine.infer(data, temperature=self.temperature_of(data))
         return DataProto.from_dict({"ref_log_prob": out["log_probs"]})

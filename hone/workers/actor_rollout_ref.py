@@ -5,21 +5,27 @@ The loop of this package holds the roles apart; hand-written loops and verl's ro
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from hone.agents.collate import join_ranks
-from hone.config import PPOTrainerConfig
+from hone.agents.collate import collate_outputs, join_ranks
+from hone.agents.trajectory import loop_metrics
+from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
 from hone.protocol import DataProto
 from hone.workers.actor import ActorWorker, ReferenceWorker
-from hone.workers.rollout_worker import RolloutWorker
+from hone.workers.loading import whole_config
+from hone.workers.rollout_worker import Finished, RolloutWorker
+from hone.workers.verl_rows import in_call, numbered, sampling_of, split_numbered
 
 
 class ActorRolloutRefWorker(Worker):
     """`role` is `actor_rollout`, `actor_rollout_ref` (keeps a reference too) or `ref`."""
 
-    def __init__(self, config: PPOTrainerConfig, role: str = "actor_rollout_ref") -> None:
+    def __init__(self, config: Block, role: str = "actor_rollout_ref") -> None:
         super().__init__()
+        self.config = config = whole_config(config)
+        self._calls = 0
         lora = config.actor_rollout_ref.model.uses_lora and "actor" in role
         self.members: dict[str, Worker] = {}
         if "actor" in role:
@@ -55,9 +61,31 @@ class ActorRolloutRefWorker(Worker):
         if "ref" in self.members:
             self.reference.init_model()
 
-    @register(dispatch_mode=replace(Dispatch.DP_COMPUTE_PROTO, collect_fn=join_ranks))
+    @register(
+        dispatch_mode=replace(
+            Dispatch.DP_COMPUTE_PROTO, dispatch_fn=split_numbered, collect_fn=join_ranks
+        )
+    )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self.rollout.generate_sequences(prompts)
+        """One trajectory per row, through the row's agent loop."""
+        self._calls += 1
+        rows = in_call(numbered(prompts), self._calls)
+        rollout = self.config.actor_rollout_ref.rollout
+        rows.meta_info = {"sampling_params": sampling_of(prompts.meta_info, rollout)}
+        self.rollout.submit(rows)
+        finished = self.rollout.finished(None, 0.0)
+        outputs = {
+            row: output
+            for group in finished.groups
+            for row, output in zip(group.rows, group.outputs, strict=True)
+        }
+        ordered = [outputs[row] for row in range(len(rows))]
+        batch = collate_outputs(ordered, pad_token_id=self.actor.tokenizer.pad_token_id)
+        if not rollout.calculate_log_probs:
+            batch.batch.pop("rollout_log_probs", None)
+        batch.meta_info["metrics"] = loop_metrics(ordered) | finished.metrics
+        batch.meta_info["temperature"] = rollout.temperature
+        return batch
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -86,6 +114,18 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def version(self) -> int:
         return self.actor.version()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def submit(self, rows: DataProto | None) -> None:
+        self.rollout.submit(rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finished(self, n_groups: int | None, wait_s: float) -> Finished:
+        return self.rollout.finished(n_groups, wait_s)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def abort(self, uids: Collection[str] | None = None) -> None:
+        self.rollout.abort(uids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_path(self) -> str:

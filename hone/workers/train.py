@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hone.config import PPOTrainerConfig
+from hone.config.block import Block
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.contract import TrainEngine
 from hone.protocol import DataProto
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Sender, Standing, open_sender, send
+from hone.workers.loading import whole_config
 
 
 class TrainWorker(Worker):
@@ -18,15 +19,20 @@ class TrainWorker(Worker):
 
     engine: TrainEngine
 
-    def __init__(self, config: PPOTrainerConfig) -> None:
+    def __init__(self, config: Block) -> None:
         super().__init__()
-        self.config = config
+        self.config = whole_config(config)
         self._sender: Sender | None = None
 
     @property
     def checkpoint(self) -> CheckpointConfig:
         """What of this role is saved and read."""
         raise NotImplementedError
+
+    def temperature_of(self, data: DataProto) -> float:
+        """The rollout's, unless the loop says another."""
+        own = self.config.actor_rollout_ref.rollout.temperature
+        return float(data.meta_info.get("temperature", own))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hone.agents.widths import concat_padded
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.config import PPOTrainerConfig
 from hone.protocol import DataProto
 from hone.tracking.console import screen
 from hone.trainer.ppo.scoring import numbers_of, said_of_rows
-from hone.trainer.ppo.widths import concat_padded
 
 
 class NotEnoughSignal(RuntimeError):

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from hone.agents.loops.listing import LoopNames
+from hone.agents.sampling import training_sampling, validation_sampling
+from hone.agents.widths import concat_padded
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig, config_to_dict
@@ -35,11 +37,9 @@ from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.rollout_file import write_rollouts
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
-from hone.agents.sampling import training_sampling, validation_sampling
 from hone.trainer.ppo.scoring import check_rows, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource
 from hone.trainer.ppo.validation import Attempts, validation_rows
-from hone.trainer.ppo.widths import concat_padded
 
 
 class PPOTrainer:

@@ -18,10 +18,8 @@ def concat_padded(batches: Sequence[DataProto]) -> DataProto:
 
     What a loop says of some rows only is None for the others; what a score function says is then left out.
     """
-    width = max(b.batch["prompts"].shape[1] for b in batches)
-    length = max(b.batch["responses"].shape[1] for b in batches)
     extras = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
-    widened = fill_object_columns([_widen(b, width, length) for b in batches], leave=extras)
+    widened = fill_object_columns(equal_widths(batches), leave=extras)
     shared = set.intersection(*(set(b.column_names()) for b in widened))
     pieces = [
         b.select(
@@ -38,6 +36,13 @@ def concat_padded(batches: Sequence[DataProto]) -> DataProto:
     facts = {name for b in batches for name in b.meta_info.get("loop_facts", [])}
     joined.meta_info["loop_facts"] = sorted(facts & shared)
     return joined
+
+
+def equal_widths(batches: Sequence[DataProto]) -> list[DataProto]:
+    """The batches, each as wide as the widest."""
+    width = max(b.batch["prompts"].shape[1] for b in batches)
+    length = max(b.batch["responses"].shape[1] for b in batches)
+    return [_widen(b, width, length) for b in batches]
 
 
 def _widen(batch: DataProto, width: int, length: int) -> DataProto:

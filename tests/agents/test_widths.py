@@ -8,7 +8,7 @@ from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.widths import concat_padded
+from hone.agents.widths import concat_padded
 
 
 def batch_of(*rows: tuple[list[int], list[int]]) -> DataProto:
