@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu_models import Shape, build, parameters
 from benchmarks.gpu_timing import RUNS, median_s
+from hone.agents.loop_thread import run_beside
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import Sampling
 from hone.rollout.native.engine import NativeRollout
@@ -33,7 +34,7 @@ def engine_for(lm: Any, *, rows: int, longest: int, exact: bool = False) -> Nati
         gpu_memory_utilization=0.5,
         exact=ExactDecoder(policy) if exact else None,
     )
-    return NativeRollout(core)  # type: ignore[arg-type]
+    return NativeRollout(core)
 
 
 def generate(
@@ -48,12 +49,22 @@ def generate(
         ]
         return sum(len(out.log_probs) for out in await asyncio.gather(*jobs))
 
-    return asyncio.run(play())
+    return run_beside(engine, play())
+
+
+def announce(engine: NativeRollout, version: int) -> None:
+    """The parameters that the engine shares have this version."""
+
+    async def update() -> None:
+        await engine.begin_update()
+        await engine.commit(version)
+
+    asyncio.run(update())
 
 
 def forget(engine: NativeRollout) -> None:
     """What the last run cached must not help the next."""
-    engine.update_weights((), engine._core.version + 1)
+    announce(engine, engine.version + 1)
 
 
 def decode(
@@ -71,7 +82,7 @@ def decode(
     print(f"  decode {rows} x {new}", flush=True)
     whole = median_s(lambda: run(new), device)
     first = median_s(lambda: run(1), device)
-    engine.close()
+    asyncio.run(engine.close())
     moved = 2 * parameters(lm) + rows * (length + new / 2) * shape.kv_bytes_per_token
     step = (whole - first) / (new - 1)
     return {
@@ -123,7 +134,7 @@ def groups(
     print(f"  generate {count} x {samples} x {new}", flush=True)
     seconds = median_s(run, device)
     held = engine._core.cache.nbytes / 2**30
-    engine.close()
+    asyncio.run(engine.close())
     return {"hone_s": seconds, "hone_tokens_per_s": len(asked) * new / seconds, "cache_gib": held}
 
 
@@ -141,7 +152,7 @@ def longtail(lm: Any, shape: Shape, device: torch.device, small: bool) -> dict[s
 
     print(f"  long tail {count} requests, {sum(lengths)} tokens", flush=True)
     seconds = median_s(run, device, runs=RUNS)
-    engine.close()
+    asyncio.run(engine.close())
     return {"hone_tokens_per_s": sum(lengths) / seconds, "hone_s": seconds}
 
 
@@ -153,10 +164,10 @@ def sync(lm: Any, device: torch.device) -> dict[str, float]:
     engine = engine_for(lm, rows=8, longest=64)
     before = [p.data_ptr() for p in lm.parameters()]
     used = _allocated(device)
-    seconds = median_s(lambda: engine.update_weights((), 1), device)
+    seconds = median_s(lambda: announce(engine, 1), device)
     moved = sum(a != p.data_ptr() for a, p in zip(before, lm.parameters(), strict=True))
     taken = max(0, _allocated(device) - used) + _outside(engine, lm)
-    engine.close()
+    asyncio.run(engine.close())
     return {"hone_s": seconds, "bytes": float(taken), "parameters_moved": float(moved)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,7 @@ def main() -> None:
         engine = gpu_decode.engine_for(lm, rows=rows, longest=256, exact=arguments.exact)
         gpu_decode.generate(engine, asked, [33] * rows)
         kernels(lambda: gpu_decode.generate(engine, asked, [33] * rows))  # noqa: B023
-        engine.close()
+        asyncio.run(engine.close())
     print("update, 42 rows of 387 tokens")
     config = gpu_train.load_config(["actor_rollout_ref.model.path=none", "data.train_files=none"])
     actor = config.actor_rollout_ref.actor

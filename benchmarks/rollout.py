@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hone.agents.loop_thread import run_beside
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.rollout.contract import Sampling
@@ -57,7 +58,7 @@ def native(engine: NativeRollout, rows: list[list[int]], lengths: list[int]) -> 
         ]
         return sum(len(out.token_ids) for out in await asyncio.gather(*jobs))
 
-    return engine.play(play())
+    return run_beside(engine, play())
 
 
 def peer(lm: Any, rows: list[list[int]], lengths: list[int]) -> int:
@@ -117,7 +118,7 @@ def main() -> dict[str, Any]:
         print(
             f"{name}: {ratio:.2f}x (target {TARGETS[name]}x), {mine:.0f} and {others:.0f} tokens/s"
         )
-    engine.close()
+    asyncio.run(engine.close())
     return result
 
 

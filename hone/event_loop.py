@@ -30,6 +30,16 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     return EventLoopRun(work).run()
 
 
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+    """As `run_to_end`, also in a thread that runs an event loop already, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run_to_end(work)
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        return threads.submit(run_to_end, work).result()
+
+
 class EventLoopRun(Generic[T]):
     """One coroutine in one event loop; another thread may cancel it."""
 
@@ -66,10 +76,15 @@ class EventLoopRun(Generic[T]):
             if self._task is not None:
                 self._task.cancel()
 
+        self.call_soon(cancel)
+
+    def call_soon(self, call: Callable[..., object], *arguments: object) -> bool:
+        """Have the event loop call it, from any thread; False when the loop has closed."""
         try:
-            self._loop.call_soon_threadsafe(cancel)
-        except RuntimeError:  # the loop has closed: there is nothing left to cancel
-            logger.debug("an event loop was cancelled after it had closed")
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            return False
+        return True
 
     def _take_interrupts(self) -> Any:
         """In the main thread, where Python's own handler is in place, Ctrl-C cancels the coroutine."""

@@ -231,9 +231,13 @@ def played(answers: list[str], *overrides: str) -> tuple[str, str]:
     }
     rows = DataProto(batch=None, non_tensor_batch=collate_fn([row]))
     rows.meta_info["sampling_params"] = {"temperature": 1.0}
-    batch = runner.run(rows).batch
-    written = batch["responses"][0][batch["response_mask"][0].bool()]
-    return tokenizer.decode(batch["responses"][0]), tokenizer.decode(written)
+    (output,) = runner.run(rows)
+    written = [
+        t
+        for t, by_policy in zip(output.response_ids, output.response_mask, strict=True)
+        if by_policy
+    ]
+    return tokenizer.decode(output.response_ids), tokenizer.decode(written)
 
 
 def test_the_loop_of_the_agents_page_plays() -> None:

@@ -16,7 +16,7 @@ from uuid import uuid4
 from hone.config import PPOTrainerConfig
 from hone.data.prompts import render_prompt
 from hone.plugins import Table
-from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput
+from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, TokenOutput
 
 LOOPS = Table(
     "agent loop",
@@ -69,13 +69,19 @@ class ServerManager:
         sampling_params: Mapping[str, Any],
         image_data: Any = None,
         video_data: Any = None,
+        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
+        """One completion; `on_tokens` sees its tokens as they are drawn."""
         sampling = Sampling.from_mapping(
             sampling_params, max_tokens=self._max_tokens, seed=self._seed
         )
         media = {k: v for k, v in (("image", image_data), ("video", video_data)) if v}
         return await self._engine.generate(
-            prompt_ids, sampling, request_id or uuid4().hex, media or None
+            prompt_ids,
+            sampling,
+            request_id or uuid4().hex,
+            on_tokens=on_tokens,
+            multi_modal_data=media or None,
         )
 
 

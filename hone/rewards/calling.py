@@ -6,14 +6,12 @@ place that knows. It neither catches nor judges what the scorer does.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from hone.event_loop import run_to_end
+from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
 from hone.rewards.places import describe, place_of, unbound
 
@@ -152,13 +150,3 @@ def _hint(signature: inspect.Signature, arguments: Sequence[str]) -> str:
 def settle(result: Any) -> Any:
     """The value of a coroutine, or `result` itself."""
     return run_coroutine(result) if inspect.iscoroutine(result) else result
-
-
-def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, also when this thread already runs an event loop (then in another thread)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return run_to_end(coroutine)
-    with ThreadPoolExecutor(max_workers=1) as threads:
-        return threads.submit(run_to_end, coroutine).result()

@@ -7,15 +7,13 @@ the batch it was computed in. An executable version of this page is tests/rollou
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
-
-T = TypeVar("T")
 
 _COOLEST = 1e-5
 """Colder than this, logits divided by the temperature overflow."""
@@ -107,36 +105,103 @@ class TokenOutput:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TokenDelta:
+    """The tokens of a request that were drawn since its last delta."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+OnTokens = Callable[[TokenDelta], None]
+"""Called in the event loop of the request; the deltas of a request add up to its output."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an engine does; the executable contract leaves out the clauses of what it does not."""
+
+    decodes_with_module: bool
+    """It decodes with the module that it was built over, which may be the training module itself;
+    otherwise it has weights of its own, and gets new ones by `load`."""
+    seeded: bool = True
+    """A token follows from (seed, absolute position) and the text before it."""
+    batch_invariant: bool = True
+    """A request gets the same tokens alone and in any batch."""
+    partial_keep: bool = True
+    """`pause(keep=True)` keeps running requests."""
+    multi_modal: bool = False
+    adapters: bool = False
+    """`load` takes LoRA tensors over the base weights."""
+
+
 class RolloutError(RuntimeError):
     """An engine could not do what was asked; the message says which request and why."""
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What agent loops and workers need of an engine."""
+    """What agent loops, workers and `weights/` need of an engine.
+
+    Verbs may be awaited from any event loop and thread; those that change the engine wait for the
+    decoding step that runs.
+    """
+
+    @property
+    def traits(self) -> Traits: ...
+
+    @property
+    def version(self) -> int:
+        """How many updates the weights have seen."""
 
     async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         request_id: str,
+        *,
+        on_tokens: OnTokens | None = None,
         multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> TokenOutput: ...
+    ) -> TokenOutput:
+        """Draw one response. While the engine is paused the request waits."""
 
-    def play(self, loops: Coroutine[Any, Any, T]) -> T:
-        """Run agent loops to their end, and return what they return."""
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End these requests (None: all) with the tokens they have; the engine goes on."""
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take weights by their Hugging Face names; an empty iterable only announces the version."""
+    async def pause(self, keep: bool = False) -> None:
+        """Stop decoding. `keep`: running requests stay and go on after `resume`, else they end as aborted."""
 
-    def abort(self) -> None:
-        """End every running request with what it has; new ones wait for `resume`."""
+    async def resume(self) -> None: ...
 
-    def resume(self) -> None: ...
+    async def begin_update(self) -> None:
+        """Until `commit` the engine draws no token: requests that it has must be paused, new ones raise."""
 
-    def sleep(self) -> None:
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take some of the new weights by their Hugging Face names; any number of times."""
+
+    async def commit(self, version: int) -> None:
+        """The new weights are whole and have this version; without a `load` it only announces it."""
+
+    async def sleep(self) -> None:
         """Give back the memory that only generation needs."""
 
-    def wake_up(self) -> None: ...
+    async def wake_up(self) -> None: ...
 
-    def close(self) -> None: ...
+    async def close(self) -> None:
+        """End every request; later ones raise."""
+
+
+@runtime_checkable
+class Driven(Protocol):
+    """An engine that computes in this process, in the thread that calls `drive`."""
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Decode in this thread until `until()` is true or the engine has failed or is closed.
+
+        `until` is asked at the start, after requests were answered, and after `notify`; no lock is held
+        and nothing decodes meanwhile, so it may wait for loops that got an answer to ask again.
+        """
+
+    def notify(self) -> None:
+        """Have the driving thread ask `until` again; from any thread."""

@@ -7,32 +7,31 @@ on the same weights both say the same; nothing else is shared but the policy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.event_loop import run_to_end
 from hone.models.attention import forward_options
 from hone.models.policy import PolicyModel
 from hone.ops.segments import SegmentLayout
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.contract import OnTokens, Sampling, TokenOutput, Traits
+from hone.rollout.gate import RequestGate
 from hone.rollout.native.sampler import SamplingRows, draw
-from hone.rollout.requests import AbortGate, Request, RequestRules, refuse_media
+from hone.rollout.requests import Request, RequestRules, refuse_media
 from hone.rollout.weights import load_weights
-
-T = TypeVar("T")
 
 
 class HFRollout:
-    """A `RolloutEngine` that decodes in the event loop, a token a turn."""
+    """A `RolloutEngine` that decodes in the event loop, one token per turn of the loop."""
+
+    traits = Traits(decodes_with_module=True)
 
     def __init__(self, policy: PolicyModel, *, eos_ids: Sequence[int], tokenizer: Any) -> None:
         self._policy = policy
         self._rules = RequestRules.of(policy.lm.config, eos_ids, tokenizer)
-        self._gate = AbortGate()
-        self._closed = False
+        self._gate = RequestGate()
         self.version = 0
 
     async def generate(
@@ -40,22 +39,20 @@ class HFRollout:
         prompt_ids: Sequence[int],
         sampling: Sampling,
         request_id: str,
+        *,
+        on_tokens: OnTokens | None = None,
         multi_modal_data: Mapping[str, Any] | None = None,
     ) -> TokenOutput:
         refuse_media(request_id, multi_modal_data, "hf")
-        request = Request(list(prompt_ids), sampling, request_id)
+        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)
-        aborts_before = await self._gate.enter()
-        if self._closed:
-            raise RolloutError(f"request {request_id} came to an engine that is closed")
-        while request.stop_reason is None:
-            await asyncio.sleep(0)
-            self._gate.raise_failure()
-            if self._gate.aborts != aborts_before:
-                request.stop_reason = StopReason.ABORT
-            else:
-                with self._gate.failing_all():
-                    self._draw_one(request)
+        with self._gate.admitted(request):
+            while await self._gate.turn(request):
+                with self._gate.step(request) as may_draw:
+                    if may_draw:
+                        self._draw_one(request)
+                request.stream()
+                await asyncio.sleep(0)
         return request.output()
 
     @torch.inference_mode()
@@ -77,27 +74,32 @@ class HFRollout:
         request.versions.append(self.version)
         request.stop_reason = self._rules.stop_reason(request)
 
-    def play(self, loops: Coroutine[Any, Any, T]) -> T:
-        return run_to_end(loops)
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        self._gate.abort(request_ids)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        load_weights(self._policy, weights)
+    async def pause(self, keep: bool = False) -> None:
+        self._gate.pause(keep)
+
+    async def resume(self) -> None:
+        self._gate.resume()
+
+    async def begin_update(self) -> None:
+        self._gate.begin_update()
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with self._gate.loading():
+            load_weights(self._policy, weights)
+
+    async def commit(self, version: int) -> None:
+        self._gate.commit()
         self.version = version
 
-    def abort(self) -> None:
-        self._gate.abort()
-
-    def resume(self) -> None:
-        self._gate.resume()
-
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Nothing is kept between tokens."""
 
-    def wake_up(self) -> None:
+    async def wake_up(self) -> None:
         """Nothing was given back."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Running requests end as aborted; later ones are refused."""
-        self._closed = True
-        self._gate.abort()
-        self._gate.resume()
+        self._gate.close()

@@ -6,14 +6,18 @@ each engine's own.
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.contract import (
+    OnTokens,
+    RolloutError,
+    Sampling,
+    StopReason,
+    TokenDelta,
+    TokenOutput,
+)
 
 
 @dataclass
@@ -31,14 +35,33 @@ class Request:
     """Its caller has left: it ends at its next token."""
     owner: Any = None
     """The event loop and future that wait for it; engines' cores never look at it."""
+    on_tokens: OnTokens | None = None
+    streamed: int = 0
+    """Tokens that `on_tokens` has seen."""
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
+    def stream(self) -> None:
+        """Hand the new tokens to `on_tokens`; only in the event loop that waits for the request."""
+        begin, end = self.streamed, len(self.versions)  # of a token the version is written last
+        if self.on_tokens is not None and begin < end:
+            self.streamed = end
+            self.on_tokens(
+                TokenDelta(
+                    self.token_ids[begin:end], self.log_probs[begin:end], self.versions[begin:end]
+                )
+            )
+
     def output(self) -> TokenOutput:
         assert self.stop_reason is not None
         return TokenOutput(self.token_ids, self.log_probs, self.versions, self.stop_reason)
+
+
+def chosen(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:
+    """The requests of these ids; None is all."""
+    return [r for r in requests if request_ids is None or r.request_id in request_ids]
 
 
 @dataclass(frozen=True)
@@ -101,74 +124,6 @@ class RequestRules:
             request.token_ids[-(longest + 8) :], clean_up_tokenization_spaces=False
         )
         return any(s in tail for s in request.sampling.stop)
-
-
-class AbortGate:
-    """Where new requests wait while an engine that decodes in the event loop is aborted.
-
-    It also tells every request of a failure: one request's error ends them all, with the cause.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = True
-        self._waiters: list[asyncio.Future[None]] = []
-        self._failure: BaseException | None = None
-        self.aborts = 0
-        """How often `abort` was called: a request that sees it grow ends with what it has."""
-
-    async def enter(self) -> int:
-        """The count of aborts so far, once requests may start."""
-        while True:
-            self.raise_failure()
-            with self._lock:
-                if self._open:
-                    return self.aborts
-                waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._waiters.append(waiter)
-            await waiter
-
-    def abort(self) -> None:
-        with self._lock:
-            self.aborts += 1
-            self._open = False
-
-    def resume(self) -> None:
-        with self._lock:
-            self._open = True
-        self._wake()
-
-    @contextmanager
-    def failing_all(self) -> Iterator[None]:
-        """An error of the engine inside fails every request; a refusal (RolloutError) only its own."""
-        try:
-            yield
-        except RolloutError:
-            raise
-        except BaseException as error:
-            with self._lock:
-                self._failure = self._failure or error
-            self._wake()
-            if not isinstance(error, Exception):
-                raise
-            raise decoding_failed(error) from error
-
-    def raise_failure(self) -> None:
-        """Raise what failed an earlier request."""
-        if self._failure is not None:
-            raise engine_failed(self._failure)
-
-    def _wake(self) -> None:
-        with self._lock:
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            with suppress(RuntimeError):  # its event loop has closed: nothing waits there
-                waiter.get_loop().call_soon_threadsafe(_settle, waiter)
-
-
-def _settle(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def decoding_failed(cause: BaseException) -> RolloutError:

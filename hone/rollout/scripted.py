@@ -1,4 +1,4 @@
-"""The in-tree fake: an engine that says what it was told to, one token a turn of the event loop.
+"""The in-tree fake: an engine that says what it was told to, one token per turn of the event loop.
 
 For tests of agent loops and workers without a model. It keeps the contract's manners (limits, stops,
 abort, versions) and remembers every request; it draws nothing, so sampling parameters only end it.
@@ -7,15 +7,22 @@ abort, versions) and remembers every request; it draws nothing, so sampling para
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from hone.event_loop import run_to_end
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
-from hone.rollout.requests import AbortGate, Request, RequestRules, refuse_media
+from hone.rollout.contract import (
+    OnTokens,
+    RolloutError,
+    Sampling,
+    StopReason,
+    TokenOutput,
+    Traits,
+)
+from hone.rollout.gate import RequestGate
+from hone.rollout.requests import Request, RequestRules, refuse_media
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,10 @@ Script = Callable[[list[int]], Answer] | Sequence[Answer]
 """A function of the prompt's ids, or answers in the order of the requests."""
 
 
-T = TypeVar("T")
-
-
 class ScriptedRollout:
     """A `RolloutEngine` that reads its lines from a script."""
+
+    traits = Traits(decodes_with_module=False, seeded=False)
 
     def __init__(
         self,
@@ -64,51 +70,53 @@ class ScriptedRollout:
         self._tokenizer = tokenizer
         self._rules = RequestRules(frozenset(ends), tokenizer)
         self._pace = seconds_per_token
-        self._gate = AbortGate()
-        self._closed = False
+        self._gate = RequestGate()
         self.asleep = False
         self.version = 0
         self.requests: list[Request] = []
         """Every accepted request, in the order of asking; each holds what it was answered."""
         self.weights: list[str] = []
-        """Names that `update_weights` was given, all calls together."""
+        """Names that `load` was given, all calls together."""
 
     async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         request_id: str,
+        *,
+        on_tokens: OnTokens | None = None,
         multi_modal_data: Mapping[str, Any] | None = None,
     ) -> TokenOutput:
         refuse_media(request_id, multi_modal_data, "scripted")
-        request = Request(list(prompt_ids), sampling, request_id)
+        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)
-        aborts_before = await self._gate.enter()
-        if self.asleep or self._closed:
-            state, verb = ("closed", "build another") if self._closed else ("asleep", "wake_up")
-            raise RolloutError(f"request {request_id} came to an engine that is {state}; {verb}")
-        self.requests.append(request)
-        with self._gate.failing_all():
-            answer = self._next_answer(request)
-        await self._say(request, answer, aborts_before)
+        with self._gate.admitted(request):
+            if await self._gate.turn(request):
+                if self.asleep:
+                    raise RolloutError(
+                        f"request {request_id} came to an engine that is asleep; wake_up"
+                    )
+                self.requests.append(request)
+                with self._gate.step(request):
+                    answer = self._next_answer(request)
+                await self._say(request, answer)
         return request.output()
 
-    async def _say(self, request: Request, answer: ScriptedAnswer, aborts_before: int) -> None:
+    async def _say(self, request: Request, answer: ScriptedAnswer) -> None:
         log_probs = answer.log_probs or [0.0] * len(answer.token_ids)
-        for token, log_prob in zip(answer.token_ids, log_probs, strict=True):
+        while len(request.token_ids) < len(answer.token_ids):
             await asyncio.sleep(self._pace)
-            self._gate.raise_failure()
-            if self._gate.aborts != aborts_before:
-                request.stop_reason = StopReason.ABORT
+            if not await self._gate.turn(request):
                 return
-            request.token_ids.append(token)
-            request.log_probs.append(log_prob)
-            request.versions.append(self.version)
-            with self._gate.failing_all():
-                request.stop_reason = self._rules.stop_reason(request)
-            if request.stop_reason is not None:
-                return
-        request.stop_reason = StopReason.STOP
+            with self._gate.step(request) as may_draw:
+                if may_draw:
+                    at = len(request.token_ids)
+                    request.token_ids.append(answer.token_ids[at])
+                    request.log_probs.append(log_probs[at])
+                    request.versions.append(self.version)
+                    request.stop_reason = self._rules.stop_reason(request)
+            request.stream()
+        request.stop_reason = request.stop_reason or StopReason.STOP
 
     def _next_answer(self, request: Request) -> ScriptedAnswer:
         if self._answer_to is not None:
@@ -131,27 +139,32 @@ class ScriptedRollout:
         end = self._tokenizer.eos_token_id
         return ScriptedAnswer(ids if end is None else [*ids, end])
 
-    def play(self, loops: Coroutine[Any, Any, T]) -> T:
-        return run_to_end(loops)
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        self._gate.abort(request_ids)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.weights += [name for name, _ in weights]
+    async def pause(self, keep: bool = False) -> None:
+        self._gate.pause(keep)
+
+    async def resume(self) -> None:
+        self._gate.resume()
+
+    async def begin_update(self) -> None:
+        self._gate.begin_update()
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with self._gate.loading():
+            self.weights += [name for name, _ in weights]
+
+    async def commit(self, version: int) -> None:
+        self._gate.commit()
         self.version = version
 
-    def abort(self) -> None:
-        self._gate.abort()
-
-    def resume(self) -> None:
-        self._gate.resume()
-
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         self.asleep = True
 
-    def wake_up(self) -> None:
+    async def wake_up(self) -> None:
         self.asleep = False
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Running requests end as aborted; later ones are refused."""
-        self._closed = True
-        self._gate.abort()
-        self._gate.resume()
+        self._gate.close()

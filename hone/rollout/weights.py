@@ -1,15 +1,62 @@
-"""New weights, by their Hugging Face names, into the policy an engine decodes with."""
+"""New weights into the policy an engine decodes with: begin, load by Hugging Face names, commit."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError
+
+
+class WeightUpdate:
+    """Which part of an update an engine has seen: it draws no token between begin and commit."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+        self._refused: Exception | None = None
+
+    def begin(self, running: int) -> None:
+        """Also starts an update anew that was not committed; `running` requests are not paused."""
+        if running:
+            raise RolloutError(
+                f"begin_update while {running} requests run; pause the engine, or wait for them"
+            )
+        self.under_way, self._refused = True, None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around one `load`; what was refused half way can only be begun again."""
+        self._require("load")
+        try:
+            yield
+        except Exception as error:
+            self._refused = error
+            raise
+
+    def commit(self) -> None:
+        self._require("commit")
+        if self._refused is not None:
+            raise RolloutError(
+                f"commit of an update that was refused ({self._refused}); call begin_update and load "
+                "all weights again"
+            )
+        self.under_way = False
+
+    def refuse_tokens(self, what: str) -> None:
+        """Raise where the weights are not whole."""
+        if self.under_way:
+            raise RolloutError(
+                f"{what} between begin_update and commit: the engine has half of the new weights"
+            )
+
+    def _require(self, verb: str) -> None:
+        if not self.under_way:
+            raise RolloutError(f"{verb} without begin_update; an update is begin, load, commit")
 
 
 @torch.no_grad()
@@ -21,10 +68,10 @@ def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> 
         if name not in own:
             near = difflib.get_close_matches(name, own, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise RolloutError(f"update_weights got {name!r}, which the model does not have.{hint}")
+            raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
         if own[name].shape != tensor.shape:
             raise RolloutError(
-                f"update_weights got {name!r} with shape {tuple(tensor.shape)}; the model's has "
+                f"load got {name!r} with shape {tuple(tensor.shape)}; the model's has "
                 f"{tuple(own[name].shape)}"
             )
         own[name].copy_(tensor)

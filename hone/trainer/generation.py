@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hone.agents.loop_thread import run_beside
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
 from hone.controller.threads import fix_threads, thread_count
@@ -30,6 +31,7 @@ from hone.data.rows import (
     as_table,
     read_rows,
 )
+from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
 from hone.models.lora import wrap_lora
@@ -117,9 +119,9 @@ class Generation:
         with self._bar(self.count if alone else len(rows)) as bar:
             bar.update(self.count - len(rows) if alone else 0)
             try:
-                engine.play(self._generate_all(engine, prompts, _Meter(bar), stop))
+                run_beside(engine, self._generate_all(engine, prompts, _Meter(bar), stop))
             finally:
-                engine.close()
+                run_coroutine(engine.close())
 
     def _bar(self, total: int) -> AbstractContextManager[Bar]:
         """Of several ranks the first shows its own share; the others count in silence."""

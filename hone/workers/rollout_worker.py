@@ -7,16 +7,22 @@ In the actor's process an engine that decodes with the training module borrows i
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
-from hone.agents.collate import join_ranks
+from torch import Tensor
+
+from hone.agents.collate import collate_outputs, join_ranks
+from hone.agents.contract import AgentLoopOutput
 from hone.agents.runner import LoopRunner
+from hone.agents.trajectory import loop_metrics
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.engine.contract import Lease
 from hone.engine.facts import model_facts
+from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
 from hone.protocol import DataProto
@@ -43,7 +49,7 @@ class RolloutWorker(Worker):
         whole, config = self.config, self.config.actor_rollout_ref
         self.device = pick_device(whole.trainer.device, self.local_rank)
         refuse_inexact(config.rollout, config.model.path)
-        tokenizer = build_tokenizer(config.model)
+        self.tokenizer = tokenizer = build_tokenizer(config.model)
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None
         if self.actor is None:
@@ -67,17 +73,35 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=replace(Dispatch.DP_COMPUTE_PROTO, collect_fn=join_ranks))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory per row, through the row's agent loop."""
-        self.engine.wake_up()
+        run_coroutine(self.engine.wake_up())
         try:
             with self._weights():
                 started = time.perf_counter()
-                widths = self.actor.engine.widest if self.actor else None
-                batch = self.runner.run(prompts, widths=widths)
-                batch.meta_info["metrics"] |= self._metrics(batch, time.perf_counter() - started)
+                outputs = self.runner.run(prompts)
+                batch = self._collated(outputs)
+                batch.meta_info["metrics"] = loop_metrics(outputs) | self._metrics(
+                    batch, time.perf_counter() - started
+                )
                 return batch
         finally:
             if self.config.actor_rollout_ref.rollout.free_cache_engine:
-                self.engine.sleep()
+                run_coroutine(self.engine.sleep())
+
+    def _collated(self, outputs: Sequence[AgentLoopOutput]) -> DataProto:
+        """Padded as wide as the longest of all ranks."""
+        width = max(len(output.prompt_ids) for output in outputs)
+        length = max(len(output.response_ids) for output in outputs)
+        if self.actor is not None:
+            width, length = self.actor.engine.widest(width, length)
+        batch = collate_outputs(
+            outputs,
+            pad_token_id=self.tokenizer.pad_token_id,
+            prompt_width=width,
+            response_width=length,
+        )
+        if not self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            batch.batch.pop("rollout_log_probs", None)
+        return batch
 
     def _weights(self) -> AbstractContextManager[Lease]:
         """Inside, the engine's parameters are present and whole."""
@@ -110,17 +134,26 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def announce_weights(self, version: int) -> None:
         """The borrowed parameters are those of `version` from now on."""
-        self.engine.update_weights((), version)
+        self._update((), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: StreamAddress, version: int) -> None:
         """Take the tensors of one stream; only a stream that ended well changes the version."""
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
         stream = received(address, self.rank, self.device, timeout_s)
-        self.engine.update_weights(stream, version)
+        self._update(stream, version)
+
+    def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        async def update() -> None:
+            await self.engine.begin_update()
+            await self.engine.load(weights)
+            await self.engine.commit(version)
+
+        run_coroutine(update())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Stop the engine, if `init_model` got that far."""
         if hasattr(self, "engine"):
-            self.engine.close()
+            self.runner.close()
+            run_coroutine(self.engine.close())

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.agents.collate import object_array
+from hone.agents.collate import collate_outputs, object_array
 from hone.agents.runner import LoopRunner
+from hone.agents.trajectory import loop_metrics
 from hone.config import PPOTrainerConfig, load_config
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
@@ -61,9 +62,19 @@ def rows() -> Callable[..., DataProto]:
     return build
 
 
+class CollatingRunner(LoopRunner):
+    """Gives the batch that the trainer would make of its trajectories."""
+
+    def run(self, rows: DataProto) -> DataProto:  # type: ignore[override]
+        outputs = super().run(rows)
+        batch = collate_outputs(outputs, pad_token_id=TOKENIZER.pad_token_id)
+        batch.meta_info["metrics"] = loop_metrics(outputs)
+        return batch
+
+
 @pytest.fixture
 def runner(config: Callable[..., PPOTrainerConfig]) -> Callable[..., LoopRunner]:
     def build(engine: RolloutEngine, *overrides: str, run_seed: int = 1) -> LoopRunner:
-        return LoopRunner(config(*overrides), engine, TOKENIZER, run_seed=run_seed)
+        return CollatingRunner(config(*overrides), engine, TOKENIZER, run_seed=run_seed)
 
     return build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def engine_of(policy: PolicyModel, **changed: Any) -> NativeRollout:
         "eos_ids": (), "max_num_seqs": 48, "max_num_batched_tokens": 2048, "max_model_len": 500,
         "gpu_memory_utilization": 0.1, "exact": policy.exact,
     }  # fmt: skip
-    return NativeRollout(PagedCore(policy, **(options | changed)))  # type: ignore[arg-type]
+    return NativeRollout(PagedCore(policy, **(options | changed)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -181,7 +182,7 @@ class TestAgreement:
         sampling = [Sampling(n, 0.7, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
         engine = engine_of(policy, enforce_eager=eager, pages=600)
         outputs = ask_all(engine, rows, sampling)
-        engine.close()
+        asyncio.run(engine.close())
         width, reach = max(map(len, rows)), max(lengths)
         prompts = torch.zeros(40, width, dtype=torch.int64)
         responses, mask = torch.zeros(2, 40, reach, dtype=torch.int64)

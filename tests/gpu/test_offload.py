@@ -100,6 +100,7 @@ def test_only_the_optimizer_rests_where_only_that_was_asked_for():
 def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_path):
     import asyncio
 
+    from hone.agents.loop_thread import run_beside
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer
     from hone.rollout.build import build_rollout
@@ -132,12 +133,12 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
             return await asyncio.gather(*asked)
 
         with made.present():
-            found = [out.token_ids for out in asyncio.run(ask())]
-            decoding.sleep()
+            found = [out.token_ids for out in run_beside(decoding, ask())]
+            asyncio.run(decoding.sleep())
         return found
 
     first = answers()
     blocker = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # its old place is taken
     assert answers() == first
     del blocker
-    decoding.close()
+    asyncio.run(decoding.close())

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from hone.agents.loop_thread import run_beside
 from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOutput
 
 from . import engine_contract
-from .engine_contract import Factory, Place, clause, play
+from .engine_contract import Factory, Place, clause, drive, play
 from .models import policy, prompts
 
 Answers = list[TokenOutput | BaseException]
@@ -81,17 +82,20 @@ def ended_with_cause(answers: Answers, where: str, *, first: bool) -> None:
         assert answer.__cause__ is not None, f"{where}: the cause is lost"
 
 
-def check(factory: Factory, ask_all: Callable[[RolloutEngine], Answers]) -> None:
+def check(
+    factory: Factory, ask_all: Callable[[RolloutEngine], Answers], *, driven: bool = True
+) -> None:
     model = policy()
     with factory.engine(model) as engine:
         names = list(factory.phases(engine))
     for name in names:
         for nth in (1, 3):
             where = f"{name}, call {nth}"
-            with factory.engine(model, max_num_seqs=2) as engine:
+            with factory.engine(model, max_num_seqs=2, driven=driven) as engine:
                 with broken(factory.phases(engine)[name], nth, Boom("boom")):
                     ended_with_cause(ask_all(engine), where, first=nth == 1)
-                    later = play(asked(engine, "later"))
+                    work = asked(engine, "later")
+                    later = play(work) if driven else drive(engine, work)
                     ended_with_cause(later, f"{where}, afterwards", first=True)
 
 
@@ -105,36 +109,52 @@ def an_error_in_any_phase_reaches_every_waiter(factory: Factory) -> None:
 
 
 @clause()
-def an_error_in_any_phase_reaches_every_waiter_in_play(factory: Factory) -> None:
+def an_error_in_any_phase_reaches_the_loops_of_the_driving_thread(factory: Factory) -> None:
     """And those that ask beside it, in an event loop of their own."""
-    check(
-        factory,
-        lambda engine: together(
-            lambda: engine.play(asked(engine, "a")), lambda: play(asked(engine, "b"))
-        ),
-    )
+
+    def both(engine: RolloutEngine) -> Answers:
+        ended = threading.Event()
+
+        async def end_of_the_other() -> None:
+            while not ended.is_set():
+                await asyncio.sleep(0.001)
+
+        def driver() -> Answers:
+            answers = run_beside(engine, asked(engine, "a"))
+            run_beside(engine, end_of_the_other())
+            return answers
+
+        def other() -> Answers:
+            try:
+                return play(asked(engine, "b"))
+            finally:
+                ended.set()
+
+        return together(driver, other)
+
+    check(factory, both, driven=False)
 
 
 @clause("model")
 def no_memory_for_a_prompt_reaches_every_waiter(factory: Factory) -> None:
     error = torch.OutOfMemoryError("boom: CUDA out of memory")
-    with factory.engine(policy(), max_num_seqs=2) as engine:
+    with factory.engine(policy(), max_num_seqs=2, driven=False) as engine:
         phases = factory.phases(engine)
         with broken(phases.get("prefill") or phases["forward"], 1, error):
-            answers = together(lambda: engine.play(asked(engine, "a")))
+            answers = together(lambda: run_beside(engine, asked(engine, "a")))
     ended_with_cause(answers, "prefill", first=True)
     assert all(isinstance(a, RolloutError) and a.__cause__ is error for a in answers)
 
 
 @clause()
-def play_leaves_no_other_loop_waiting(factory: Factory) -> None:
-    """The caller of `play` decodes for both loops, and leaves first."""
+def requests_beside_a_driving_thread_that_leaves_wait_for_the_next(factory: Factory) -> None:
+    """The driving thread decodes for both loops, and leaves first."""
     long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
-    playing, asked_beside = threading.Event(), threading.Event()
-    with factory.engine(policy(), max_num_seqs=2) as engine:
+    running, asked_beside = threading.Event(), threading.Event()
+    with factory.engine(policy(), max_num_seqs=2, driven=False) as engine:
 
         async def first() -> Answers:
-            playing.set()
+            running.set()
             while not asked_beside.is_set():
                 await asyncio.sleep(0.001)
             return [await engine.generate(PROMPTS[0], FEW, "first")]
@@ -145,9 +165,22 @@ def play_leaves_no_other_loop_waiting(factory: Factory) -> None:
             asked_beside.set()
             return [await job]
 
+        def driver() -> Answers:
+            answers = run_beside(engine, first())
+            return answers + run_beside(engine, asked(engine, "third"))
+
         def beside() -> Answers:
-            playing.wait(engine_contract.DEADLINE_S)
+            running.wait(engine_contract.DEADLINE_S)
             return play(second())
 
-        answers = together(lambda: engine.play(first()), beside)
-    assert [len(a.token_ids) for a in answers if isinstance(a, TokenOutput)] == [12, 300]
+        def later() -> None:
+            with engine_contract.driving(engine):
+                thread.join(engine_contract.DEADLINE_S)
+
+        answers: Answers = []
+        thread = threading.Thread(target=lambda: answers.extend(together(beside)), daemon=True)
+        thread.start()
+        drawn = together(driver)
+        later()
+    assert [len(a.token_ids) for a in drawn if isinstance(a, TokenOutput)] == [12] * 6
+    assert [len(a.token_ids) for a in answers if isinstance(a, TokenOutput)] == [300]

@@ -1,4 +1,4 @@
-"""How requests begin, end and fail; what abort, sleep and close do to them."""
+"""How requests begin, end and fail; what sleep and close do to them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 
-from . import engine_contract
-from .engine_contract import Factory, ask, ask_all, clause, play
+from .engine_contract import Factory, ask, ask_all, clause, driving, play
 from .models import EOS, POSITIONS, TOKENIZER, VOCABULARY, policy, prompts
 
 LONG = Sampling(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True)
@@ -94,67 +93,15 @@ def the_token_that_completes_a_stop_string_is_the_last(factory: Factory) -> None
         assert out.stop_reason is StopReason.STOP
 
 
-@clause()
-def every_token_carries_the_version_it_was_drawn_with(factory: Factory) -> None:
-    with factory.engine(policy()) as engine:
-        for version in (0, 4, 5):
-            engine.update_weights((), version)
-            out = ask(engine, PROMPT, Sampling(5, 1.0, version, ignore_eos=True))
-            assert out.versions == [version] * 5
-
-
-@clause()
-def abort_returns_what_was_said_so_far(factory: Factory) -> None:
-    with factory.engine(policy()) as engine:
-
-        async def interrupted(after_s: float) -> list[TokenOutput]:
-            jobs = [asyncio.create_task(engine.generate(PROMPT, LONG, f"a{i}")) for i in range(3)]
-            await asyncio.sleep(after_s)
-            engine.abort()
-            return list(await asyncio.gather(*jobs))
-
-        for after_s in (0.02, 0.1, 0.5, 2.0):  # until it met them under way
-            cut = play(interrupted(after_s))
-            engine.resume()
-            if any(0 < len(out.token_ids) < LONG.max_tokens for out in cut):
-                break
-        for out in cut:
-            n = len(out.token_ids)
-            assert out.stop_reason is StopReason.ABORT
-            assert n < LONG.max_tokens
-            assert n == len(out.log_probs) == len(out.versions)
-        n = max(len(out.token_ids) for out in cut)
-        assert n > 0, "the tokens drawn before the abort are lost"
-        again = ask(engine, PROMPT, Sampling(n, 1.0, 1, ignore_eos=True))
-        assert again.token_ids == next(o.token_ids for o in cut if len(o.token_ids) == n)
-
-
-@clause()
-def requests_after_an_abort_wait_for_resume(factory: Factory) -> None:
-    with factory.engine(policy()) as engine:
-
-        async def waits() -> TokenOutput:
-            engine.abort()
-            job = asyncio.create_task(engine.generate(PROMPT, Sampling(3, 1.0, 0), "w"))
-            done, _ = await asyncio.wait([job], timeout=engine_contract.HOLD_S)
-            assert not done, "a request was answered between abort and resume"
-            engine.resume()
-            return await job
-
-        out = play(waits())
-        assert out.stop_reason is not StopReason.ABORT
-        assert out.token_ids
-
-
 @clause("memory")
 def sleep_gives_memory_back_and_waking_restores(factory: Factory) -> None:
     sampling = Sampling(8, 1.0, 3)
     with factory.engine(policy()) as engine:
         before = ask(engine, PROMPT, sampling)
         assert factory.held_bytes(engine) > 0
-        engine.sleep()
+        play(engine.sleep())
         assert factory.held_bytes(engine) == 0
-        engine.wake_up()
+        play(engine.wake_up())
         assert ask(engine, PROMPT, sampling).token_ids == before.token_ids
 
 
@@ -192,21 +139,26 @@ def closing_leaves_nobody_waiting(factory: Factory) -> None:
     async def closed_under() -> list[TokenOutput | BaseException]:
         jobs = [asyncio.create_task(engine.generate(PROMPT, LONG, f"c{i}")) for i in range(2)]
         await asyncio.sleep(0.02)
-        engine.close()
+        await engine.close()
         jobs.append(asyncio.create_task(engine.generate(PROMPT, Sampling(2, 1.0, 0), "late")))
         return list(await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 60))
 
-    *running, late = play(closed_under())
+    with driving(engine):
+        *running, late = play(closed_under())
     for out in running:
         ended = isinstance(out, TokenOutput) and out.stop_reason is StopReason.ABORT
         assert ended or isinstance(out, RolloutError)
     assert isinstance(late, RolloutError)
     assert "closed" in str(late)
-    engine.close()
+    play(engine.close())
 
 
-@clause()
+@clause("text_only")
 def images_are_refused_by_engines_that_read_text(factory: Factory) -> None:
     with factory.engine(policy()) as engine:
         with pytest.raises(RolloutError, match="image"):
-            play(engine.generate(PROMPT, Sampling(2, 1.0, 0), "pic", {"image": [object()]}))
+            play(
+                engine.generate(
+                    PROMPT, Sampling(2, 1.0, 0), "pic", multi_modal_data={"image": [object()]}
+                )
+            )

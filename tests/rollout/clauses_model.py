@@ -8,7 +8,7 @@ import torch
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError, Sampling
 
-from .engine_contract import Factory, ask, ask_all, clause
+from .engine_contract import Factory, ask, ask_all, clause, play, update
 from .models import hf_greedy, policy, prompts, trainer_log_probs
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0, seed=0)
@@ -66,7 +66,7 @@ def new_weights_are_used_from_the_next_token(factory: Factory) -> None:
     sampling = [Sampling(12, 1.0, seed=i) for i in range(4)]
     with factory.engine(old) as engine:
         before = ask_all(engine, rows, sampling)
-        engine.update_weights(new.lm.named_parameters(), 3)
+        play(update(engine, new.lm.named_parameters(), 3))
         after = ask_all(engine, rows, sampling)
     with factory.engine(new) as engine:
         fresh = ask_all(engine, rows, sampling)
@@ -81,7 +81,9 @@ def weights_with_unknown_names_are_refused(factory: Factory) -> None:
         name, tensor = next(iter(policy().lm.named_parameters()))
         for wrong in ((f"{name}_x", tensor), (name, tensor[:1])):
             with pytest.raises(RolloutError, match=name):
-                engine.update_weights([wrong], 1)
+                play(update(engine, [wrong], 1))
+            with pytest.raises(RolloutError, match="refused"):
+                play(engine.commit(1))
 
 
 @clause("model")

@@ -7,16 +7,19 @@ files: what a model must say, how tokens are drawn, and how requests begin and e
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
+from torch import Tensor
 
+from hone.agents.loop_thread import run_beside
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput
+from hone.rollout.contract import Driven, RolloutEngine, Sampling, TokenOutput, Traits
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -33,11 +36,21 @@ class Factory(ABC):
     """Builds one kind of engine, and knows how to look inside where a clause must."""
 
     name: str
-    traits: frozenset[str] = frozenset()
-    """`model`: decodes with a policy; `seeds`: draws; `prefill`, `memory`: can be probed."""
+    engine_traits: Traits
+    probes: frozenset[str] = frozenset()
+    """`model`: decodes with a policy; `prefill`, `memory`: can be looked at; `bits`: log-probs have the
+    same bits in any batch."""
+    long_tokens: int = 250
+    """Length of a request that is met under way; shorter where a token is slow."""
 
     draws: int = 800
     """Draws for the clauses about frequencies; fewer where one is slow."""
+
+    @property
+    def traits(self) -> set[str]:
+        """What clauses may need: the probes, and what the engine says of itself."""
+        own = {name for name, has in vars(self.engine_traits).items() if has}
+        return {*self.probes, *own, *(() if self.engine_traits.multi_modal else ("text_only",))}
 
     @abstractmethod
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine: ...
@@ -53,12 +66,33 @@ class Factory(ABC):
         """Where the engine's work on a request can be made to raise, by the name of the phase."""
 
     @contextmanager
-    def engine(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> Iterator[RolloutEngine]:
+    def engine(
+        self, policy: PolicyModel, *, max_num_seqs: int = 64, driven: bool = True
+    ) -> Iterator[RolloutEngine]:
+        """An engine; where it must be driven, a thread does so unless a clause does it itself."""
         engine = self.build(policy, max_num_seqs=max_num_seqs)
         try:
-            yield engine
+            with driving(engine) if driven else nullcontext():
+                yield engine
         finally:
-            engine.close()
+            asyncio.run(engine.close())
+
+
+@contextmanager
+def driving(engine: RolloutEngine) -> Iterator[None]:
+    """A thread that decodes, for engines that have none."""
+    if not isinstance(engine, Driven):
+        yield
+        return
+    ended = threading.Event()
+    driver = threading.Thread(target=engine.drive, args=(ended.is_set,), daemon=True)
+    driver.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        engine.notify()
+        driver.join(DEADLINE_S)
 
 
 @dataclass(frozen=True)
@@ -112,18 +146,35 @@ def violations(factory: Factory) -> list[str]:
 
 
 def play(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine with the contract's deadline."""
+    """Run a coroutine with the contract's deadline; another thread drives the engine that it asks."""
+    return asyncio.run(_limited(work))
 
-    async def limited() -> T:
-        return await asyncio.wait_for(work, DEADLINE_S)
 
-    return asyncio.run(limited())
+def drive(engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine with the contract's deadline, and decode for it in this thread."""
+    return run_beside(engine, _limited(work))
+
+
+async def _limited(work: Coroutine[Any, Any, T]) -> T:
+    return await asyncio.wait_for(work, DEADLINE_S)
+
+
+async def update(
+    engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int
+) -> None:
+    """A whole update; the tensors come in two parts."""
+    await engine.begin_update()
+    given = list(weights)
+    for part in (given[:1], given[1:]):
+        if part:
+            await engine.load(part)
+    await engine.commit(version)
 
 
 def ask_all(
     engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]
 ) -> list[TokenOutput]:
-    """All requests at once; outputs in their order."""
+    """All requests at once; outputs in their order. Drives an engine that no thread drives."""
 
     async def gather() -> list[TokenOutput]:
         jobs: list[Awaitable[TokenOutput]] = [
@@ -132,7 +183,7 @@ def ask_all(
         ]
         return list(await asyncio.gather(*jobs))
 
-    return play(gather())
+    return play(gather()) if getattr(engine, "_driven", False) else drive(engine, gather())
 
 
 def ask(engine: RolloutEngine, prompt: Sequence[int], sampling: Sampling) -> TokenOutput:

@@ -20,7 +20,8 @@ from .models import EOS, TOKENIZER, VOCABULARY
 
 class NativeFactory(Factory):
     name = "native"
-    traits = frozenset({"model", "seeds", "prefill", "memory"})
+    engine_traits = NativeRollout.traits
+    probes = frozenset({"model", "prefill", "memory"})
     core_class: type[NativeCore] = NativeCore
     engine_class: type[NativeRollout] = NativeRollout
 
@@ -57,6 +58,8 @@ class NativeFactory(Factory):
 class PlainNativeFactory(NativeFactory):
     """Fails where the fast forward is silently not taken."""
 
+    probes = NativeFactory.probes | {"bits"}
+
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         engine: Any = super().build(policy, max_num_seqs=max_num_seqs)
         assert type(engine._core._forward) is PlainDecoder
@@ -76,8 +79,10 @@ class ModuleNativeFactory(NativeFactory):
 
 class HFFactory(Factory):
     name = "hf"
-    traits = frozenset({"model", "seeds"})
+    engine_traits = HFRollout.traits
+    probes = frozenset({"model"})
     draws = 200
+    long_tokens = 100
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         return HFRollout(policy, eos_ids=(EOS,), tokenizer=TOKENIZER)
@@ -90,6 +95,7 @@ class ScriptedFactory(Factory):
     """Says a fixed scramble of the prompt: enough for every clause about manners."""
 
     name = "scripted"
+    engine_traits = ScriptedRollout.traits
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         def scramble(prompt: list[int]) -> list[int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta, TokenOutput
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.requests import Request
@@ -133,10 +134,10 @@ class _Altered(NativeRollout):
         return out
 
     async def generate(
-        self, prompt_ids: Any, sampling: Sampling, request_id: str, multi_modal_data: Any = None
+        self, prompt_ids: Any, sampling: Sampling, request_id: str, **options: Any
     ) -> TokenOutput:
         wanted = self.request(sampling)
-        out = await super().generate(prompt_ids, wanted, request_id, multi_modal_data)
+        out = await super().generate(prompt_ids, wanted, request_id, **options)
         return self.answer(list(prompt_ids), out)
 
 
@@ -198,28 +199,152 @@ class AbortForgetsWhatWasSaid(_Altered):
         return out
 
 
-class AbortDoesNotHoldNewRequests(NativeRollout):
-    def abort(self) -> None:
-        super().abort()
-        self.resume()
+class PauseDoesNotHoldNewRequests(NativeRollout):
+    async def pause(self, keep: bool = False) -> None:
+        await super().pause(keep)
+        await self.resume()
+
+
+class PauseEndsWhatItShouldKeep(NativeRollout):
+    async def pause(self, keep: bool = False) -> None:
+        await super().pause()
+
+
+class PauseGoesOnDecoding(NativeRollout):
+    """New requests are held, running ones are not."""
+
+    @property
+    def _may_decode(self) -> bool:
+        return bool(self._inbox or self._core.busy)
+
+
+class PauseForgetsKeys(NativeRollout):
+    async def pause(self, keep: bool = False) -> None:
+        await super().pause(keep)
+        self._core.cache.free()
+        self._core.cache.reserve(1024)  # type: ignore[attr-defined]
+
+
+class ResumeDropsWhatWasHeld(NativeRollout):
+    async def resume(self) -> None:
+        self._held = []
+        await super().resume()
+
+
+class AbortEndsEveryRequest(NativeRollout):
+    async def abort(self, request_ids: Any = None) -> None:
+        await super().abort()
+
+
+class AbortLeavesTheQueueRunning(NativeRollout):
+    async def abort(self, request_ids: Any = None) -> None:
+        waiting, self._core._waiting = self._core._waiting, []  # type: ignore[attr-defined]
+        await super().abort(request_ids)
+        self._core._waiting = waiting  # type: ignore[attr-defined]
+        self._in_core = len(waiting) + len(self._core._active)  # type: ignore[attr-defined]
+
+
+class AbortMovesNoSlot(NativeCore):
+    """The last sequence takes the freed slot, its keys do not."""
+
+    def abort(self, request_ids: Any = None) -> list[Request]:
+        copy, self.cache.copy = self.cache.copy, lambda *_: None  # type: ignore[method-assign]
+        try:
+            return super().abort(request_ids)
+        finally:
+            self.cache.copy = copy  # type: ignore[method-assign]
+
+
+class AbortHoldsNewRequests(NativeRollout):
+    async def abort(self, request_ids: Any = None) -> None:
+        await super().abort(request_ids)
+        await self.pause()
+
+
+class StreamsNothing(NativeRollout):
+    def _stream(self) -> None:
+        """All tokens come with the answer."""
+
+
+class StreamsTheFirstTokensTwice(_Altered):
+    async def generate(
+        self,
+        prompt_ids: Any,
+        sampling: Sampling,
+        request_id: str,
+        *,
+        on_tokens: Any = None,
+        **options: Any,
+    ) -> TokenOutput:
+        def doubled(delta: TokenDelta) -> None:
+            on_tokens(delta)
+            on_tokens(delta)
+
+        own = doubled if on_tokens is not None else None
+        return await super().generate(prompt_ids, sampling, request_id, on_tokens=own, **options)
+
+
+class ErrorsOfOnTokensEndEveryRequest(_Altered):
+    async def generate(
+        self,
+        prompt_ids: Any,
+        sampling: Sampling,
+        request_id: str,
+        *,
+        on_tokens: Any = None,
+        **options: Any,
+    ) -> TokenOutput:
+        def guarded(delta: TokenDelta) -> None:
+            try:
+                on_tokens(delta)
+            except Exception as error:
+                self._fail(error)
+                raise
+
+        own = guarded if on_tokens is not None else None
+        return await super().generate(prompt_ids, sampling, request_id, on_tokens=own, **options)
 
 
 class WeightsAreDropped(NativeRollout):
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        super().update_weights(list(weights)[1:], version)
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        await super().load(list(weights)[1:])
 
 
 class UnknownWeightsAreSkipped(NativeRollout):
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for item in weights:
-            try:
-                super().update_weights([item], version)
-            except RolloutError:
-                continue
+            with suppress(RolloutError):
+                await super().load([item])
+        self._update._refused = None
+
+
+class HalfAnUpdateIsUsed(NativeRollout):
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        await super().load(weights)
+        self._update.under_way = False
+
+    async def commit(self, version: int) -> None:
+        self._update.under_way = True
+        await super().commit(version)
+
+
+class UpdatesNeedNoBeginning(NativeRollout):
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._update.under_way = True
+        await super().load(weights)
+
+    async def commit(self, version: int) -> None:
+        self._update.under_way = True
+        await super().commit(version)
+
+
+class UpdatesUnderRunningRequests(NativeRollout):
+    async def begin_update(self) -> None:
+        self._update.begin(0)
 
 
 class SleepKeepsTheCache(NativeRollout):
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Sleeps with one eye open."""
 
 
@@ -245,9 +370,9 @@ class CloseForgetsWaiters(NativeRollout):
 
 class EmptyPromptsAreFilled(NativeRollout):
     async def generate(
-        self, prompt_ids: Any, sampling: Sampling, request_id: str, multi_modal_data: Any = None
+        self, prompt_ids: Any, sampling: Sampling, request_id: str, **options: Any
     ) -> TokenOutput:
-        return await super().generate(prompt_ids or [0], sampling, request_id)
+        return await super().generate(prompt_ids or [0], sampling, request_id, **options)
 
 
 MUTANTS: list[tuple[Mutant, str]] = [
@@ -271,8 +396,28 @@ MUTANTS: list[tuple[Mutant, str]] = [
     (Mutant(engine=GreedyIsSampled), "greedy decoding equals transformers generate"),
     (Mutant(engine=StopTokenDropped), "a stop token is the last token"),
     (Mutant(engine=PromptEchoed), "the prompt is not echoed"),
-    (Mutant(engine=AbortForgetsWhatWasSaid), "abort returns what was said so far"),
-    (Mutant(engine=AbortDoesNotHoldNewRequests), "requests after an abort wait for resume"),
+    (Mutant(engine=AbortForgetsWhatWasSaid), "abort ends the named requests alone"),
+    (Mutant(engine=AbortEndsEveryRequest), "abort ends the named requests alone"),
+    (Mutant(engine=AbortLeavesTheQueueRunning), "abort ends the named requests alone"),
+    (Mutant(AbortMovesNoSlot), "abort ends the named requests alone"),
+    (Mutant(engine=AbortHoldsNewRequests), "abort of all leaves the engine open"),
+    (Mutant(engine=PauseDoesNotHoldNewRequests), "pause ends what runs and holds what comes"),
+    (Mutant(engine=ResumeDropsWhatWasHeld), "pause ends what runs and holds what comes"),
+    (Mutant(engine=PauseEndsWhatItShouldKeep), "pause with keep goes on where it stood"),
+    (Mutant(engine=PauseGoesOnDecoding), "pause with keep goes on where it stood"),
+    (Mutant(engine=PauseForgetsKeys), "pause with keep goes on where it stood"),
+    (Mutant(engine=StreamsNothing), "tokens are streamed as they are drawn"),
+    (Mutant(engine=StreamsTheFirstTokensTwice), "tokens are streamed as they are drawn"),
+    (
+        Mutant(engine=ErrorsOfOnTokensEndEveryRequest),
+        "an error of on tokens ends its own request",
+    ),
+    (Mutant(engine=HalfAnUpdateIsUsed), "half an update is never asked for tokens"),
+    (Mutant(engine=UpdatesNeedNoBeginning), "an update is begun before it goes on"),
+    (
+        Mutant(engine=UpdatesUnderRunningRequests),
+        "an update waits for requests that are not paused",
+    ),
     (Mutant(engine=WeightsAreDropped), "new weights are used from the next token"),
     (Mutant(engine=UnknownWeightsAreSkipped), "weights with unknown names are refused"),
     (Mutant(engine=SleepKeepsTheCache), "sleep gives memory back and waking restores"),

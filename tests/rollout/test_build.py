@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_native_and_hf_are_built_over_the_policy() -> None:
         engine = build(name)
         assert isinstance(engine, kind)
         assert isinstance(engine, RolloutEngine)
-        engine.close()
+        asyncio.run(engine.close())
 
 
 def test_scripted_says_where_its_script_goes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
+from . import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
 from .clauses_model import check_greedy, check_log_probs
 from .engine_contract import CLAUSES, Factory, verify
 from .factories import (

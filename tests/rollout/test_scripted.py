@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, StopReason
 from hone.rollout.scripted import ScriptedAnswer, ScriptedRollout
 
-from .engine_contract import ask, ask_all, play
+from .engine_contract import ask, ask_all, play, update
 from .models import EOS, TOKENIZER
 
 FEW = Sampling(16, 1.0, 0)
+ONE = torch.ones(1)
 
 
 def ids(text: str) -> list[int]:
@@ -60,7 +62,7 @@ def test_requests_are_remembered_with_their_sampling() -> None:
 
 def test_weights_are_remembered_by_name() -> None:
     engine = ScriptedRollout(lambda _: [9])
-    engine.update_weights([("a.weight", None), ("b.weight", None)], 2)  # type: ignore[list-item]
+    play(update(engine, [("a.weight", ONE), ("b.weight", ONE)], 2))
     assert engine.weights == ["a.weight", "b.weight"]
     assert ask(engine, [1], FEW).versions == [2]
 
@@ -79,24 +81,24 @@ def test_a_script_that_cannot_answer_says_so(build: object, words: str) -> None:
 
 def test_asking_a_sleeping_engine_is_an_error_in_a_test() -> None:
     engine = ScriptedRollout(lambda _: [9])
-    engine.sleep()
+    play(engine.sleep())
     with pytest.raises(RolloutError, match="asleep"):
         ask(engine, [1], FEW)
-    engine.wake_up()
+    play(engine.wake_up())
     assert ask(engine, [1], FEW).token_ids == [9]
 
 
-def test_abort_and_resume_work_over_several_event_loops() -> None:
+def test_pause_and_resume_work_over_several_event_loops() -> None:
     engine = ScriptedRollout(lambda _: [9])
     for _ in range(2):
-        engine.abort()
+        play(engine.pause())
 
         async def held() -> list[int]:
             import asyncio
 
             job = asyncio.create_task(engine.generate([1], FEW, "x"))
             await asyncio.sleep(0.01)
-            engine.resume()
+            await engine.resume()
             return (await job).token_ids
 
         assert play(held()) == [9]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hone.event_loop import as_exception
-from hone.rewards.calling import run_coroutine, taken_arguments
+from hone.event_loop import as_exception, run_coroutine
+from hone.rewards.calling import taken_arguments
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager

@@ -7,7 +7,7 @@ thread and the waiting live in engine.py.
 from __future__ import annotations
 
 from bisect import insort_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,7 @@ from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, 
 from hone.rollout.native.decoder import PlainDecoder, decoder_forward
 from hone.rollout.native.row_grain import row_grain
 from hone.rollout.native.sampler import SamplingRows, draw
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.requests import Request, RequestRules, chosen
 
 
 class NativeCore:
@@ -71,14 +71,14 @@ class NativeCore:
     def busy(self) -> bool:
         return bool(self._waiting or self._active)
 
-    def abort(self) -> list[Request]:
-        """End everything with what it has."""
-        ended = [*self._active, *reversed(self._waiting)]
-        for request in ended:
+    @torch.inference_mode()
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
+        """End these requests (None: all) with what they have; the others move into their slots."""
+        waiting = chosen(reversed(self._waiting), request_ids)
+        for request in [*chosen(self._active, request_ids), *waiting]:
             request.stop_reason = StopReason.ABORT
-        self._active, self._rows = [], None
-        self._waiting.clear()
-        return ended
+        self._waiting = [r for r in self._waiting if r.stop_reason is None]
+        return [*self._retire(), *waiting]
 
     @torch.inference_mode()
     def step(self, wanted: Callable[[], bool] = lambda: True) -> list[Request]:

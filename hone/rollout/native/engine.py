@@ -1,11 +1,7 @@
-"""The native engine behind the contract: one thread decodes, loops in another await futures.
+"""The native engine behind the contract: the thread that calls `drive` decodes, loops in others await.
 
-The decoding thread is the caller's own where loops are given to `play`, else one that the first request
-starts: two threads that compute would each hold a set of torch's workers, and slow each other down.
-
-Requests that loops make before anything can be answered go in as one batch, and after answers are
-delivered the next step waits until the loops have asked again. So the batches, and with them the last
-bits of every number, do not depend on thread timing (unless a loop truly waits for something outside).
+There is no thread of its own: two threads that compute would each hold a set of torch's workers, and slow
+each other down. Requests that an event loop makes in one of its turns go in as one batch.
 """
 
 from __future__ import annotations
@@ -13,74 +9,119 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from hone.event_loop import EventLoopRun, run_to_end
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
-from hone.rollout.native.core import NativeCore
-from hone.rollout.requests import Request, decoding_failed, engine_failed, refuse_media
-from hone.rollout.weights import load_weights
+from hone.models.policy import PolicyModel
+from hone.rollout.contract import (
+    OnTokens,
+    RolloutError,
+    Sampling,
+    StopReason,
+    TokenOutput,
+    Traits,
+)
+from hone.rollout.native.answers import answer, call_in, refuse, resolve, stream
+from hone.rollout.requests import (
+    Request,
+    RequestRules,
+    chosen,
+    decoding_failed,
+    engine_failed,
+    refuse_media,
+)
+from hone.rollout.weights import WeightUpdate, load_weights
 
 log = logging.getLogger(__name__)
 
-_SETTLE_HOPS = 16
-"""Turns of the event loop (a few µs each) for agent loops to ask again: a tool call takes nine."""
-_SETTLE_TIMEOUT_S = 5.0
-"""If an agent loop blocks the event loop longer than this, decoding goes on without it."""
-_LOOK_S = 0.001
-"""How often a loop that does not settle is looked at: it may have closed."""
 _CLOSE_TIMEOUT_S = 30.0
-_LOOPS_GRACE_S = 30.0
-"""How long agent loops may take to end after decoding stopped, and again after they are cancelled."""
 
-T = TypeVar("T")
+
+class _Cache(Protocol):
+    def free(self) -> None: ...
+
+
+class Core(Protocol):
+    """What computes: the slot core on a CPU, the paged core on a GPU and in exact mode."""
+
+    policy: PolicyModel
+    version: int
+
+    @property
+    def cache(self) -> _Cache: ...
+
+    @property
+    def rules(self) -> RequestRules: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def step(self, wanted: Callable[[], bool]) -> list[Request]: ...
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Request]: ...
+
+    def forget(self) -> None: ...
 
 
 class NativeRollout:
-    """A `RolloutEngine` over `NativeCore`.
+    """A `RolloutEngine` over a core, driven by the thread that calls `drive`.
 
     `_unanswered` owns every request from its arrival to its answer; the queues and the core only pass it
     on. So whatever phase an error comes from, `_fail` reaches them all.
     """
 
-    def __init__(self, core: NativeCore) -> None:
+    traits = Traits(decodes_with_module=True)
+
+    def __init__(self, core: Core) -> None:
         self._core = core
         self._unanswered: dict[int, Request] = {}  # by identity
         self._outboxes: dict[asyncio.AbstractEventLoop, list[Request]] = {}
         """What each loop asked for in its present turn; only that loop's thread touches it."""
-        self._inbox: list[Request] = []  # on the way to the thread
-        self._held: list[Request] = []  # asked for while aborted
-        # Guards the unanswered, inbox, held, paused, driven, closed and failure.
+        self._inbox: list[Request] = []  # on the way to the driving thread
+        self._held: list[Request] = []  # asked for while paused
+        # Guards all that stands here but the core and the outboxes.
         self._arrived = threading.Condition()
         self._submit_lock, self._step_lock = threading.Lock(), threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._driven = False  # the caller of `play` decodes, no thread of ours
-        self._settled = threading.Event()
+        self._driven = False
+        self._notified = False
         self._in_core = 0  # requests given to the core that it has not given back
+        self._streaming: dict[int, Request] = {}  # unanswered ones with `on_tokens`
         self._paused = False
+        self._update = WeightUpdate()
         self._closed = False
         self._failure: BaseException | None = None
+
+    @property
+    def version(self) -> int:
+        return self._core.version
 
     async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         request_id: str,
+        *,
+        on_tokens: OnTokens | None = None,
         multi_modal_data: Mapping[str, Any] | None = None,
     ) -> TokenOutput:
         refuse_media(request_id, multi_modal_data, "native")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
-        request = Request(list(prompt_ids), sampling, request_id, owner=(loop, future))
+        owner = (loop, future)
+        request = Request(list(prompt_ids), sampling, request_id, owner=owner, on_tokens=on_tokens)
         self._core.rules.check(request)
         with self._arrived:
             self._raise_if_unusable()
+            if not self._paused:
+                self._update.refuse_tokens(f"request {request_id}")
             self._unanswered[id(request)] = request
+            if on_tokens is not None:
+                self._streaming[id(request)] = request
         try:
             if loop not in self._outboxes:
                 self._outboxes[loop] = []
@@ -88,96 +129,48 @@ class NativeRollout:
             self._outboxes[loop].append(request)
             return await future
         finally:
-            request.cancelled = future.cancelled()
+            request.cancelled |= future.cancelled()
             self._answered([request])
 
-    def play(self, loops: Coroutine[Any, Any, T]) -> T:
-        """Decode in this thread for agent loops that run in another, until they end."""
-        with self._arrived:
-            alone = self._thread is None and not self._driven
-            self._driven |= alone
-        if not alone:
-            return run_to_end(loops)
-        running, outcome = EventLoopRun(loops), Future[T]()
-
-        def run() -> None:
-            try:
-                outcome.set_result(running.run())
-            except BaseException as error:
-                outcome.set_exception(error)
-            with self._arrived:
-                self._settled.set()
-                self._arrived.notify()
-
-        threading.Thread(target=run, name="hone-loops", daemon=True).start()
-        try:
-            self._decode(until=outcome.done)
-            if self._stopped:
-                self._end_loops(running, outcome)
-        except BaseException:  # a Ctrl-C, say: the loops end first, so that tools are released
-            running.cancel()
-            wait([outcome], timeout=_LOOPS_GRACE_S)
-            raise
-        finally:
-            self._stop_driving()
-        return outcome.result()
-
-    def _end_loops(self, running: EventLoopRun[T], outcome: Future[T]) -> None:
-        """Every request has its error by now; loops that still do not end are cancelled."""
-        if wait([outcome], timeout=_LOOPS_GRACE_S).done:
-            return
-        running.cancel()
-        if not wait([outcome], timeout=_LOOPS_GRACE_S).done:
-            log.warning("agent loops did not end after decoding stopped; they are left behind")
-            raise engine_failed(self._failure)
-
-    def _stop_driving(self) -> None:
-        """Requests of other loops go on in a thread of ours; those that nothing waits for are dropped."""
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self._between_steps(), self._arrived:
-            self._driven = False
-            if self._stopped or not (self._inbox or self._core.busy):
-                return
-            if self._unanswered:
-                self._start_thread()
-            else:
-                self._empty_core()
+            ended = [] if self._stopped else self._end_everywhere(request_ids)
+        answer(ended)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        with self._between_steps():
-            self._raise_if_unusable()
-            try:
-                load_weights(self._core.policy, weights)
-            finally:
-                self._core.forget()  # what was refused half way has changed some of them
-            self._core.version = version
-
-    def abort(self) -> None:
+    async def pause(self, keep: bool = False) -> None:
         with self._between_steps(), self._arrived:
             self._paused = True
-            ended = [] if self._stopped else self._empty_core()
-        for loop, requests in _by_loop(ended).items():
-            _call(loop, _resolve, loop, requests, threading.Event())
+            ended = [] if keep or self._stopped else self._end_running()
+        answer(ended)
 
-    def _empty_core(self) -> list[Request]:
-        """End what runs and what is on its way with the tokens it has."""
-        try:
-            ended = [*self._core.abort(), *self._inbox]
-        except Exception as error:
-            self._fail(error)
-            raise
-        for request in ended:
-            request.stop_reason = StopReason.ABORT
-        self._inbox, self._in_core = [], 0
-        return ended
-
-    def resume(self) -> None:
+    async def resume(self) -> None:
         with self._arrived:
+            self._update.refuse_tokens("resume")
             self._paused = False
-            held, self._held = self._held, []
-        if held:
-            self._submit(held)
+            self._inbox += self._held
+            self._held = []
+            self._arrived.notify()
 
-    def sleep(self) -> None:
+    async def begin_update(self) -> None:
+        with self._between_steps(), self._arrived:
+            self._raise_if_unusable()
+            self._update.begin(0 if self._paused else len(self._awaited()))
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with self._between_steps():
+            self._raise_if_unusable()
+            with self._update.loading():
+                load_weights(self._core.policy, weights)
+
+    async def commit(self, version: int) -> None:
+        with self._between_steps(), self._arrived:
+            self._raise_if_unusable()
+            self._update.commit()
+            self._core.forget()
+            self._core.version = version
+            self._arrived.notify()
+
+    async def sleep(self) -> None:
         with self._between_steps(), self._arrived:
             self._raise_if_unusable()
             if self._core.busy or self._inbox:
@@ -185,20 +178,71 @@ class NativeRollout:
             self._core.cache.free()
             self._core.forget()
 
-    def wake_up(self) -> None:
+    async def wake_up(self) -> None:
         """The cache allocates when the next prompt comes; the weights may be others than before."""
         with self._between_steps():
             self._raise_if_unusable()
             self._core.forget()
 
-    def close(self) -> None:
-        """Stop the thread; requests that still wait are told so."""
+    async def close(self) -> None:
+        """End the driving; requests that still wait are told so."""
         with self._arrived:
             self._closed = True
             self._arrived.notify()
-        if self._thread is not None:
-            self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+        if self._step_lock.acquire(timeout=_CLOSE_TIMEOUT_S):  # the step that runs may end
+            self._step_lock.release()
         self._refuse_all(RolloutError("the engine was closed while this request waited"))
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        with self._arrived:
+            if self._driven:
+                raise RolloutError("another thread drives this engine; one at a time")
+            self._driven = True
+        try:
+            while not (self._stopped or until()):
+                self._decode()
+        finally:
+            self._drop_unwanted()
+
+    def notify(self) -> None:
+        with self._arrived:
+            self._notified = True
+            self._arrived.notify()
+
+    def _drop_unwanted(self) -> None:
+        """After driving: requests that nothing waits for leave the core, the others stay."""
+        with self._between_steps(), self._arrived:
+            self._driven = False
+            if not self._stopped and not self._awaited():
+                self._end_everywhere(None)
+                self._unanswered, self._streaming = {}, {}
+
+    def _awaited(self) -> list[Request]:
+        """Unanswered requests, less those whose event loop has closed."""
+        return [r for r in self._unanswered.values() if not r.owner[0].is_closed()]
+
+    def _end_everywhere(self, request_ids: Collection[str] | None) -> list[Request]:
+        """End what runs, is on its way or held; what is in an outbox ends as it leaves that."""
+        ended = self._end_running(request_ids)
+        ended += chosen(self._held, request_ids)
+        for request in chosen(self._unanswered.values(), request_ids):
+            request.stop_reason = request.stop_reason or StopReason.ABORT
+        self._held = [r for r in self._held if r.stop_reason is None]
+        return ended
+
+    def _end_running(self, request_ids: Collection[str] | None = None) -> list[Request]:
+        """End what runs and what is on its way with the tokens it has."""
+        arrived = chosen(self._inbox, request_ids)
+        try:
+            ended = self._core.abort(request_ids)
+        except Exception as error:
+            self._fail(error)
+            raise
+        self._in_core -= len(ended)
+        for request in arrived:
+            request.stop_reason = StopReason.ABORT
+        self._inbox = [r for r in self._inbox if r.stop_reason is None]
+        return [*ended, *arrived]
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
@@ -211,48 +255,48 @@ class NativeRollout:
             raise engine_failed(self._failure)
 
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._submit(self._outboxes.pop(loop))
+        batch = self._outboxes.pop(loop)
+        with self._arrived:
+            if self._stopped:
+                return  # they were unanswered then, and have been told
+            ended = [r for r in batch if r.stop_reason is not None]
+            alive = [r for r in batch if r.stop_reason is None]
+            if self._paused:
+                self._held += alive
+            else:
+                self._inbox += alive
+            self._arrived.notify()
+        resolve(ended)
 
-    def _submit(self, batch: list[Request]) -> None:
+    def _decode(self) -> None:
+        """Decode until requests were answered, or until `notify`."""
         try:
-            with self._arrived:
-                if self._stopped:
-                    return  # they were unanswered then, and have been told
-                if self._paused:
-                    self._held += batch
-                    return
-                self._inbox += batch
-                if self._thread is None and not self._driven:
-                    self._start_thread()
-                self._arrived.notify()
-        except Exception as error:  # a thread could not be started
-            self._fail(error)
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._decode, name="hone-decode", daemon=True)
-        thread.start()
-        self._thread = thread
-
-    def _decode(self, until: Callable[[], bool] = lambda: False) -> None:
-        try:
-            while self._wait_for_work(until):
+            while self._wait_for_work():
                 with self._submit_lock:  # calls that change the core go between two steps
                     pass
                 with self._step_lock:
                     finished = self._step()
-                self._deliver(finished)
+                    if self._streaming:
+                        self._stream()
+                if finished:
+                    self._deliver(finished)
+                    return
         except BaseException as error:
             self._fail(error)
-            if not isinstance(error, Exception) and self._driven:
+            if not isinstance(error, Exception):
                 raise
 
-    def _wait_for_work(self, until: Callable[[], bool]) -> bool:
-        """Waits only when there is nothing to decode; False ends the decoding."""
+    def _wait_for_work(self) -> bool:
+        """Waits only when there is nothing to decode; False where `until` is to be asked."""
         with self._arrived:
-            self._arrived.wait_for(
-                lambda: self._stopped or self._inbox or self._core.busy or until()
-            )
-            return not self._stopped and bool(self._inbox or self._core.busy or not until())
+            self._arrived.wait_for(lambda: self._stopped or self._notified or self._may_decode)
+            notified, self._notified = self._notified, False
+            return not (self._stopped or notified)
+
+    @property
+    def _may_decode(self) -> bool:
+        halted = self._paused or self._update.under_way
+        return not halted and bool(self._inbox or self._core.busy)
 
     @property
     def _stopped(self) -> bool:
@@ -260,11 +304,13 @@ class NativeRollout:
 
     def _step(self) -> list[Request]:
         with self._arrived:
+            if not self._may_decode:  # a pause came between
+                return []
             arrived, self._inbox = self._inbox, []
         for request in arrived:
             self._core.add(request)
         self._in_core += len(arrived)
-        finished = self._core.step(self._is_wanted) if self._core.busy else []
+        finished = self._core.step(self._is_wanted)
         self._in_core -= len(finished)
         if self._in_core and not self._core.busy:
             raise RolloutError(f"the core lost {self._in_core} requests; this is a defect")
@@ -272,24 +318,30 @@ class NativeRollout:
 
     def _is_wanted(self) -> bool:
         """Whether the core should end its step soon: a request or a call between steps waits."""
-        return bool(self._inbox) or self._closed or self._submit_lock.locked()
+        return bool(
+            self._inbox
+            or self._closed
+            or self._notified
+            or self._streaming
+            or self._submit_lock.locked()
+        )
+
+    def _stream(self) -> None:
+        with self._arrived:
+            streaming = list(self._streaming.values())
+        for request in streaming:
+            if request.streamed < len(request.versions):
+                call_in(request.owner[0], stream, request)
 
     def _deliver(self, finished: list[Request]) -> None:
-        """Hand answers to their loops and give those loops the chance to ask again."""
-        for loop, requests in _by_loop(finished).items():
-            self._settled = settled = threading.Event()
-            if not _call(loop, _resolve, loop, requests, settled):
-                self._answered(requests)
-            elif not _has_settled(loop, settled):
-                log.warning(
-                    "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
-                    _SETTLE_TIMEOUT_S,
-                )
+        """Hand answers to their loops."""
+        self._answered(answer(finished))
 
     def _answered(self, requests: list[Request]) -> None:
         with self._arrived:
             for request in requests:
                 self._unanswered.pop(id(request), None)
+                self._streaming.pop(id(request), None)
 
     def _fail(self, error: BaseException) -> None:
         """The engine has failed: every request is told why, and later ones are refused."""
@@ -305,62 +357,6 @@ class NativeRollout:
     def _refuse_all(self, error: RolloutError) -> None:
         with self._arrived:
             unanswered, self._unanswered = list(self._unanswered.values()), {}
-            self._inbox, self._held = [], []
+            self._inbox, self._held, self._streaming = [], [], {}
         for request in unanswered:
-            _refuse(request, error)
-
-
-def _by_loop(requests: list[Request]) -> dict[asyncio.AbstractEventLoop, list[Request]]:
-    by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-    for request in requests:
-        by_loop.setdefault(request.owner[0], []).append(request)
-    return by_loop
-
-
-def _call(loop: asyncio.AbstractEventLoop, *call: Any) -> bool:
-    """Run it in the loop; False when the loop has closed, and its owner no longer waits."""
-    try:
-        loop.call_soon_threadsafe(*call)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _resolve(
-    loop: asyncio.AbstractEventLoop, requests: list[Request], settled: threading.Event
-) -> None:
-    for request in requests:
-        future = request.owner[1]
-        if future.done():
-            continue
-        try:
-            future.set_result(request.output())
-        except Exception as error:  # this request's alone: the others have their answers
-            future.set_exception(decoding_failed(error))
-    _after_hops(loop, _SETTLE_HOPS, settled)
-
-
-def _after_hops(loop: asyncio.AbstractEventLoop, hops: int, settled: threading.Event) -> None:
-    if hops == 0:
-        settled.set()
-    else:
-        loop.call_soon(_after_hops, loop, hops - 1, settled)
-
-
-def _has_settled(loop: asyncio.AbstractEventLoop, settled: threading.Event) -> bool:
-    """Wait until the loop has had its turns, or has closed: whoever got an answer may have left."""
-    looks = round(_SETTLE_TIMEOUT_S / _LOOK_S)
-    return any(settled.wait(_LOOK_S) or loop.is_closed() for _ in range(looks))
-
-
-def _refuse(request: Request, error: RolloutError) -> None:
-    loop, future = request.owner
-
-    def fail() -> None:
-        if not future.done():
-            own = RolloutError(*error.args)  # raised in many places: each has its own traceback
-            own.__cause__ = error.__cause__
-            future.set_exception(own)
-
-    if not _call(loop, fail):
-        log.warning("request %s failed after its loop closed: %s", request.request_id, error)
+            refuse(request, error)

@@ -6,7 +6,7 @@ the results once a chunk; between, rows move on by themselves. Tested on a CPU o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,10 +140,10 @@ class PagedCore:
         """Times a sequence gave its pages back and was computed again."""
         return self._schedule.preempted
 
-    def abort(self) -> list[Request]:
-        """End everything with what it has."""
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
+        """End these requests (None: all) with what they have."""
         self._placed = []
-        return self._schedule.abort()
+        return self._schedule.abort(request_ids)
 
     @torch.no_grad()
     def step(self, wanted: Callable[[], bool] = lambda: True) -> list[Request]:

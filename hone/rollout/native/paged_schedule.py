@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import insort_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hone.rollout.contract import RolloutError, StopReason
 from hone.rollout.native.paged_cache import PagePool
 from hone.rollout.native.paged_rows import MAX_STOPS
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.requests import Request, RequestRules, chosen
 
 PAGE_SIZE = 16
 STEPS_PER_CHUNK = 32
@@ -98,16 +98,18 @@ class PagedSchedule:
         self._rules.check(request)
         insort_left(self._waiting, request, key=_precedence)
 
-    def abort(self) -> list[Request]:
-        """End everything with what it has."""
-        ended = [*(row.request for row in self.active), *reversed(self._waiting)]
-        for row in self.active:
-            self._pool.release(row.pages)
-        for request in ended:
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
+        """End these requests (None: all) with what they have."""
+        waiting = chosen(reversed(self._waiting), request_ids)
+        running = chosen((row.request for row in self.active), request_ids)
+        for request in [*running, *waiting]:
             request.stop_reason = StopReason.ABORT
-        self.active = []
-        self._waiting.clear()
-        return ended
+        for row in self.active:
+            if row.request.stop_reason is not None:
+                self._pool.release(row.pages)
+        self.active = [row for row in self.active if row.request.stop_reason is None]
+        self._waiting = [r for r in self._waiting if r.stop_reason is None]
+        return [*running, *waiting]
 
     def steps(self, drawn: int = 0) -> int:
         """Decode steps until the host looks again: no more than the longest sequence still needs.

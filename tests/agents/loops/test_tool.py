@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hone.agents.interactions.gsm8k import WRONG
-from hone.agents.runner import AgentLoopFailed, LoopRunner
-from hone.config import PPOTrainerConfig
+from hone.agents.trajectory import AgentLoopFailed
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout
@@ -42,7 +41,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def play(
-    config: Callable[..., PPOTrainerConfig], rows: Rows, tokenizer: Any, files: dict[str, str]
+    runner: Callable[..., Any], rows: Rows, tokenizer: Any, files: dict[str, str]
 ) -> Callable[..., Any]:
     """`play(lines, *overrides, **columns)`: one row through the loop; engine and batch come back."""
 
@@ -57,9 +56,7 @@ def play(
             *overrides,
         ]
         columns.setdefault("tools_kwargs", [TRUTH])
-        batch = LoopRunner(config(*own), engine, tokenizer, run_seed=1).run(
-            rows([[{"role": "user", "content": "6*7?"}]], **columns)
-        )
+        batch = runner(engine, *own).run(rows([[{"role": "user", "content": "6*7?"}]], **columns))
         return engine, batch
 
     return go

@@ -49,7 +49,7 @@ class PagedFactory(NativeFactory):
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         core = paged_core(policy, max_num_seqs=max_num_seqs)
         assert type(core._forward) is self.decoder
-        return NativeRollout(core)  # type: ignore[arg-type]
+        return NativeRollout(core)
 
     def phases(self, engine: Any) -> dict[str, Place]:
         core = engine._core
@@ -78,4 +78,4 @@ class PagedModulesFactory(PagedFactory):
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         core = paged_core(policy, max_num_seqs=max_num_seqs)
         core._forward = core._step._forward = ModuleDecoder(policy)
-        return NativeRollout(core)  # type: ignore[arg-type]
+        return NativeRollout(core)

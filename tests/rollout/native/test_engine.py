@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from hone.agents import loop_thread
+from hone.agents.loop_thread import run_beside
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
-from hone.rollout.native import engine as native_engine
 
-from ..engine_contract import play
+from ..engine_contract import play, update
 from ..factories import NativeFactory
 from ..models import policy, prompts
 from .paged import PagedFactory
@@ -82,28 +83,26 @@ def test_sleep_is_refused_while_requests_run() -> None:
             await until(under_way)
             try:
                 with pytest.raises(RolloutError, match="abort them first"):
-                    engine.sleep()
+                    await engine.sleep()
             finally:
-                engine.abort()
+                await engine.abort()
             assert (await job).token_ids
-            engine.sleep()
-            engine.resume()
+            await engine.sleep()
 
         play(sleepy())
 
 
 def test_sleep_is_refused_for_a_request_that_has_only_arrived() -> None:
-    with NativeFactory().engine(policy()) as engine:
-        engine._driven = True  # type: ignore[attr-defined]  # nobody decodes
+    with NativeFactory().engine(policy(), driven=False) as engine:
 
         async def sleepy() -> TokenOutput:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
             await asyncio.sleep(0.01)
             try:
                 with pytest.raises(RolloutError, match="abort them first"):
-                    engine.sleep()
+                    await engine.sleep()
             finally:
-                engine.abort()
+                await engine.abort()
             return await job
 
         assert play(sleepy()).stop_reason is StopReason.ABORT
@@ -129,7 +128,9 @@ def test_weights_change_between_steps_never_within_one() -> None:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
             for version in range(1, 4):
                 await asyncio.sleep(0.01)
-                engine.update_weights(policy(seed=version).lm.named_parameters(), version)
+                await engine.pause(keep=True)
+                await update(engine, policy(seed=version).lm.named_parameters(), version)
+                await engine.resume()
             return await job
 
         out = play(updated())
@@ -144,8 +145,8 @@ def test_two_event_loops_one_after_the_other_share_an_engine() -> None:
         assert play(engine.generate(PROMPT, few, "a")) == play(engine.generate(PROMPT, few, "b"))
 
 
-def test_play_decodes_in_the_callers_thread() -> None:
-    with NativeFactory().engine(policy()) as engine:
+def test_the_driving_thread_decodes_and_loops_run_in_another() -> None:
+    with NativeFactory().engine(policy(), driven=False) as engine:
         threads: dict[str, str] = {}
         core: Any = engine._core  # type: ignore[attr-defined]
         step = core.step
@@ -160,11 +161,11 @@ def test_play_decodes_in_the_callers_thread() -> None:
 
         core.step = watched
         for _ in range(2):
-            assert len(engine.play(loop()).token_ids) == 4
+            assert len(run_beside(engine, loop()).token_ids) == 4
     assert threads == {"decode": threading.current_thread().name, "loop": "hone-loops"}
 
 
-def test_play_answers_as_a_thread_of_its_own_does() -> None:
+def test_the_callers_thread_answers_as_another_does() -> None:
     async def both() -> list[list[int]]:
         jobs = (
             engine.generate(PROMPT, Sampling(9, 1.0, s, ignore_eos=True), str(s)) for s in (1, 2)
@@ -172,14 +173,14 @@ def test_play_answers_as_a_thread_of_its_own_does() -> None:
         return [out.token_ids for out in await asyncio.gather(*jobs)]
 
     answers = []
-    for run in (lambda e, work: e.play(work), lambda e, work: play(work)):
-        with NativeFactory().engine(policy()) as engine:
-            answers.append(run(engine, both()))
+    for driven in (False, True):
+        with NativeFactory().engine(policy(), driven=driven) as engine:
+            answers.append(play(both()) if driven else run_beside(engine, both()))
     assert answers[0] == answers[1]
 
 
-def test_play_raises_what_a_loop_raised_and_plays_again() -> None:
-    with NativeFactory().engine(policy()) as engine:
+def test_what_a_loop_raised_is_raised_and_the_engine_answers_again() -> None:
+    with NativeFactory().engine(policy(), driven=False) as engine:
 
         async def broken() -> None:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "left behind"))
@@ -187,35 +188,36 @@ def test_play_raises_what_a_loop_raised_and_plays_again() -> None:
             raise LookupError(f"a loop's own error, {job.done()=}")
 
         with pytest.raises(LookupError, match="a loop's own error"):
-            engine.play(broken())
-        out = engine.play(engine.generate(PROMPT, Sampling(3, 1.0, 0, ignore_eos=True), "next"))
+            run_beside(engine, broken())
+        few = Sampling(3, 1.0, 0, ignore_eos=True)
+        out = run_beside(engine, engine.generate(PROMPT, few, "next"))
         assert len(out.token_ids) == 3
 
 
-def test_play_tells_the_loops_why_decoding_stopped() -> None:
-    with NativeFactory().engine(policy()) as engine:
+def test_loops_are_told_why_decoding_stopped() -> None:
+    with NativeFactory().engine(policy(), driven=False) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
         core.step = raising(RuntimeError("boom"))
         with pytest.raises(RolloutError, match="decoding stopped: RuntimeError: boom"):
-            engine.play(engine.generate(PROMPT, LONG, "doomed"))
+            run_beside(engine, engine.generate(PROMPT, LONG, "doomed"))
 
 
-@pytest.mark.parametrize("verb", ["sleep", "wake_up"])
+@pytest.mark.parametrize("verb", ["sleep", "wake_up", "begin_update"])
 def test_a_failed_engine_says_so_and_why(verb: str) -> None:
-    with NativeFactory().engine(policy()) as engine:
+    with NativeFactory().engine(policy(), driven=False) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
         core.step = raising(RuntimeError("boom"))
         with pytest.raises(RolloutError, match="boom"):
-            engine.play(engine.generate(PROMPT, LONG, "doomed"))
+            run_beside(engine, engine.generate(PROMPT, LONG, "doomed"))
         with pytest.raises(RolloutError, match=r"failed earlier \(RuntimeError: boom\)"):
-            getattr(engine, verb)()
-        engine.abort()
-        engine.resume()
+            play(getattr(engine, verb)())
+        play(engine.abort())
+        play(engine.resume())
 
 
 def test_an_interrupt_of_the_decoding_caller_ends_the_loops_and_stays_one() -> None:
     ended: list[str] = []
-    with NativeFactory().engine(policy()) as engine:
+    with NativeFactory().engine(policy(), driven=False) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
         core.step = raising(KeyboardInterrupt())
 
@@ -230,15 +232,15 @@ def test_an_interrupt_of_the_decoding_caller_ends_the_loops_and_stays_one() -> N
                 ended.append("cleaned up")
 
         with pytest.raises(KeyboardInterrupt):
-            engine.play(loop())
+            run_beside(engine, loop())
     assert ended == ["cleaned up"]
 
 
 def test_a_loop_that_does_not_end_after_a_failure_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native_engine, "_LOOPS_GRACE_S", 0.05)
-    with NativeFactory().engine(policy()) as engine:
+    monkeypatch.setattr(loop_thread, "LOOPS_GRACE_S", 0.05)
+    with NativeFactory().engine(policy(), driven=False) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
         core.step = raising(RuntimeError("boom"))
 
@@ -248,7 +250,7 @@ def test_a_loop_that_does_not_end_after_a_failure_is_cancelled(
             await asyncio.Event().wait()
 
         with pytest.raises((asyncio.CancelledError, RolloutError)):
-            engine.play(waits_for_ever())
+            run_beside(engine, waits_for_ever())
 
 
 def test_a_core_that_loses_a_request_is_found_out() -> None:
@@ -264,50 +266,31 @@ def test_a_core_that_loses_a_request_is_found_out() -> None:
             play(engine.generate(PROMPT, LONG, "lost"))
 
 
-def test_a_request_that_comes_as_play_ends_is_answered() -> None:
-    answers: list[TokenOutput] = []
-    few = Sampling(3, 1.0, 0, ignore_eos=True)
+def test_two_threads_cannot_drive_one_engine() -> None:
     with NativeFactory().engine(policy()) as engine:
         native: Any = engine
-        decode = native._decode
-
-        def ask() -> None:
-            answers.append(play(engine.generate(PROMPT, few, "beside")))
-
-        beside = threading.Thread(target=ask, daemon=True)
-
-        def decodes_then_meets_a_request(until: Any = lambda: False) -> None:
-            decode(until)
-            if native._driven:
-                beside.start()
-                while not native._inbox:
-                    time.sleep(0.001)
-
-        native._decode = decodes_then_meets_a_request
-        engine.play(engine.generate(PROMPT, few, "first"))
-        beside.join(60)
-    assert len(answers) == 1
+        with pytest.raises(RolloutError, match="another thread drives"):
+            native.drive(lambda: True)
 
 
-def test_a_thread_that_cannot_start_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    with NativeFactory().engine(policy()) as engine:
-        monkeypatch.setattr(
-            engine, "_start_thread", raising(RuntimeError("can't start new thread"))
-        )
-        with pytest.raises(RolloutError, match="can't start new thread"):
-            play(engine.generate(PROMPT, LONG, "one"))
-
-
-def test_a_loop_that_closed_counts_as_settled_and_a_blocked_one_does_not(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_loop_that_ended_counts_as_settled_and_a_blocked_one_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native_engine, "_SETTLE_TIMEOUT_S", 0.05)
-    loop, never, settled = asyncio.new_event_loop(), threading.Event(), threading.Event()
-    settled.set()
-    assert native_engine._has_settled(loop, settled)
-    assert not native_engine._has_settled(loop, never)
-    loop.close()
-    assert native_engine._has_settled(loop, never)
+    monkeypatch.setattr(loop_thread, "_SETTLE_TIMEOUT_S", 0.05)
+    released = threading.Event()
+
+    async def blocks() -> None:
+        released.wait(60)
+
+    loops = loop_thread.LoopThread(blocks(), lambda: None)
+    loops.start()
+    loops.settle()
+    assert "blocked its event loop" in caplog.text
+    caplog.clear()
+    released.set()
+    assert loops.wait(60)
+    loops.settle()
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("who", ["abort", "request"])
@@ -331,7 +314,7 @@ def test_chunks_that_follow_each_other_end_for_whoever_comes(who: str) -> None:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
             await until(under_way)
             if who == "abort":
-                await asyncio.to_thread(engine.abort)
+                await engine.abort()
             else:
                 await engine.generate(PROMPT, Sampling(2, 1.0, 0, ignore_eos=True), "short")
             ended = job.done()

@@ -16,6 +16,7 @@ from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.requests import Request
 
+from ..engine_contract import drive, play, update
 from ..factories import NativeFactory
 from ..models import EOS, policy, prompts
 from .paged import paged_core
@@ -29,20 +30,24 @@ def scaled(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
     return [(name, p.detach() * 0.9) for name, p in model.lm.named_parameters()]
 
 
-def test_a_refused_update_leaves_no_keys_of_the_weights_it_changed() -> None:
+def test_a_refused_update_is_begun_again_and_leaves_no_keys_of_the_old_weights() -> None:
     core = paged_core(policy())
-    engine = NativeRollout(core)  # type: ignore[arg-type]
+    engine = NativeRollout(core)
     prompt = prompts(1, 40, 40)[0]
-    asyncio.run(engine.generate(prompt, sampling(), "before"))
+    drive(engine, engine.generate(prompt, sampling(), "before"))
+    new = scaled(core.policy)
     with pytest.raises(RolloutError, match="nope"):
-        engine.update_weights([*scaled(core.policy), ("nope", torch.zeros(1))], 1)
-    found = asyncio.run(engine.generate(prompt, sampling(), "after"))
+        play(update(engine, [*new, ("nope", torch.zeros(1))], 1))
+    with pytest.raises(RolloutError, match="half of the new weights"):
+        play(engine.generate(prompt, sampling(), "too early"))
+    play(update(engine, new, 1))
+    found = drive(engine, engine.generate(prompt, sampling(), "after"))
     assert core.prefilled_tokens == 80
-    assert set(found.versions) == {0}
-    engine.close()
-    fresh = NativeRollout(paged_core(core.policy))  # type: ignore[arg-type]
-    assert asyncio.run(fresh.generate(prompt, sampling(), "fresh")).token_ids == found.token_ids
-    fresh.close()
+    assert set(found.versions) == {1}
+    play(engine.close())
+    fresh = NativeRollout(paged_core(core.policy))
+    assert drive(fresh, fresh.generate(prompt, sampling(), "fresh")).token_ids == found.token_ids
+    play(fresh.close())
 
 
 def test_a_loop_that_closed_before_its_turn_holds_nobody_up() -> None:
@@ -63,8 +68,8 @@ def test_a_loop_that_closed_before_its_turn_holds_nobody_up() -> None:
     async def ask() -> Any:
         return await asyncio.wait_for(engine.generate(prompts(1)[0], sampling(4), "next"), 60)
 
-    assert len(asyncio.run(ask()).token_ids) == 4
-    engine.close()
+    assert len(drive(engine, ask()).token_ids) == 4
+    play(engine.close())
 
 
 def running_core(model: PolicyModel, forward: Callable[[PolicyModel], Any] | None) -> NativeCore:
@@ -83,7 +88,7 @@ def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
         core.add(request)
         for _ in range(10):
             core.step()
-        NativeRollout(core).update_weights(scaled(core.policy), 1)
+        play(update(NativeRollout(core), scaled(core.policy), 1))
         while core.busy:
             core.step()
         assert request.versions == [0] * 10 + [1] * 20

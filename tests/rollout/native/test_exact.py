@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -19,7 +20,7 @@ from hone.rollout.native.exact_layouts import Queries
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_core import PagedCore
 
-from ..engine_contract import ask_all
+from ..engine_contract import ask_all, play, update
 
 VOCABULARY = 61
 SHAPES = {
@@ -44,7 +45,7 @@ def engine_of(policy: PolicyModel, **changed: Any) -> NativeRollout:
         "eos_ids": (), "max_num_seqs": 16, "max_num_batched_tokens": 200, "max_model_len": 300,
         "gpu_memory_utilization": 0.1, "exact": policy.exact,
     }  # fmt: skip
-    return NativeRollout(PagedCore(policy, **(options | changed)))  # type: ignore[arg-type]
+    return NativeRollout(PagedCore(policy, **(options | changed)))
 
 
 def groups(prompts: int, samples: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
@@ -97,7 +98,7 @@ def test_rollout_and_trainer_agree_to_the_last_bit(family: str, temperature: flo
     ]
     engine = engine_of(policy)
     outputs = ask_all(engine, rows, sampling)
-    engine.close()
+    asyncio.run(engine.close())
     batch = batch_of(rows, outputs)
     cuts = [list(range(len(rows))), [0], [7, 3], list(range(5, 16))]
     for share in (True, False):
@@ -112,7 +113,7 @@ def test_the_same_request_has_the_same_bits_in_any_batch() -> None:
     engine = engine_of(policy)
     together = ask_all(engine, rows, sampling)
     alone = [ask_all(engine, [rows[i]], [sampling[i]])[0] for i in (0, 5, 11)]
-    engine.close()
+    asyncio.run(engine.close())
     for out, i in zip(alone, (0, 5, 11), strict=True):
         assert out.token_ids == together[i].token_ids
         assert out.log_probs == together[i].log_probs
@@ -130,7 +131,7 @@ def test_a_cached_prefix_and_a_preempted_row_change_no_bit() -> None:
         assert [o.log_probs for o in first] == [o.log_probs for o in again]
         told.append([o.log_probs for o in first])
         preempted = engine._core.preempted  # type: ignore[attr-defined]
-        engine.close()
+        asyncio.run(engine.close())
     assert preempted > 0
     assert told[0] == told[1]
 
@@ -142,7 +143,7 @@ def test_gradients_are_the_plain_models(family: str) -> None:
     sampling = [Sampling(n, 1.0, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
     engine = engine_of(policy)
     batch = batch_of(rows, ask_all(engine, rows, sampling))
-    engine.close()
+    asyncio.run(engine.close())
     columns = ("prompts", "responses", "attention_mask", "response_mask")
     packed = pack_rows(*(batch[name] for name in columns), share_prompts=True)
     grads = []
@@ -171,9 +172,9 @@ def test_new_weights_are_seen_by_both_sides() -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.02)
-    engine.update_weights((), 1)
+    play(update(engine, (), 1))
     after = ask_all(engine, rows, sampling)
-    engine.close()
+    asyncio.run(engine.close())
     assert [o.log_probs for o in before] != [o.log_probs for o in after]
     assert trainer_gap(policy, batch_of(rows, after), [0, 1, 2, 3], True, 1.0) == 0.0
 

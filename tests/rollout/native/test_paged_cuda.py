@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import Any
 
@@ -15,8 +16,8 @@ from hone.rollout.contract import RolloutEngine, Sampling
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.paged_core import PagedCore
 
-from .. import clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
-from ..engine_contract import CLAUSES, Factory, ask_all, verify
+from .. import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
+from ..engine_contract import CLAUSES, Factory, ask_all, play, update, verify
 from ..models import policy, prompts
 from .paged import PagedFactory, paged_core
 
@@ -35,7 +36,7 @@ class CudaFactory(PagedFactory):
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         moved = copy.deepcopy(policy).cuda()
         core = paged_core(moved, max_num_seqs=max_num_seqs, enforce_eager=self.eager)
-        return NativeRollout(core)  # type: ignore[arg-type]
+        return NativeRollout(core)
 
 
 class EagerCudaFactory(CudaFactory):
@@ -90,10 +91,10 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
 
 def test_log_probs_agree_with_the_trainer_in_bfloat16() -> None:
     lm = small_lm()
-    engine = NativeRollout(core_of(lm))  # type: ignore[arg-type]
+    engine = NativeRollout(core_of(lm))
     asked = random_prompts(24, 70)
     outputs = sampled(engine, asked, 100)
-    engine.close()
+    asyncio.run(engine.close())
     ids = torch.tensor(asked)
     responses = torch.tensor([o.token_ids for o in outputs])
     mask = torch.ones_like(responses)
@@ -110,27 +111,27 @@ def test_a_small_pool_preempts_and_still_says_the_same() -> None:
     texts = []
     for pages in (None, 100):
         core = core_of(lm, pages=pages)
-        engine = NativeRollout(core)  # type: ignore[arg-type]
+        engine = NativeRollout(core)
         texts.append([o.token_ids for o in sampled(engine, asked, 150, temperature=0.0)])
-        engine.close()
+        asyncio.run(engine.close())
     assert core.preempted > 0
     assert texts[0] == texts[1]
 
 
 def test_sleep_gives_the_memory_back_and_graphs_survive_it() -> None:
     core = core_of(small_lm(), max_num_seqs=32)
-    engine = NativeRollout(core)  # type: ignore[arg-type]
+    engine = NativeRollout(core)
     asked = random_prompts(24, 50)
     before = [o.token_ids for o in sampled(engine, asked, 40)]
     held, allocated = core.cache.nbytes, torch.cuda.memory_allocated()
     graphs = dict(core._step._graphs)
-    engine.sleep()
+    asyncio.run(engine.sleep())
     assert core.cache.nbytes == 0
     assert allocated - torch.cuda.memory_allocated() >= held
     blocker = torch.empty(held // 2, dtype=torch.uint8, device="cuda")  # new memory elsewhere
-    engine.wake_up()
+    asyncio.run(engine.wake_up())
     after = [o.token_ids for o in sampled(engine, asked, 40)]
-    engine.close()
+    asyncio.run(engine.close())
     assert after == before
     assert core._step._graphs.keys() == graphs.keys()
     assert all(core._step._graphs[k] is graphs[k] for k in graphs)
@@ -140,15 +141,15 @@ def test_sleep_gives_the_memory_back_and_graphs_survive_it() -> None:
 def test_training_still_reaches_parameters_that_share_memory() -> None:
     lm = small_lm()
     core = core_of(lm)
-    engine = NativeRollout(core)  # type: ignore[arg-type]
+    engine = NativeRollout(core)
     asked = random_prompts(8, 30)
     before = sampled(engine, asked, 20)
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter.mul_(1.05)
-    engine.update_weights((), 1)
+    play(update(engine, (), 1))
     after = sampled(engine, asked, 20)
-    engine.close()
+    asyncio.run(engine.close())
     assert [o.log_probs for o in before] != [o.log_probs for o in after]
     attention = lm.model.layers[0].self_attn
     joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hone.agents.loop_thread import run_beside
 from hone.models.fetch import FetchError, fetch_model
 from hone.models.load import load_causal_lm, load_tokenizer
 from hone.models.policy import PolicyModel
@@ -64,7 +65,7 @@ def engine_on(device: str, lm: Any, ends: Sequence[int]) -> RolloutEngine:
     if device == "cpu":
         return NativeRollout(NativeCore(PolicyModel(lm), **options))
     core = PagedCore(PolicyModel(lm), max_model_len=512, gpu_memory_utilization=0.2, **options)
-    return NativeRollout(core)  # type: ignore[arg-type]
+    return NativeRollout(core)
 
 
 def greedy(engine: RolloutEngine, prompts: list[list[int]]) -> list[list[int]]:
@@ -74,7 +75,7 @@ def greedy(engine: RolloutEngine, prompts: list[list[int]]) -> list[list[int]]:
         ]
         return [out.token_ids for out in await asyncio.gather(*jobs)]
 
-    return asyncio.run(play())
+    return run_beside(engine, play())
 
 
 def by_transformers(lm: Any, prompt: list[int], device: str) -> list[int]:
@@ -93,7 +94,7 @@ def test_greedy_equals_transformers_alone_and_in_a_batch(device: str, folder: st
     engine = engine_on(device, lm, (tokenizer.eos_token_id,))
     batched = greedy(engine, prompts)
     alone = [greedy(engine, [prompt])[0] for prompt in prompts[:6]]
-    engine.close()
+    asyncio.run(engine.close())
     lm.set_attn_implementation("sdpa")
     wanted = [by_transformers(lm, prompt, device) for prompt in prompts]
     assert batched == wanted

@@ -63,6 +63,7 @@ def test_scores_and_advantages_can_be_computed_again(train: Callable[..., Run]) 
 
 
 def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], task: Task) -> None:
+    from hone.agents.loop_thread import run_beside
     from hone.config import load_config
     from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
     from hone.models.policy import PolicyModel
@@ -75,13 +76,12 @@ def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], 
     lm = load_causal_lm(str(task.model), dtype=torch.float32)
     ends = eos_ids(lm.config, lm.generation_config, tokenizer)
     engine = build_rollout(config, PolicyModel(lm), tokenizer, ends, torch.device("cpu"))
-    engine.wake_up()
     for row in run.rollouts(1):
         sampling = Sampling(max_tokens=6, seed=row["seed"], temperature=1.0)
-        out = asyncio.run(engine.generate(row["prompt_ids"], sampling, row["trajectory_id"]))
+        out = run_beside(engine, engine.generate(row["prompt_ids"], sampling, row["trajectory_id"]))
         assert out.token_ids == row["response_ids"]
         assert out.log_probs == pytest.approx(row["rollout_log_probs"], abs=1e-5)
-    engine.close()
+    asyncio.run(engine.close())
 
 
 def test_extras_of_any_kind_are_kept(train: Callable[..., Run], task: Task) -> None:

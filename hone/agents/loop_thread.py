@@ -1,0 +1,109 @@
+"""Agent loops in an event loop of their own thread, beside the engine that answers them.
+
+An engine that is driven decodes in the thread that waits for the loops. After it has answered requests,
+the next step waits until the loops have asked again: so the batches, and with them the last bits of
+every number, do not depend on thread timing (unless a loop truly waits for something outside).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
+from typing import Any, Generic, TypeVar
+
+from hone.event_loop import EventLoopRun, run_coroutine
+from hone.rollout.contract import Driven, RolloutEngine, RolloutError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_SETTLE_HOPS = 16
+"""Turns of the event loop (a few µs each) for agent loops to ask again: a tool call takes nine."""
+_SETTLE_TIMEOUT_S = 5.0
+"""If an agent loop blocks the event loop longer than this, decoding goes on without it."""
+_LOOK_S = 0.001
+"""How often a loop that does not settle is looked at: it may have ended."""
+LOOPS_GRACE_S = 30.0
+"""How long agent loops may take to end after decoding stopped, and again after they are cancelled."""
+
+
+def run_beside(engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns; an engine that is driven decodes for it in this thread, to its end."""
+    if not isinstance(engine, Driven):
+        return run_coroutine(work)
+    loops = LoopThread(work, engine.notify)
+    loops.start()
+
+    def until() -> bool:
+        loops.settle()
+        return loops.outcome.done()
+
+    try:
+        engine.drive(until)
+        loops.end_after_decoding()
+    except BaseException:  # a Ctrl-C, say: the loops end first, so that tools are released
+        loops.cancel()
+        loops.wait(LOOPS_GRACE_S)
+        raise
+    return loops.outcome.result()
+
+
+class LoopThread(Generic[T]):
+    """One coroutine, and the tasks that it starts, in an event loop of their own thread."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], on_end: Callable[[], None]) -> None:
+        self.outcome: Future[T] = Future()
+        self._running = EventLoopRun(work)
+        self._on_end = on_end
+        self._settled = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="hone-loops", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome.set_result(self._running.run())
+        except BaseException as error:
+            self.outcome.set_exception(error)
+        self._settled.set()
+        self._on_end()
+
+    def call_soon(self, call: Callable[..., object], *arguments: object) -> bool:
+        return self._running.call_soon(call, *arguments)
+
+    def settle(self) -> None:
+        """Give loops that got an answer the turns to ask again."""
+        self._settled = settled = threading.Event()
+        if not self.call_soon(_after_hops, _SETTLE_HOPS, settled):
+            return
+        looks = round(_SETTLE_TIMEOUT_S / _LOOK_S)
+        if not any(settled.wait(_LOOK_S) or self.outcome.done() for _ in range(looks)):
+            log.warning(
+                "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
+                _SETTLE_TIMEOUT_S,
+            )
+
+    def cancel(self) -> None:
+        self._running.cancel()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the loops ended in time."""
+        return bool(wait([self.outcome], timeout=seconds).done)
+
+    def end_after_decoding(self) -> None:
+        """Every request has its answer by now; loops that still do not end are cancelled."""
+        if self.wait(LOOPS_GRACE_S):
+            return
+        self.cancel()
+        if not self.wait(LOOPS_GRACE_S):
+            raise RolloutError("decoding has stopped, but the agent loops that asked did not end")
+
+
+def _after_hops(hops: int, settled: threading.Event) -> None:
+    if hops == 0:
+        settled.set()
+    else:
+        asyncio.get_running_loop().call_soon(_after_hops, hops - 1, settled)

@@ -1,0 +1,116 @@
+"""One trajectory: a row through its agent loop, with its own seed.
+
+The seed is made of (run seed, uid, sample index), so that the tokens of a row do not depend on which rows
+run beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hone.agents.bounded import bounded
+from hone.agents.contract import AgentLoopOutput, ServerManager
+from hone.agents.loops.listing import LoopFactory, LoopNames
+from hone.agents.output_check import MEASURED, check_output, measured
+from hone.config import PPOTrainerConfig
+from hone.ops.counter_rng import trajectory_seed
+from hone.protocol import DataProto
+from hone.rollout.contract import RolloutEngine
+
+
+class AgentLoopFailed(RuntimeError):
+    """A loop raised; the message says which loop, on which row, and what."""
+
+
+class Job(NamedTuple):
+    """One row, and the loop that it goes through."""
+
+    loop_name: str
+    factory: LoopFactory
+    sampling: dict[str, Any]
+    row: dict[str, Any]
+
+
+class TrajectoryMaker:
+    """Makes trajectories of rows; a new loop for each."""
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        run_seed: int,
+        vocabulary: int | None,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._run_seed = run_seed
+        self._vocabulary = vocabulary
+        self._names = LoopNames(config.actor_rollout_ref.rollout)
+
+    def jobs(self, rows: DataProto) -> list[Job]:
+        """The rows with their loops; a name that no loop has is refused here."""
+        columns, sampling = rows.non_tensor_batch, rows.meta_info["sampling_params"]
+        given = columns.get("agent_name", [None] * len(rows))
+        names = [self._names.of_row(name) for name in given]
+        factories = {name: self._names.factory(name) for name in set(names)}
+        return [
+            Job(name, factories[name], dict(sampling), {k: v[i] for k, v in columns.items()})
+            for i, name in enumerate(names)
+        ]
+
+    async def make(self, job: Job) -> AgentLoopOutput:
+        name, row = job.loop_name, job.row
+        rollout = self._config.actor_rollout_ref.rollout
+        manager = ServerManager(
+            self._engine,
+            seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),
+            max_tokens=rollout.response_length,
+        )
+
+        async def trajectory() -> AgentLoopOutput:
+            loop = job.factory(self._config, manager, self._tokenizer, None)
+            output = await loop.run(job.sampling, **row)
+            check_output(output, name, row=row, vocabulary=self._vocabulary)
+            return output
+
+        try:
+            # A cancelled loop has the time of a call to release its tools.
+            grace_s = rollout.multi_turn.tool_timeout_s
+            output = await bounded(trajectory(), None, grace_s=grace_s)
+        except Exception as error:
+            raise AgentLoopFailed(
+                f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        # Columns of the row that the loop handed through are in the batch already.
+        output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
+        return _cut(output, rollout.response_length)
+
+
+def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:
+    """No response is longer than `max_response_length`; what a loop wrote beyond it is dropped."""
+    if len(output.response_ids) <= longest:
+        return output
+    output.response_ids = output.response_ids[:longest]
+    output.response_mask = output.response_mask[:longest]
+    if output.response_logprobs is not None:
+        output.response_logprobs = output.response_logprobs[:longest]
+    if output.versions is not None:
+        output.versions = output.versions[:longest]
+    return output
+
+
+def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
+    """min, max and mean of what loops measured, by verl's metric names; sums run in the order given."""
+    found = [measured(o) for o in outputs]
+    summary: dict[str, float] = {}
+    for name in MEASURED:
+        values = np.array([float(m[name]) for m in found])
+        for statistic in ("min", "max", "mean"):
+            summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
+    return summary

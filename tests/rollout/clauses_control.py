@@ -1,0 +1,266 @@
+"""What control verbs do to requests: abort, pause, resume, an update of the weights, streaming."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hone.rollout.contract import (
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+    StopReason,
+    TokenDelta,
+    TokenOutput,
+)
+
+from . import engine_contract
+from .engine_contract import Factory, ask, ask_all, clause, play, update
+from .models import policy, prompts
+
+SHORT = Sampling(max_tokens=60, temperature=1.0, seed=1, ignore_eos=True)
+PROMPT = prompts(1, 7, 7, seed=9)[0]
+OTHERS = prompts(3, 4, 9, seed=10)
+
+
+def long(factory: Factory) -> Sampling:
+    """A request that is met under way."""
+    return replace(SHORT, max_tokens=factory.long_tokens)
+
+
+class Watched:
+    """A request whose tokens are counted as they are drawn."""
+
+    def __init__(self, engine: RolloutEngine, prompt: Sequence[int], sampling: Sampling, name: str):
+        self.deltas: list[TokenDelta] = []
+        self._some = asyncio.Event()
+        self.job = asyncio.create_task(
+            engine.generate(prompt, sampling, name, on_tokens=self._count)
+        )
+
+    def _count(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
+        self._some.set()
+
+    async def under_way(self) -> None:
+        await asyncio.wait_for(self._some.wait(), engine_contract.DEADLINE_S)
+
+
+def matches(
+    factory: Factory, out: TokenOutput, whole: TokenOutput, *, until: int | None = None
+) -> None:
+    """Equal tokens, with the same bits of their log-probs where the engine has them in any batch."""
+    assert out.token_ids[:until] == whole.token_ids[:until]
+    if "bits" in factory.probes:
+        assert out.log_probs[:until] == whole.log_probs[:until]
+    else:
+        assert out.log_probs[:until] == pytest.approx(whole.log_probs[:until], abs=1e-4)
+
+
+@clause()
+def every_token_carries_the_version_it_was_drawn_with(factory: Factory) -> None:
+    with factory.engine(policy()) as engine:
+        for version in (0, 4, 5):
+            play(update(engine, (), version))
+            assert engine.version == version
+            out = ask(engine, PROMPT, Sampling(5, 1.0, version, ignore_eos=True))
+            assert out.versions == [version] * 5
+
+
+@clause()
+def tokens_are_streamed_as_they_are_drawn(factory: Factory) -> None:
+    sampling = long(factory)
+    with factory.engine(policy()) as engine:
+
+        async def streamed() -> tuple[TokenOutput, list[TokenDelta], int]:
+            watched = Watched(engine, PROMPT, sampling, "streamed")
+            beside = asyncio.create_task(engine.generate(OTHERS[0], SHORT, "beside"))
+            await watched.under_way()
+            early = sum(len(delta.token_ids) for delta in watched.deltas)
+            await beside
+            return await watched.job, watched.deltas, early
+
+        out, deltas, early = play(streamed())
+        alone = ask(engine, PROMPT, sampling)
+    assert len(out.token_ids) == sampling.max_tokens > early, "the first delta held all of it"
+    for name in ("token_ids", "log_probs", "versions"):
+        assert [x for delta in deltas for x in getattr(delta, name)] == getattr(out, name)
+    matches(factory, out, alone)
+
+
+@clause()
+def an_error_of_on_tokens_ends_its_own_request(factory: Factory) -> None:
+    def wrong(delta: TokenDelta) -> None:
+        raise LookupError("the callers own")
+
+    with factory.engine(policy()) as engine:
+
+        async def both() -> list[TokenOutput | BaseException]:
+            jobs = (
+                engine.generate(PROMPT, SHORT, "wrong", on_tokens=wrong),
+                engine.generate(PROMPT, SHORT, "good"),
+            )
+            return list(await asyncio.gather(*jobs, return_exceptions=True))
+
+        failed, good = play(both())
+    assert isinstance(failed, LookupError)
+    assert isinstance(good, TokenOutput)
+    assert len(good.token_ids) == SHORT.max_tokens
+
+
+@clause()
+def abort_ends_the_named_requests_alone(factory: Factory) -> None:
+    """The others go on to the same bits, and new ones are served at once."""
+    sampling = long(factory)
+    with factory.engine(policy(), max_num_seqs=3) as engine:
+        alone = ask_all(engine, OTHERS, [SHORT] * 3)
+
+        async def interrupted() -> tuple[TokenOutput, TokenOutput, list[TokenOutput]]:
+            first = Watched(engine, PROMPT, sampling, "first")
+            others = [
+                asyncio.create_task(engine.generate(p, SHORT, f"other {i}"))
+                for i, p in enumerate(OTHERS)
+            ]
+            waits = asyncio.create_task(engine.generate(PROMPT, sampling, "waits for a slot"))
+            await first.under_way()
+            await engine.abort({"first", "waits for a slot", "nobody"})
+            return await first.job, await waits, list(await asyncio.gather(*others))
+
+        ended, waited, others = play(interrupted())
+        assert 0 < len(ended.token_ids) < sampling.max_tokens, "the tokens drawn before are lost"
+        assert len(ended.token_ids) == len(ended.log_probs) == len(ended.versions)
+        assert ended.stop_reason is waited.stop_reason is StopReason.ABORT
+        for out, whole in zip(others, alone, strict=True):
+            assert out.stop_reason is StopReason.LENGTH
+            matches(factory, out, whole)
+        again = ask(engine, PROMPT, replace(sampling, max_tokens=len(ended.token_ids)))
+    matches(factory, ended, again)
+
+
+@clause()
+def abort_of_all_leaves_the_engine_open(factory: Factory) -> None:
+    sampling = long(factory)
+    with factory.engine(policy()) as engine:
+
+        async def interrupted() -> list[TokenOutput]:
+            first = Watched(engine, PROMPT, sampling, "first")
+            await first.under_way()
+            just_asked = asyncio.create_task(engine.generate(PROMPT, sampling, "just asked"))
+            await asyncio.sleep(0)
+            await engine.abort()
+            later = await engine.generate(PROMPT, SHORT, "later")
+            return [await first.job, await just_asked, later]
+
+        first, just_asked, later = play(interrupted())
+    assert first.stop_reason is just_asked.stop_reason is StopReason.ABORT
+    assert len(later.token_ids) == SHORT.max_tokens
+
+
+async def _while_paused(
+    engine: RolloutEngine,
+    sampling: Sampling,
+    keep: bool,
+    change: Callable[[], Coroutine[Any, Any, None]],
+) -> tuple[TokenOutput, int, TokenOutput]:
+    """Pause under way, look whether anything moves, change something, resume."""
+    running = Watched(engine, PROMPT, sampling, "running")
+    await running.under_way()
+    await engine.pause(keep)
+    late = asyncio.create_task(engine.generate(PROMPT, SHORT, "late"))
+    await asyncio.sleep(0.02)  # what was drawn before is on its way
+    drawn = sum(len(delta.token_ids) for delta in running.deltas)
+    done, _ = await asyncio.wait([late], timeout=engine_contract.HOLD_S)
+    assert not done, "a request was answered between pause and resume"
+    assert drawn == sum(len(delta.token_ids) for delta in running.deltas), "tokens were drawn"
+    assert running.job.done() == (not keep)
+    await change()
+    await engine.resume()
+    return await running.job, drawn, await late
+
+
+async def _nothing() -> None: ...
+
+
+@clause()
+def pause_ends_what_runs_and_holds_what_comes(factory: Factory) -> None:
+    sampling = long(factory)
+    with factory.engine(policy()) as engine:
+        whole = ask(engine, PROMPT, sampling)
+        out, _, late = play(_while_paused(engine, sampling, False, _nothing))
+    assert out.stop_reason is StopReason.ABORT
+    assert 0 < len(out.token_ids) == len(out.log_probs) == len(out.versions) < sampling.max_tokens
+    matches(factory, out, whole, until=len(out.token_ids))
+    matches(factory, late, whole, until=SHORT.max_tokens)
+    assert late.stop_reason is StopReason.LENGTH
+
+
+@clause("partial_keep")
+def pause_with_keep_goes_on_where_it_stood(factory: Factory) -> None:
+    sampling = long(factory)
+    with factory.engine(policy()) as engine:
+        whole = ask(engine, PROMPT, sampling)
+        out, _, late = play(_while_paused(engine, sampling, True, _nothing))
+    assert out.stop_reason is StopReason.LENGTH
+    matches(factory, out, whole)
+    matches(factory, late, whole, until=SHORT.max_tokens)
+
+
+@clause("partial_keep")
+def a_kept_request_takes_new_weights_from_its_next_token(factory: Factory) -> None:
+    sampling = long(factory)
+    with factory.engine(policy()) as engine:
+        whole = ask(engine, PROMPT, sampling)
+
+        async def change() -> None:
+            await update(engine, policy(seed=1).lm.named_parameters(), 3)
+
+        out, drawn, late = play(_while_paused(engine, sampling, True, change))
+    assert out.versions == [0] * drawn + [3] * (sampling.max_tokens - drawn)
+    assert 0 < drawn < sampling.max_tokens
+    matches(factory, out, whole, until=drawn)
+    if "model" in factory.traits:
+        assert out.token_ids != whole.token_ids, "the old weights were used"
+    assert late.versions == [3] * SHORT.max_tokens
+
+
+@clause()
+def half_an_update_is_never_asked_for_tokens(factory: Factory) -> None:
+    weights = list(policy(seed=1).lm.named_parameters())
+    with factory.engine(policy()) as engine:
+        play(engine.begin_update())
+        for stage in (weights[:2], weights[2:]):
+            play(engine.load(stage))
+            with pytest.raises(RolloutError, match="between begin_update and commit"):
+                play(engine.generate(PROMPT, SHORT, "too early"))
+        with pytest.raises(RolloutError, match="between begin_update and commit"):
+            play(engine.resume())
+        play(engine.commit(2))
+        assert ask(engine, PROMPT, SHORT).versions == [2] * SHORT.max_tokens
+
+
+@clause()
+def an_update_is_begun_before_it_goes_on(factory: Factory) -> None:
+    with factory.engine(policy()) as engine:
+        for verb in (engine.load(()), engine.commit(1)):
+            with pytest.raises(RolloutError, match="without begin_update"):
+                play(verb)
+        assert ask(engine, PROMPT, SHORT).versions == [0] * SHORT.max_tokens
+
+
+@clause()
+def an_update_waits_for_requests_that_are_not_paused(factory: Factory) -> None:
+    sampling = long(factory)
+    with factory.engine(policy()) as engine:
+
+        async def beside() -> TokenOutput:
+            running = Watched(engine, PROMPT, sampling, "running")
+            await running.under_way()
+            with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
+                await engine.begin_update()
+            return await running.job
+
+        assert play(beside()).versions == [0] * sampling.max_tokens
