@@ -42,6 +42,8 @@ BESIDE = (
     "trainer/ppo/scoring.py",
     "trainer/ppo/credit.py",
     "trainer/ppo/metrics.py",
+    "agents/trajectory.py",
+    "agents/loop_thread.py",
     "rollout/native/engine.py",
     "rewards/managers/naive.py",
     "algorithms/advantages/outcome.py",
@@ -52,7 +54,7 @@ BESIDE = (
     "engine/microbatch.py",
 )
 
-MOST_FILES, MOST_LINES = 15, 2550
+MOST_FILES, MOST_LINES = 15, 2750
 
 
 def lines_of(name: str) -> int:

@@ -78,7 +78,7 @@ def two_turn_batch(worker: ActorRolloutRefWorker, config: Any) -> DataProto:
         }
     )
     rows.meta_info["sampling_params"] = {"temperature": 1.0}
-    batch = worker.rollout.runner.run(rows)
+    batch = worker.generate_sequences(rows)
     batch.meta_info["temperature"] = 1.0
     batch = batch.union(worker.compute_log_prob(batch))
     generator = torch.Generator().manual_seed(0)

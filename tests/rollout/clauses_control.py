@@ -125,7 +125,7 @@ def abort_ends_the_named_requests_alone(factory: Factory) -> None:
                 asyncio.create_task(engine.generate(p, SHORT, f"other {i}"))
                 for i, p in enumerate(OTHERS)
             ]
-            waits = asyncio.create_task(engine.generate(PROMPT, sampling, "waits for a slot"))
+            waits = asyncio.create_task(engine.generate(PROMPT, SHORT, "waits for a slot"))
             await first.under_way()
             await engine.abort({"first", "waits for a slot", "nobody"})
             return await first.job, await waits, list(await asyncio.gather(*others))
