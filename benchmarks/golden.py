@@ -58,6 +58,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 ON_RAY = ("trainer.controller=ray", "ray_kwargs.ray_init.num_cpus=2")
 TWO_RANKS = (*ON_RAY, "trainer.n_gpus_per_node=2")
 WHERE: dict[str, tuple[str, ...]] = {"local": (), "ray": ON_RAY, "ray2": TWO_RANKS}
+FOUR_PROMPTS = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
 CASES = [
     *(f"local-{name}" for name in ALGORITHMS),
     "local-grpo-killed",
@@ -86,6 +87,7 @@ def play(case: str, task: Task, folder: Path, nursery: Nursery) -> Run:
         task.validated(),
         *ALGORITHMS[name],
         *WHERE[where],
+        *(FOUR_PROMPTS if case == "ray2-dapo" else ()),
     )
     if killed:
         nursery.run_and_kill(command, lambda: _steps_done(folder) >= 2, delay_s=0.05)
