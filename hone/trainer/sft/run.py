@@ -26,6 +26,7 @@ from hone.models.policy import PolicyModel
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_folder
+from hone.trainer.earlier_config import SFT_KEYS, changed_settings
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
@@ -267,6 +268,9 @@ class SFTRun:
                 f"its weights go back to model.path={began_with}, not to {path}: to train that one, "
                 "set another trainer.default_local_dir"
             )
+        before = RunFolder(folder.parent).earlier_config()
+        for change in changed_settings(before, config_to_dict(self.config), SFT_KEYS):
+            screen().line(f"from {folder.name} on: {change}")
 
     def _begin(self) -> tuple[int, Path] | None:
         """Where to go on. The first rank clears the folder before the others look into it."""
