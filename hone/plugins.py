@@ -68,7 +68,9 @@ class Table:
         if isinstance(taken, str) and not isinstance(target, str):
             taken = load_object(taken)
         if taken is not None and not _same(taken, target):
-            raise PluginError(f"{self.kind} {name!r} is already {taken!r}; choose another name")
+            raise PluginError(
+                f"{self.kind} {name!r} is already {_described(taken)}; choose another name"
+            )
         self._entries.setdefault(name, target)
 
     def replace(self, name: str, target: Any) -> None:
@@ -122,6 +124,14 @@ class TableView(MutableMapping[str, Any]):
 def plain_name(name: Any) -> Any:
     """A name, also where an enum member stands for it, as in verl."""
     return getattr(name, "value", name)
+
+
+def _described(thing: Any) -> str:
+    """`Name of file.py` for what a user's file defines, never the name that its module has here."""
+    name = getattr(thing, "__qualname__", None)
+    module = sys.modules.get(getattr(thing, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    return f"{name} of {file}" if name and file else f"{thing!r:.80}"
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -59,8 +59,8 @@ class RouterReplayConfig(Block):
 class ActorConfig(Block):
     """The policy update."""
 
-    strategy: Literal["fsdp", "fsdp2", "megatron", "veomni"] = "fsdp2"
-    """Training engine beyond one rank; fsdp and fsdp2 both mean FSDP2 here."""
+    strategy: str = "fsdp2"
+    """Training engine: fsdp and fsdp2 (both FSDP2 beyond one rank), or your own as pkg.mod:Class."""
     rollout_n: int = field(default=follows("actor_rollout_ref.rollout.n"))
     """Responses a prompt; follows the rollout."""
     ppo_mini_batch_size: int = field(default=at_most(256, "data.train_batch_size"))

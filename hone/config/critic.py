@@ -6,7 +6,7 @@ It exists when the estimator reads values (gae) or `critic.enable` asks for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from hone.config.actor import LossAggMode
 from hone.config.block import Block
@@ -58,8 +58,8 @@ class CriticConfig(Block):
 
     enable: bool | None = None
     """Build the critic; null builds it when the estimator reads values."""
-    strategy: Literal["fsdp", "fsdp2", "megatron", "veomni"] = "fsdp2"
-    """Training engine beyond one rank; fsdp and fsdp2 both mean FSDP2 here."""
+    strategy: str = "fsdp2"
+    """Training engine: fsdp and fsdp2 (both FSDP2 beyond one rank), or your own as pkg.mod:Class."""
     rollout_n: int = field(default=follows("actor_rollout_ref.rollout.n"))
     """Responses a prompt; follows the rollout."""
     ppo_mini_batch_size: int = field(default=follows("actor_rollout_ref.actor.ppo_mini_batch_size"))

@@ -93,8 +93,8 @@ class FSDPConfig(Block):
     """Recompute the entropy in the backward pass."""
     forward_only: bool = False
     """The model is never updated; no optimizer is built."""
-    strategy: Literal["fsdp", "fsdp2", "megatron"] = "fsdp2"
-    """Sharding strategy beyond one rank."""
+    strategy: str = "fsdp2"
+    """Training engine of SFT: fsdp2, or your own as pkg.mod:Class; the roles of RL have a key each."""
     dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
     """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
     use_no_sync_for_gradient_accumulation: bool = False

@@ -30,6 +30,8 @@ class Rule:
     state: State
     why: str
     accepts: tuple[Any, ...] | Accepts = Accepts.ANY
+    or_own: bool = False
+    """Whether the user's own is let through too, as pkg.mod:object."""
 
     def lets_through(self, value: Any, default: Any) -> bool:
         """True when the value may be written."""
@@ -37,6 +39,8 @@ class Rule:
             return True
         if self.accepts is Accepts.DEFAULT:
             return bool(value == default)
+        if self.or_own and isinstance(value, str) and ":" in value:
+            return True
         if self.accepts is Accepts.OFF:
             return value in (None, False, 0, "", "disabled") or value in ({}, [], ())
         return value in self.accepts
@@ -45,6 +49,11 @@ class Rule:
 def works_only(pattern: str, values: tuple[Any, ...], why: str) -> Rule:
     """The key works with these values; the others are refused."""
     return Rule(pattern, "works", why, values)
+
+
+def works_named(pattern: str, names: tuple[str, ...], why: str) -> Rule:
+    """The key works with these names and with the user's own, as pkg.mod:object; others are refused."""
+    return Rule(pattern, "works", why, names, or_own=True)
 
 
 def neutral(pattern: str, why: str) -> Rule:
@@ -64,8 +73,17 @@ def refused(pattern: str, why: str) -> Rule:
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
+_FSDP2 = "FSDP2 is the one way to shard; use fsdp2"
+
+
+def strategies(*roles: str) -> tuple[Rule, ...]:
+    """The training engine of these blocks: ours, or the user's own."""
+    why = f"{_FSDP2}, or your own as pkg.mod:Class"
+    return tuple(works_named(f"{role}.strategy", ("fsdp", "fsdp2"), why) for role in roles)
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
-    only("**.strategy", ("fsdp", "fsdp2"), "FSDP2 is the one way to shard; use fsdp2"),
+    only("**.strategy", ("fsdp", "fsdp2"), _FSDP2),
     only("**.wrap_policy.min_num_params", (0,), "sharding is by decoder layer; use 0"),
     neutral("**.forward_prefetch", "FSDP2 prefetches by itself"),
     neutral("**.use_orig_params", "FSDP2 always keeps the original parameters"),
@@ -278,6 +296,7 @@ RULES: tuple[Rule, ...] = (
     *REWARD_RULES,
     *OTHER_RULES,
     *PROFILER_RULES,
+    *strategies("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"),
     *ENGINE_RULES,
 )
 """The first rule whose pattern names a key decides."""

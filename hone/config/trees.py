@@ -28,6 +28,7 @@ from hone.config.states import (
     neutral,
     only,
     refused,
+    strategies,
 )
 from hone.config.states import RULES as PPO_RULES
 
@@ -91,6 +92,7 @@ SFT_RULES = (
     refused("trainer.default_hdfs_dir", "checkpoints go to trainer.default_local_dir"),
     *NO_RAY_RULES,
     *PROFILER_RULES,
+    *strategies("engine"),
     *ENGINE_RULES,
 )
 GENERATION_RULES = (

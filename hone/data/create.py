@@ -16,7 +16,7 @@ from hone.data.dataset import RLHFDataset
 from hone.data.dynamic import DynamicGenDataset
 from hone.data.loader import PromptLoader
 from hone.data.objects import load_object
-from hone.data.rows import BadRows, DataError, expand_files, read_file
+from hone.data.rows import BadRows, DataError, Row, expand_files, read_file
 from hone.data.samplers import Mixture
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 
@@ -41,7 +41,7 @@ def dataset_class(config: DataConfig, is_train: bool) -> type:
 
 
 def create_rl_dataset(
-    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
     data_config: DataConfig,
     tokenizer: Any,
     processor: Any = None,
@@ -56,6 +56,39 @@ def create_rl_dataset(
         processor=processor,
         max_samples=max_samples,
     )
+
+
+def training_rows(given: Any, data_config: DataConfig, tokenizer: Any, processor: Any) -> Any:
+    """The data set that was given, or that of `data.train_files`."""
+    if given is not None:
+        return given_dataset(given, data_config, tokenizer, processor, is_train=True)
+    files, most = data_config.train_files, data_config.train_max_samples
+    return create_rl_dataset(files, data_config, tokenizer, processor, True, most)
+
+
+def given_dataset(
+    given: Any, data_config: DataConfig, tokenizer: Any, processor: Any, *, is_train: bool
+) -> Any:
+    """A data set that a program hands over: as it is, or made of rows in the schema of the files."""
+    rows = _rows_of(given)
+    if rows is None:
+        return given
+    if not rows:
+        raise DataError(f"the {'training' if is_train else 'validation'} data set has no rows")
+    return create_rl_dataset(rows, data_config, tokenizer, processor, is_train)
+
+
+def _rows_of(given: Any) -> list[Any] | None:
+    """The rows of a list, an Arrow table, a Hugging Face data set or a frame; None for a data set."""
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if hasattr(given, "to_pylist"):
+        return list(given.to_pylist())
+    if hasattr(given, "to_list"):
+        return list(given.to_list())
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):
+        return list(given.to_dict("records"))
+    return None
 
 
 def create_sft_dataset(

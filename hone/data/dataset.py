@@ -28,7 +28,7 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.rows import BadRows, DataError, Row, read_rows
+from hone.data.rows import BadRows, DataError, Row, SettingError, read_rows
 from hone.data.schema import COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 
@@ -39,7 +39,7 @@ PLACEHOLDERS = {"<image>": "image", "<video>": "video"}
 
 
 class RLHFDataset:
-    """Prompt rows from one or many files.
+    """Prompt rows from one or many files, or given as dicts.
 
     A row holds raw_prompt, prompt_ids (cut to data.max_prompt_length), data_source, reward_model,
     extra_info, agent_name (None where the data name none), tools_kwargs, interaction_kwargs,
@@ -48,7 +48,7 @@ class RLHFDataset:
 
     def __init__(
         self,
-        data_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        data_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
         tokenizer: Any,
         config: DataConfig,
         processor: Any = None,
@@ -316,15 +316,18 @@ def _split(text: str) -> list[dict[str, str]]:
 
 
 def load_tool_schemas(config: DataConfig) -> list[dict[str, Any]] | None:
-    """Tool schemas of data.tool_config_path, which the chat template shows to the model."""
+    """Tool schemas of data.tool_config_path, which the chat template shows to the model.
+
+    It follows rollout.multi_turn.tool_config_path: the command line says which of them was set.
+    """
     path = config.tool_config_path
     if not path:
         return None
     try:
         loaded = read_yaml(path)
     except BadText as error:
-        raise DataError(f"data.tool_config_path: {error}") from error
+        raise SettingError(str(error), path) from error
     tools = (loaded.get("tools") if isinstance(loaded, Mapping) else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"data.tool_config_path={path}: `tools` is a list of objects")
+        raise SettingError(f"{path} has no list `tools:` of objects", path)
     return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

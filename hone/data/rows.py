@@ -10,9 +10,10 @@ import bisect
 import glob
 import gzip
 import hashlib
+import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,14 @@ TRAINING_KEYS = "data.train_files and data.val_files"
 
 class DataError(ValueError):
     """A data file, row or loader state that cannot be used; says which and what to do."""
+
+
+class SettingError(DataError):
+    """A file of the configuration that cannot be used; `path` is what a key was set to."""
+
+    def __init__(self, sentence: str, path: str) -> None:
+        super().__init__(sentence)
+        self.path = path
 
 
 @dataclass
@@ -330,16 +339,29 @@ def _distinct_names(files: Sequence[FileRows]) -> list[str]:
 
 
 def read_rows(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
     bad: BadRows,
     keys: str = TRAINING_KEYS,
 ) -> RowStore:
-    """Read every file; stops when nothing at all is left. `keys` named the files, for the errors."""
-    paths = expand_files(files, keys)
+    """Read every file; stops when nothing at all is left. `keys` named the files, for the errors.
+
+    Rows themselves (dicts) may stand in place of files.
+    """
+    if isinstance(files, (list, tuple)) and files and all(isinstance(f, Mapping) for f in files):
+        return _in_memory(files)
+    paths = expand_files(files, keys)  # type: ignore[arg-type]  # rows were taken above
     read = [rows for path in paths if (rows := read_file(path, bad, keys)) is not None]
     if not read:
         raise DataError(f"no rows could be read from {', '.join(paths)}: {'; '.join(bad.examples)}")
     return RowStore(read)
+
+
+def _in_memory(rows: Sequence[Any]) -> RowStore:
+    """Rows that a program made; their content names them, as a file's does."""
+    content = json.dumps(rows, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+    fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
+    plain = _JsonRows(dict(row) for row in rows)
+    return RowStore([FileRows("rows in memory", plain, range(len(plain)), fingerprint)])
 
 
 def as_table(rows: Sequence[Row]) -> Any:

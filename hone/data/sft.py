@@ -27,7 +27,7 @@ from hone.data.prompts import (
 )
 from hone.data.rows import BadRows, DataError, Row, read_rows
 from hone.data.schema import text_problem
-from hone.text import BadText, flaw_of, read_json
+from hone.text import BadText, flaw_of, read_json, shown
 
 THREADS = 4
 """Tokenizers let go of Python's lock, so that threads share their work."""
@@ -160,9 +160,10 @@ class SFTDataset:
 
     def encode(self, row: Row) -> Encoded:
         """Token ids and mask of one row, not yet cut."""
+        config = self.config
         return encode_single_turn(
-            looked_up(row, self.config.prompt_key, self.config.prompt_dict_keys),
-            looked_up(row, self.config.response_key, self.config.response_dict_keys),
+            looked_up(row, config.prompt_key, config.prompt_dict_keys, "data.prompt_key"),
+            looked_up(row, config.response_key, config.response_dict_keys, "data.response_key"),
             self.tokenizer,
             self.config.prompt_format,
             self.template_kwargs,
@@ -171,10 +172,13 @@ class SFTDataset:
 
     def problem(self, row: Row) -> str | None:
         """Why the row cannot be learnt from, or None."""
+        config = self.config
         try:
             refuse_hostile_text(row, self.config.prompt_key, self.config.response_key)
-            prompt = looked_up(row, self.config.prompt_key, self.config.prompt_dict_keys)
-            response = looked_up(row, self.config.response_key, self.config.response_dict_keys)
+            prompt = looked_up(row, config.prompt_key, config.prompt_dict_keys, "data.prompt_key")
+            response = looked_up(
+                row, config.response_key, config.response_dict_keys, "data.response_key"
+            )
             refuse_unknown_roles(as_messages(prompt))
         except PromptError as error:
             return str(error)
@@ -297,11 +301,19 @@ def refuse_hostile_text(row: Row, *columns: str) -> None:
         raise PromptError(str(problem))
 
 
-def looked_up(row: Row, key: str, dict_keys: Sequence[str] | None) -> Any:
-    """Column `key`, then the named fields inside it."""
-    value: Any = row
-    for name in (key, *(dict_keys or ())):
+def looked_up(row: Row, key: str, dict_keys: Sequence[str] | None, setting: str) -> Any:
+    """Column `key`, then the named fields inside it; `setting` is the key that names the column."""
+    if row.get(key) is None:
+        raise PromptError(
+            f"column {key!r} ({setting}) is missing or empty; the row has {', '.join(map(str, row))}"
+        )
+    value: Any = row[key]
+    for name in dict_keys or ():
         if not isinstance(value, Mapping) or value.get(name) is None:
-            raise PromptError(f"no {name!r} in the row; it has {', '.join(map(str, row))}")
+            inside = ", ".join(map(str, value)) if isinstance(value, Mapping) else shown(value)
+            raise PromptError(
+                f"column {key!r} has no {name!r} ({setting.removesuffix('_key')}_dict_keys); it has "
+                f"{inside}"
+            )
         value = value[name]
     return value

@@ -1,16 +1,55 @@
-"""Making an engine from configuration: sharding and optimizer."""
+"""Our engine from a spec: the model and its adapters, sharding, optimizer."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from hone.config.engine import FSDPConfig, OptimConfig
+from hone.engine.contract import EngineSpec
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
 from hone.engine.optimizer import Optimizer
 from hone.models.compiled import compile_layers
 from hone.models.fused import fuse
+from hone.models.load import load_causal_lm
+from hone.models.lora import draw_adapters
+from hone.models.policy import PolicyModel, ValueModel
+
+
+def build(spec: EngineSpec) -> Engine:
+    """What `strategy=fsdp2` names: a Hugging Face decoder, whole on one rank, FSDP2 over several."""
+    ranks = spec.world_size
+    return build_engine(
+        load_module(spec),
+        optim=spec.optim,
+        grad_clip=spec.grad_clip,
+        fsdp=spec.fsdp,
+        train_rule=spec.train_rule(ranks),
+        infer_rule=spec.infer_rule(ranks),
+        response_width=spec.response_width,
+        world_size=ranks,
+        compile_blocks=spec.compile_blocks,
+    )
+
+
+def load_module(spec: EngineSpec) -> PolicyModel | ValueModel:
+    """The decoder under the head that the spec asks for; frozen where nothing is to train it."""
+    lm = load_causal_lm(
+        spec.model_path,
+        dtype=spec.dtype,
+        override_config=spec.override_config,
+        device=spec.device,
+    )
+    if spec.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    lm = lm.to(spec.device)
+    module = PolicyModel(lm) if spec.head == "policy" else ValueModel(lm)
+    if spec.adapters is not None:
+        module.lm = draw_adapters(module.lm, spec.adapters, spec.seed)
+    if spec.optim is None:
+        module.requires_grad_(False)
+    return module.to(spec.device)
 
 
 def build_engine(

@@ -62,6 +62,11 @@ def load_checkpoint(
     contents: Collection[str] | None = None,
 ) -> None:
     """Read the named parts; None reads all that was written."""
+    if not folder.is_dir():
+        raise CheckpointMissing(
+            f"{folder.parent} holds no {folder.name}: the run that wrote it had none; keep its "
+            "settings, or start from its model in another trainer.default_local_dir"
+        )
     written = _saved_leaves(folder)
     saved = {name.partition(".")[0] for name in written}
     wanted = saved if contents is None else _sections(contents) & saved

@@ -6,16 +6,19 @@ mini-batch, and owns everything about devices and ranks. Workers hold nothing bu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from hone.config.engine import FSDPConfig, OptimConfig
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.lora import Adapters
 from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
@@ -97,6 +100,43 @@ class Terms:
     """Metrics that are means over this micro-batch's loss tokens."""
     maxima: Mapping[str, Tensor | float] = field(default_factory=dict)
     """Metrics whose largest value counts."""
+
+
+RowsPerRank = Callable[[int], MicroBatchRule]
+"""How a mini-batch is cut on one rank, from the number of data-parallel slots."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is built from. What `strategy` names is called with it alone: `Engine(spec)`.
+
+    The process has joined its peers (torch.distributed) where `world_size` is above 1.
+    """
+
+    head: Literal["policy", "value"]
+    """policy: `infer` gives log_probs (and entropy, sum_pi_squared); value: values."""
+    model_path: str
+    device: torch.device
+    dtype: torch.dtype
+    """In which parameters are held and computed with; masters are float32."""
+    fsdp: FSDPConfig
+    """The `fsdp_config` block of the role: sharding, offload, seed of dropout."""
+    train_rule: RowsPerRank
+    infer_rule: RowsPerRank
+    response_width: int
+    """Longest response: the divisor of `seq-mean-token-sum-norm`."""
+    optim: OptimConfig | None = None
+    """None: the model is only run forward."""
+    grad_clip: float = 0.0
+    override_config: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the model's own config."""
+    gradient_checkpointing: bool = False
+    adapters: Adapters | None = None
+    seed: int = 0
+    """Of new weights."""
+    compile_blocks: bool = False
+    rank: int = 0
+    world_size: int = 1
 
 
 class Options(TypedDict, total=False):

@@ -5,15 +5,17 @@ Leaves out the weights: which dtype and device they go to is the program's busin
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hone.config.generation import GenerationModelConfig
 from hone.config.model import ModelConfig
 from hone.models.external import import_external
 from hone.models.load import load_tokenizer
-from hone.models.lora import wrap_lora
+from hone.models.lora import Adapters, draw_adapters
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 
 def build_tokenizer(model: ModelConfig | GenerationModelConfig) -> Any:
@@ -27,16 +29,22 @@ def build_tokenizer(model: ModelConfig | GenerationModelConfig) -> Any:
     return tokenizer
 
 
-def build_lora(lm: Any, model: ModelConfig, seed: int) -> Any:
+def adapters_of(model: ModelConfig) -> Adapters | None:
+    """The LoRA adapters that a model block asks for."""
+    if not model.uses_lora:
+        return None
+    return Adapters(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        dropout=model.lora_dropout,
+        target_modules=model.target_modules,
+        exclude_modules=model.exclude_modules,
+        adapter_path=model.lora_adapter_path,
+    )
+
+
+def build_lora(lm: PreTrainedModel, model: ModelConfig, seed: int) -> PeftModel:
     """Adapters over the frozen model, drawn from the run's seed so that ranks agree."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return wrap_lora(
-            lm,
-            rank=model.lora_rank,
-            alpha=model.lora_alpha,
-            dropout=model.lora_dropout,
-            target_modules=model.target_modules,
-            exclude_modules=model.exclude_modules,
-            adapter_path=model.lora_adapter_path,
-        )
+    adapters = adapters_of(model)
+    assert adapters is not None, "the model block asks for no adapters"
+    return draw_adapters(lm, adapters, seed)

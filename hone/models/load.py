@@ -13,13 +13,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hone.models import attention
 from hone.models.families import UnsupportedModel, refuse_config, refuse_family
 from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +184,7 @@ def load_causal_lm(
     dtype: torch.dtype,
     override_config: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """A Hugging Face decoder whose attention is ours, on the CPU; `device` is where it will go.
 
     The code is always transformers' own: a repository's Python has not been shown equal to it.

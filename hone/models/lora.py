@@ -7,10 +7,16 @@ would not give the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 ADAPTER_FOLDER = "lora_adapter"
 _PREFIX = "base_model.model."
@@ -20,12 +26,25 @@ class LoraError(ValueError):
     """LoRA settings or an adapter that cannot be used; says why."""
 
 
-def is_lora(lm: Any) -> bool:
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA over a frozen base."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...] | None
+    adapter_path: str | None
+    """An adapter to go on from."""
+
+
+def is_lora(lm: PreTrainedModel | None) -> bool:
     return hasattr(lm, "peft_config")
 
 
 def wrap_lora(
-    lm: Any,
+    lm: PreTrainedModel,
     *,
     rank: int,
     alpha: float,
@@ -33,7 +52,7 @@ def wrap_lora(
     target_modules: str | tuple[str, ...],
     exclude_modules: str | tuple[str, ...] | None,
     adapter_path: str | None,
-) -> Any:
+) -> PeftModel:
     """PEFT adapters over a frozen base; an adapter path continues an earlier one.
 
     Adapters keep the base's dtype: their float32 masters live in the optimizer, like everyone's.
@@ -42,7 +61,7 @@ def wrap_lora(
 
     try:
         if adapter_path:
-            wrapped: Any = PeftModel.from_pretrained(
+            wrapped = PeftModel.from_pretrained(
                 lm, adapter_path, is_trainable=True, autocast_adapter_dtype=False
             )
         else:
@@ -66,11 +85,18 @@ def wrap_lora(
     return wrapped
 
 
+def draw_adapters(lm: PreTrainedModel, adapters: Adapters, seed: int) -> PeftModel:
+    """`wrap_lora` with new weights that follow from the seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return wrap_lora(lm, **vars(adapters))
+
+
 def _names(value: str | tuple[str, ...] | None) -> str | list[str] | None:
     return value if value is None or isinstance(value, str) else list(value)
 
 
-def _refuse_what_is_not_merged(lm: Any) -> None:
+def _refuse_what_is_not_merged(lm: PeftModel) -> None:
     adapter = lm.active_adapter
     if getattr(lm.peft_config[adapter], "use_dora", False):
         raise LoraError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
@@ -82,7 +108,7 @@ def _refuse_what_is_not_merged(lm: Any) -> None:
         )
 
 
-def merged_weights(lm: Any) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """Base plus adapter, whole tensors; the parameters must not be sharded at this moment."""
     adapter = lm.active_adapter
     modules = dict(lm.named_modules())
@@ -100,7 +126,7 @@ def merged_weights(lm: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{owner.removeprefix(_PREFIX)}.{leaf}", tensor
 
 
-def adapter_weights(lm: Any) -> Iterator[tuple[str, Tensor]]:
+def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """What is trained, by PEFT's names; whole where the parameters are sharded."""
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad:
@@ -113,6 +139,6 @@ def whole_tensor(parameter: Tensor) -> Tensor:
     return whole.detach()
 
 
-def save_adapter(lm: Any, weights: dict[str, Tensor], folder: Path) -> None:
+def save_adapter(lm: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Write a folder that `PeftModel.from_pretrained` and `lora_adapter_path` open."""
     lm.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)

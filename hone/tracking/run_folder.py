@@ -89,6 +89,16 @@ class RunFolder:
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
+    def earlier_config(self) -> dict[str, Any]:
+        """The resolved config where it can be read, else nothing: it is looked at, not relied on."""
+        import yaml
+
+        try:
+            config = self.read_config()
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return {}
+        return config if isinstance(config, dict) else {}
+
     def read_origins(self) -> dict[str, str]:
         if not self.origins_file.exists():
             return {}

@@ -13,6 +13,7 @@ from hone.config.errors import ConfigError
 from hone.config.sft import SFTConfig
 from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.folders import require_folder
 from hone.trainer.launcher import launch
 from hone.trainer.ranks import Ranks, must_launch
 
@@ -44,6 +45,7 @@ def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
             f"data.train_batch_size={config.data.train_batch_size} is not divisible by "
             f"{ranks.world_size} ranks"
         )
+    require_folder(config.trainer.default_local_dir, "trainer.default_local_dir")
     # The first rank holds the folder for all: they live and die together.
     with lock_folder(config.trainer.default_local_dir) if ranks.is_first else nullcontext():
         from hone.trainer.sft.run import SFTRun

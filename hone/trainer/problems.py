@@ -35,14 +35,21 @@ class Problems:
             sentence = mistake_in_words(error)
             if sentence is None:
                 raise
-            if sentence not in self.sentences:  # one cause may stop several parts
+            if self._is_new(sentence):
                 self.sentences.append(sentence)
                 self._errors.append(error)
             return None
 
     def add(self, sentences: Iterable[str]) -> None:
         """Sentences of a check that goes on after its first."""
-        self.sentences += [sentence for sentence in sentences if sentence not in self.sentences]
+        for sentence in sentences:
+            if self._is_new(sentence):
+                self.sentences.append(sentence)
+
+    def _is_new(self, sentence: str) -> bool:
+        """One cause may stop several parts: it is told by the first."""
+        cause = sentence.rpartition("cannot be built: ")[2]
+        return not any(cause in known for known in self.sentences)
 
     def raise_all(self) -> None:
         """Raise what was found: a single mistake as itself, several as one error."""

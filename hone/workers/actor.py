@@ -9,13 +9,12 @@ import torch
 
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
-from hone.engine.build import build_engine
-from hone.engine.microbatch import MicroBatchRule
+from hone.engine.strategies import build_strategy
 from hone.models.from_config import build_tokenizer
 from hone.ops.packing import shared_with_the_row_before
 from hone.protocol import DataProto
-from hone.workers.device import pick_device, pick_dtype, prepare_process
-from hone.workers.loading import load_policy
+from hone.workers.device import pick_device, prepare_process
+from hone.workers.engine_specs import actor_spec, reference_spec
 from hone.workers.objectives import PolicyObjective, update_in_minibatches
 from hone.workers.roofline import Roofline
 from hone.workers.train import TrainWorker, measured
@@ -31,28 +30,11 @@ class ActorWorker(TrainWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         whole, config = self.config, self.config.actor_rollout_ref
-        actor, rollout = config.actor, config.rollout
         device = pick_device(whole.trainer.device, self.local_rank)
-        sharding = [actor.fsdp_config, config.ref.fsdp_config]
+        sharding = [config.actor.fsdp_config, config.ref.fsdp_config]
         prepare_process(device, self.world_size, config.nccl_timeout, sharding)
         self.tokenizer = build_tokenizer(config.model)
-        dtype = pick_dtype(actor.fsdp_config.dtype, device)
-        self.engine = build_engine(
-            load_policy(whole, dtype, device, adapters=True),
-            optim=actor.optim,
-            grad_clip=actor.grad_clip,
-            fsdp=actor.fsdp_config,
-            train_rule=MicroBatchRule(
-                actor.sequences_per_micro_batch(self.world_size), actor.ppo_max_token_len_per_gpu
-            ),
-            infer_rule=MicroBatchRule(
-                rollout.log_prob_sequences_per_micro_batch(self.world_size),
-                rollout.log_prob_max_token_len_per_gpu,
-            ),
-            response_width=rollout.response_length,
-            world_size=self.world_size,
-            compile_blocks=actor.use_torch_compile,
-        )
+        self.engine = build_strategy(config.actor.strategy, actor_spec(whole, self, device))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -131,23 +113,7 @@ class ReferenceWorker(TrainWorker):
         config, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         device = pick_device(self.config.trainer.device, self.local_rank)
         prepare_process(device, self.world_size, config.nccl_timeout, [ref.fsdp_config])
-        dtype = pick_dtype(ref.fsdp_config.dtype, device)
-        policy = load_policy(self.config, dtype, device, adapters=False)
-        policy.requires_grad_(False)
-        rule = MicroBatchRule(
-            ref.sequences_per_micro_batch(self.world_size), ref.log_prob_max_token_len_per_gpu
-        )
-        self.engine = build_engine(
-            policy,
-            optim=None,
-            grad_clip=0.0,
-            fsdp=ref.fsdp_config,
-            train_rule=rule,
-            infer_rule=rule,
-            response_width=config.rollout.response_length,
-            world_size=self.world_size,
-            compile_blocks=ref.use_torch_compile,
-        )
+        self.engine = build_strategy(ref.strategy, reference_spec(self.config, self, device))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
-from hone.engine.build import build_engine
-from hone.engine.microbatch import MicroBatchRule
+from hone.engine.strategies import build_strategy
 from hone.models.external import import_external
-from hone.models.load import load_causal_lm
-from hone.models.lora import wrap_lora
-from hone.models.policy import ValueModel
 from hone.protocol import DataProto
-from hone.workers.device import pick_device, pick_dtype, prepare_process
+from hone.workers.device import pick_device, prepare_process
+from hone.workers.engine_specs import critic_spec
 from hone.workers.objectives import ValueObjective, update_in_minibatches
 from hone.workers.train import TrainWorker, measured
 
@@ -34,43 +27,7 @@ class CriticWorker(TrainWorker):
         sharding = [config.model.fsdp_config]
         prepare_process(device, self.world_size, whole.actor_rollout_ref.nccl_timeout, sharding)
         import_external(config.model.external_lib)
-        lm: Any = load_causal_lm(
-            config.model.path or whole.actor_rollout_ref.model.path,
-            dtype=pick_dtype(config.model.fsdp_config.dtype, device),
-            override_config=config.model.override_config,
-            device=device,
-        )
-        if config.model.enable_gradient_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        model = ValueModel(lm)
-        if config.model.lora_rank > 0:
-            with torch.random.fork_rng():  # new weights follow from the run's seed
-                torch.manual_seed(whole.trainer.seed)
-                model.lm = wrap_lora(
-                    model.lm,
-                    rank=config.model.lora_rank,
-                    alpha=config.model.lora_alpha,
-                    dropout=0.0,
-                    target_modules=config.model.target_modules,
-                    exclude_modules=None,
-                    adapter_path=None,
-                )
-        self.engine = build_engine(
-            model.to(device),
-            optim=config.optim,
-            grad_clip=config.grad_clip,
-            fsdp=config.model.fsdp_config,
-            train_rule=MicroBatchRule(
-                config.sequences_per_micro_batch(self.world_size),
-                config.ppo_max_token_len_per_gpu,
-            ),
-            infer_rule=MicroBatchRule(
-                config.value_sequences_per_micro_batch(self.world_size),
-                config.forward_max_token_len_per_gpu,
-            ),
-            response_width=whole.actor_rollout_ref.rollout.response_length,
-            world_size=self.world_size,
-        )
+        self.engine = build_strategy(config.strategy, critic_spec(whole, self, device))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -79,7 +79,7 @@ def test_a_row_that_is_too_long_is_named(tokenizer: Any, write_jsonl: Callable[.
 
 def test_bad_rows_are_named_or_skipped(tokenizer: Any, write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl([{"question": "a", "answer": "b"}, {"question": "a"}, {"answer": 3}])
-    with pytest.raises(DataError, match=r"row 1: no 'answer' in the row"):
+    with pytest.raises(DataError, match=r"row 1: column 'answer' \(data.response_key\) is missing"):
         SFTDataset(path, tokenizer, settings_of())
     data = SFTDataset(path, tokenizer, settings_of(on_bad_row="skip"))
     assert (len(data), data.bad_rows.total) == (1, 2)

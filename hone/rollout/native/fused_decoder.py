@@ -135,7 +135,12 @@ def _adjacent(parameters: list[nn.Parameter]) -> bool:
 
 
 def can_join(policy: PolicyModel) -> bool:
-    """Whether the parameters are whole, plain tensors whose memory may be arranged."""
+    """Whether the parameters are whole, plain tensors whose memory may be arranged.
+
+    FSDP2 gathers into memory of its own: a gathered parameter is whole, and not ours to move.
+    """
+    if any(hasattr(module, "unshard") for module in policy.modules()):
+        return False
     return all(type(p) is nn.Parameter for p in policy.parameters()) and all(
         type(p.data) is Tensor for p in policy.parameters()
     )

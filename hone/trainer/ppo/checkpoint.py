@@ -167,6 +167,14 @@ def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
 
 def at_path(path: str | None) -> tuple[int, Path]:
     """The checkpoint the user named; it must be sound."""
+    step, folder = named(path)
+    if (problem := damage(folder)) is not None:
+        raise CheckpointError(f"{folder} cannot be resumed: {problem}")
+    return step, folder
+
+
+def named(path: str | None) -> tuple[int, Path]:
+    """Step and folder of `trainer.resume_from_path`, which must exist."""
     folder = Path(path or "").expanduser()
     number = re.fullmatch(r"global_step_(\d+)", folder.name)
     if number is None:
@@ -175,8 +183,6 @@ def at_path(path: str | None) -> tuple[int, Path]:
         )
     if not folder.is_dir():
         raise CheckpointError(f"trainer.resume_from_path={path} does not exist")
-    if (problem := damage(folder)) is not None:
-        raise CheckpointError(f"{folder} cannot be resumed: {problem}")
     return int(number[1]), folder
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from hone.algorithms import advantages
 from hone.config import PPOTrainerConfig
 from hone.config.algorithm import WITHOUT_GROUPS
-from hone.data.create import create_rl_dataset
+from hone.data.create import training_rows
 from hone.data.rows import DataError
 from hone.models.facts import check_model, model_facts
 from hone.models.from_config import build_tokenizer
@@ -21,6 +21,7 @@ from hone.rewards import load_reward_manager
 from hone.tracking import progress
 from hone.trainer.folders import require_folder
 from hone.trainer.ppo.agent_checks import AgentChecks
+from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import Needs, lines_of
 from hone.trainer.ppo.prompt_lengths import Lengths, measure_prompts
@@ -75,6 +76,10 @@ class _Preflight:
             self.managers[key] = attempt(
                 lambda count=examined: load_reward_manager(config, tokenizer, num_examine=count)  # type: ignore[misc]
             )
+        earlier = attempt(lambda: EarlierRun(config))
+        if earlier is not None and plan is not None:
+            self.problems.add(earlier.problems(plan))
+            attempt(lambda: earlier.refuse_other_data(datasets.get(TRAIN)))
         needs = Needs(config, plan, self.facts) if plan is not None else None
         self.problems.add(needs.disk_problems() if needs is not None else ())
         if tokenizer is not None:
@@ -85,7 +90,8 @@ class _Preflight:
         self.problems.raise_all()
         assert trainer is not None
         assert needs is not None
-        self.warnings += self._lone_responses()
+        assert earlier is not None
+        self.warnings += [*earlier.changes(trainer.total_steps), *self._lone_responses()]
         lines = lines_of(trainer, needs, self.lengths)
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
@@ -112,15 +118,11 @@ class _Preflight:
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
-        made = {
-            TRAIN: self.problems.attempt(
-                lambda: create_rl_dataset(
-                    data.train_files, data, tokenizer, None, True, data.train_max_samples
-                )
-            )
-        }
+        made = {TRAIN: self.problems.attempt(lambda: training_rows(None, data, tokenizer, None))}
         if data.val_files:
-            made[VALIDATION] = self.problems.attempt(lambda: validation_rows(data, tokenizer, None))
+            made[VALIDATION] = self.problems.attempt(
+                lambda: validation_rows(None, data, tokenizer, None)
+            )
         return {key: dataset for key, dataset in made.items() if dataset is not None}
 
     def _check_agents(self, tokenizer: Any, datasets: dict[str, Any]) -> None:

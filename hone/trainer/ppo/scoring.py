@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hone.agents.loops.listing import LoopNames
 from hone.columns import COLUMNS, declared, reward_column, row_may_bring, write
+from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
 from hone.data.dataset import SINGLE_TURN_AGENT
 from hone.data.rows import DataError
@@ -20,20 +21,32 @@ from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
+from hone.rewards.scores.table import UnknownSourceError
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 FAILURE = "reward_failure"
 """The extra that names why a row could not be scored; None where it was."""
+SCORED_BY_TABLE = (
+    ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
+    "reward_fn: pass val_reward_fn as well, or data.val_files=[]"
+)
 _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 
 
-def check_rows(reward_fn: Any, dataset: Any, *, prompt_key: str, loops: LoopNames) -> None:
+def check_rows(
+    reward_fn: Any, dataset: Any, config: PPOTrainerConfig, *, is_by_table: bool = False
+) -> None:
     """Stop before the first step where rows bring a column of ours, name a loop that is not known,
-    or have a source without a score."""
-    if hasattr(dataset, "store"):
-        check_columns(dataset.store, prompt_key)
-        check_loops(dataset, loops)
+    or have a source without a score. `is_by_table`: only the manager of training was given."""
+    if not hasattr(dataset, "store"):
+        return
+    loops = LoopNames(config.actor_rollout_ref.rollout)
+    check_columns(dataset.store, config.data.prompt_key)
+    check_loops(dataset, loops)
+    try:
         check_sources(reward_fn, dataset, default_loop=loops.default)
+    except UnknownSourceError as error:
+        raise UnknownSourceError(f"{error}{SCORED_BY_TABLE if is_by_table else ''}") from error
 
 
 def check_loops(dataset: Any, loops: LoopNames) -> None:

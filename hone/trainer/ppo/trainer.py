@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hone.agents.loops.listing import LoopNames
 from hone.agents.sampling import training_sampling, validation_sampling
 from hone.agents.widths import concat_padded
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
-from hone.data.create import create_rl_dataset, create_train_loader, create_val_loader
+from hone.data.create import create_train_loader, create_val_loader, training_rows
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
 from hone.tracking import RunFolder, Timers, Tracking, progress
@@ -61,15 +60,13 @@ class PPOTrainer:
         data = config.data
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
-        self.train_dataset = train_dataset or create_rl_dataset(
-            data.train_files, data, tokenizer, processor, True, data.train_max_samples
-        )
+        self.train_dataset = training_rows(train_dataset, data, tokenizer, processor)
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, config.trainer.seed
         )
         self.val_loader = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = val_dataset or validation_rows(data, tokenizer, processor)
+            self.val_dataset = validation_rows(val_dataset, data, tokenizer, processor)
             self.val_loader = create_val_loader(data, self.val_dataset, config.trainer.seed)
         self.total_steps = (
             config.trainer.total_training_steps
@@ -78,7 +75,10 @@ class PPOTrainer:
         self.config = with_schedule_length(config, self.total_steps)
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
-        self._check_rows()
+        check_rows(self.reward_fn, self.train_dataset, config)
+        if self.val_loader is not None:
+            only_training = reward_fn is not None and val_reward_fn is None
+            check_rows(self.val_reward_fn, self.val_dataset, config, is_by_table=only_training)
         self.roles = dict(
             role_worker_mapping
             or roles.default_roles(self.plan, lora=config.actor_rollout_ref.model.uses_lora)
@@ -116,14 +116,6 @@ class PPOTrainer:
         )
         self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
         self.publisher.publish()
-
-    def _check_rows(self) -> None:
-        """What the data may not bring stops the run here, not at the first reward."""
-        loops = LoopNames(self.config.actor_rollout_ref.rollout)
-        key = self.config.data.prompt_key
-        check_rows(self.reward_fn, self.train_dataset, prompt_key=key, loops=loops)
-        if self.val_loader is not None:
-            check_rows(self.val_reward_fn, self.val_dataset, prompt_key=key, loops=loops)
 
     # -- the loop -----------------------------------------------------------------------------
 

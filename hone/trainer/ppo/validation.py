@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hone.config.data import DataConfig
-from hone.data.create import create_rl_dataset
+from hone.data.create import create_rl_dataset, given_dataset
 from hone.data.rows import DataError
 from hone.ops.at_n import (
     best_at,
@@ -29,8 +29,10 @@ from hone.trainer.ppo.metrics import are_numbers, spread
 _CORE_STATISTICS = ("mean", "best", "maj")
 
 
-def validation_rows(data: DataConfig, tokenizer: Any, processor: Any) -> Any:
-    """The data set of `data.val_files`."""
+def validation_rows(given: Any, data: DataConfig, tokenizer: Any, processor: Any) -> Any:
+    """The data set that was given, or that of `data.val_files`."""
+    if given is not None:
+        return given_dataset(given, data, tokenizer, processor, is_train=False)
     try:
         return create_rl_dataset(
             data.val_files or (), data, tokenizer, processor, False, data.val_max_samples

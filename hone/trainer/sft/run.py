@@ -18,14 +18,14 @@ from hone.controller.threads import fix_threads, thread_count
 from hone.data.create import create_sft_dataset
 from hone.data.rows import DataError
 from hone.data.sft import SFTDataset
-from hone.engine.build import build_engine
+from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
-from hone.models.from_config import build_lora, build_tokenizer
-from hone.models.load import load_causal_lm
-from hone.models.policy import PolicyModel
+from hone.engine.strategies import build_strategy
+from hone.models.from_config import adapters_of, build_tokenizer
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_folder
+from hone.trainer.earlier_config import SFT_KEYS, changed_settings
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
@@ -89,41 +89,39 @@ class SFTRun:
         with progress(what, total) as bar:
             yield bar.advance
 
-    def _load_policy(self) -> PolicyModel:
-        model, trainer = self.config.model, self.config.trainer
+    def _build_engine(self) -> TrainEngine:
+        model, trainer, data = self.config.model, self.config.trainer, self.config.data
         device = pick_device(trainer.device, self.ranks.local_rank)
         if self.config.engine.full_determinism:
             make_deterministic(self.config.engine.seed)
-        lm: Any = load_causal_lm(
-            model.path,
-            dtype=pick_dtype(self.config.engine.dtype, device),
-            override_config=model.override_config,
-            device=device,
-        )
-        if model.enable_gradient_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        policy = PolicyModel(lm.to(device))
-        if model.uses_lora:
-            policy.lm = build_lora(policy.lm, model, trainer.seed)
-        return policy
 
-    def _build_trainer(self) -> SFTTrainer:
-        config, data = self.config, self.config.data
-        rule = MicroBatchRule(
-            data.sequences_per_micro_batch(self.ranks.world_size), data.max_token_len_per_gpu
-        )
-        engine = build_engine(
-            self._load_policy(),
-            optim=config.optim,
-            grad_clip=config.optim.clip_grad,
-            fsdp=config.engine,
+        def rule(ranks: int) -> MicroBatchRule:
+            return MicroBatchRule(data.sequences_per_micro_batch(ranks), data.max_token_len_per_gpu)
+
+        spec = EngineSpec(
+            head="policy",
+            model_path=model.path,
+            device=device,
+            dtype=pick_dtype(self.config.engine.dtype, device),
+            fsdp=self.config.engine,
             train_rule=rule,
             infer_rule=rule,
             response_width=data.max_length,
+            optim=self.config.optim,
+            grad_clip=self.config.optim.clip_grad,
+            override_config=model.override_config,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            adapters=adapters_of(model),
+            seed=trainer.seed,
+            rank=self.ranks.rank,
             world_size=self.ranks.world_size,
         )
+        return build_strategy(self.config.engine.strategy, spec)
+
+    def _build_trainer(self) -> SFTTrainer:
+        config, data = self.config, self.config.data
         return SFTTrainer(
-            engine,
+            self._build_engine(),
             self.rows,
             pad_token_id=self.tokenizer.pad_token_id,
             batch_rows=data.train_batch_size,
@@ -267,6 +265,9 @@ class SFTRun:
                 f"its weights go back to model.path={began_with}, not to {path}: to train that one, "
                 "set another trainer.default_local_dir"
             )
+        before = RunFolder(folder.parent).earlier_config()
+        for change in changed_settings(before, config_to_dict(self.config), SFT_KEYS):
+            screen().line(f"from {folder.name} on: {change}")
 
     def _begin(self) -> tuple[int, Path] | None:
         """Where to go on. The first rank clears the folder before the others look into it."""

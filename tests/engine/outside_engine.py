@@ -1,0 +1,95 @@
+"""A training engine from outside the package: plain SGD, one row at a time, no micro-batches, no ranks."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from hone.algorithms.aggregation import BatchCounts, counted
+from hone.engine.contract import EngineSpec, Lease, Mesh, ModelFacts
+from hone.models.load import load_causal_lm
+from hone.models.policy import PolicyModel
+from hone.ops.packing import pack_rows
+
+
+class PlainEngine:
+    mesh = Mesh()
+
+    def __init__(self, spec: EngineSpec) -> None:
+        lm = load_causal_lm(spec.model_path, dtype=spec.dtype, device=spec.device)
+        self.module = PolicyModel(lm.to(spec.device))
+        self.device, self.updates, self._width = spec.device, 0, float(spec.response_width)
+        self._lr = spec.optim.lr if spec.optim else 0.0
+        size = sum(p.numel() for p in lm.parameters())
+        vocabulary = lm.config.vocab_size
+        self.facts = ModelFacts(vocabulary, None, (), spec.dtype, size, size * 4, 1, 1, 1)
+
+    def _forward(self, row, options):
+        names = ("prompts", "responses", "attention_mask", "response_mask")
+        packed = pack_rows(*(row.batch[name] for name in names), share_prompts=False)
+        return self.module(packed, **options)
+
+    def train_minibatch(self, batch, objective):
+        counts, total, metrics = BatchCounts.of(objective.mask(batch), self._width), 0.0, {}
+        with counted(counts):
+            for i in range(len(batch)):
+                row = batch.select_idxs([i])
+                terms = objective(self._forward(row, objective.options), row)
+                terms.loss.backward()
+                total += float(terms.loss.detach())
+                for name, share in terms.shares.items():
+                    metrics[name] = metrics.get(name, 0.0) + float(share)
+        trained = [p for p in self.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in trained]))
+        with torch.no_grad():
+            for parameter in trained:
+                parameter -= self._lr * parameter.grad
+                parameter.grad = None
+        self.updates += 1
+        return {**metrics, "grad_norm": norm, "lr": self._lr, "skipped_updates": 0.0}
+
+    @torch.no_grad()
+    def infer(self, batch, *, adapters=True, **options):
+        rows = [self._forward(batch.select_idxs([i]), options) for i in range(len(batch))]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    @contextmanager
+    def lease(self):
+        self.module.eval()
+        yield Lease(self.module, generation=0)
+
+    def present(self, *, optimizer=False):
+        return nullcontext()
+
+    def advance_schedule(self):
+        pass
+
+    def named_hf_weights(self):
+        return iter(self.module.lm.named_parameters())
+
+    def named_adapter_weights(self):
+        return iter(())
+
+    def widest(self, prompt, response):
+        return prompt, response
+
+    def save(self, folder, contents):
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save((self.updates, self.module.state_dict()), folder / "plain.pt")
+
+    def load(self, folder, contents=None):
+        self.updates, state = torch.load(folder / "plain.pt")
+        self.module.load_state_dict(state)
+
+    def export(self, folder, tokenizer):
+        self.module.lm.save_pretrained(folder / "huggingface")
+
+
+class HalfAnEngine:
+    """Lacks most of the contract."""
+
+    mesh = Mesh()
+
+    def __init__(self, spec: EngineSpec) -> None:
+        pass

@@ -1,0 +1,171 @@
+"""A run that goes on in a used folder says what differs, and refuses what cannot go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone import cli
+from hone.config import config_to_dict, load_config
+from hone.trainer.earlier_config import PPO_KEYS, changed_settings
+from hone.trainer.ppo.checkpoint import STATE
+from hone.trainer.ppo.trainer import PPOTrainer
+
+from ..runs import Task
+
+MODEL = "actor_rollout_ref.model.path"
+LR = "actor_rollout_ref.actor.optim.lr"
+
+
+@pytest.fixture(autouse=True)
+def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: PPOTrainer) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(PPOTrainer, "init_workers", refuse)
+
+
+@pytest.fixture
+def used(task: Task, tmp_path: Path) -> Path:
+    """A folder as a GRPO run leaves it, with the data set's own state and empty weights."""
+    import yaml  # type: ignore[import-untyped]
+
+    from hone.data.dataset import RLHFDataset
+    from hone.models.load import load_tokenizer
+
+    folder = tmp_path / "run"
+    (folder / "global_step_2" / "actor").mkdir(parents=True)
+    config = load_config(task.overrides(folder))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
+    rows = RLHFDataset(str(task.train), load_tokenizer(str(task.model)), config.data)
+    state = {"loader": {"dataset": rows.state_dict()}, "kl_controller": {}, "step": 2}
+    (folder / "global_step_2" / STATE).write_text(json.dumps(state))
+    return folder
+
+
+def dry_run(task: Task, folder: Path, *overrides: str) -> int:
+    more = ("trainer.total_training_steps=4", *overrides)
+    return cli.main(["train", "--dry-run", *task.overrides(folder, *more)])
+
+
+def test_the_same_settings_are_not_spoken_of(
+    task: Task, used: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = ("trainer.total_training_steps=9", "trainer.save_freq=3", "trainer.logger=[console]")
+    assert dry_run(task, used, *others) == 0
+    assert "from global_step_2 on" not in capsys.readouterr().out
+    # Nor are others where no step is left.
+    assert dry_run(task, used, f"{LR}=1e-3", "trainer.total_training_steps=2") == 0
+    assert "from global_step_2 on" not in capsys.readouterr().out
+
+
+def test_another_learning_rate_estimator_and_model_are_a_line_each(
+    task: Task, used: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(task.model, other := tmp_path / "other")
+    assert (
+        dry_run(task, used, f"{LR}=1e-3", "algorithm.adv_estimator=rloo", f"{MODEL}={other}") == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert f"from global_step_2 on: {LR}=0.001, before 0.01" in lines
+    assert "from global_step_2 on: algorithm.adv_estimator=rloo, before grpo" in lines
+    (line,) = (line for line in lines if "its weights go back to" in line)
+    assert f"{MODEL}={task.model}, not to {other}" in line
+    assert sum("global_step_2" in line for line in lines) == 3
+
+
+def test_many_changes_are_a_few_lines(task: Task) -> None:
+    before = config_to_dict(load_config(task.overrides(Path("run"))))
+    keys = [key for key in before["algorithm"] if not isinstance(before["algorithm"][key], dict)]
+    now = {**before, "algorithm": {**before["algorithm"], **dict.fromkeys(keys, "other")}}
+    told = changed_settings(before, now, PPO_KEYS)
+    assert len(told) == 6
+    assert told[-1] == f"and {len(keys) - 5} settings more"
+
+
+def test_a_run_without_a_critic_does_not_go_on_with_one(
+    task: Task, used: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    critic = f"critic.model.path={task.model}"
+    assert dry_run(task, used, "algorithm.adv_estimator=gae", critic) == 2
+    told = capsys.readouterr().err
+    assert f"{used}/global_step_2 has no critic: the run that wrote it" in told
+    assert "(algorithm.adv_estimator=grpo) trained none" in told
+    fresh = "trainer.resume_mode=disable"
+    assert dry_run(task, used, "algorithm.adv_estimator=gae", critic, fresh) == 0
+
+
+def test_other_data_are_refused_before_models_load(
+    task: Task, used: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(task, used, f"data.train_files={task.test}") == 2
+    assert "the data differ from those of the checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("runs/best", "must name a folder global_step_N"), ("runs/global_step_7", "does not exist")],
+)
+def test_a_path_to_resume_from_that_leads_nowhere_is_refused(
+    task: Task, tmp_path: Path, path: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    assert dry_run(task, tmp_path / "run", *given) == 2
+    assert f"trainer.resume_from_path={path} {message}" in capsys.readouterr().err
+
+
+def test_a_config_that_cannot_be_read_stops_nothing(task: Task, used: Path) -> None:
+    (used / "config.yaml").write_text("{[")
+    assert dry_run(task, used) == 0
+
+
+def any_trainer(task: Task, *overrides: str, **parts: Any) -> PPOTrainer:
+    from hone.models.load import load_tokenizer
+
+    config = load_config(task.overrides(Path("run"), *overrides))
+    return PPOTrainer(config, load_tokenizer(str(task.model)), **parts)
+
+
+def test_a_trainer_takes_rows_in_memory(task: Task) -> None:
+    rows = [json.loads(line) for line in task.train.read_text().splitlines()]
+    trainer = any_trainer(task, "data.train_files=[]", train_dataset=rows, val_dataset=rows[:3])
+    batch = trainer.loader.next_batch()
+    assert len(batch["prompt_ids"]) == 4
+    assert len(trainer.val_dataset) == 3
+    again = any_trainer(task, "data.train_files=[]", train_dataset=list(rows))
+    assert again.loader.next_batch()["uid"].tolist() == batch["uid"].tolist()
+
+
+def test_a_trainer_takes_tables_and_frames(task: Task) -> None:
+    import pyarrow as pa
+
+    class Frame:
+        columns = ("prompt",)
+
+        def to_dict(self, orient: str) -> list[dict[str, Any]]:
+            return {"records": rows}[orient]
+
+    rows = [json.loads(line) for line in task.train.read_text().splitlines()]
+    for given in (pa.Table.from_pylist(rows), Frame()):
+        assert len(any_trainer(task, train_dataset=given).train_dataset) == len(rows)
+
+
+def test_a_bad_row_in_memory_is_named(task: Task) -> None:
+    from hone.data.rows import DataError
+
+    with pytest.raises(DataError, match=r"rows in memory, row 1: column 'prompt' .*the row has q"):
+        any_trainer(task, train_dataset=[{"prompt": "1+1="}, {"q": "2"}])
+    with pytest.raises(DataError, match="the training data set has no rows"):
+        any_trainer(task, train_dataset=[])
+
+
+def test_validation_rows_without_a_score_name_the_argument_that_is_missing(task: Task) -> None:
+    from hone.rewards.scores.table import UnknownSourceError
+
+    overrides = (task.validated(), "custom_reward_function.path=null")
+    with pytest.raises(UnknownSourceError, match="val_reward_fn was not given with reward_fn"):
+        any_trainer(task, *overrides, reward_fn=lambda *a, **k: None)
