@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hone.agents.collate import join_ranks
+from hone.agents.collate import join_ranks, with_verl_columns
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.protocol import DataProto
@@ -57,7 +57,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=replace(Dispatch.DP_COMPUTE_PROTO, collect_fn=join_ranks))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self.rollout.generate_sequences(prompts)
+        return with_verl_columns(self.rollout.generate_sequences(prompts))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
