@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
+from itertools import islice
 from typing import Any
 
 from hone.tracking.report_chart import Curve, chart, stacked_bar
@@ -90,8 +91,7 @@ def _tiles(runs: Sequence[RunData], keys: Sequence[str]) -> str:
     tiles = []
     for index, run in enumerate(runs):
         results = ((key, run.metrics.of(key).finite().values) for key in by_rank)
-        key, values = next(((k, v) for k, v in results if len(v)), (None, ()))
-        if key is not None:
+        for key, values in islice((result for result in results if len(result[1])), 1):
             tiles.append(
                 f'<div class="tile of{index}"><p>{run_name(index, run.label)}</p>'
                 f"<b>{number(values[-1])}</b><p class='soft'>from {number(values[0])} · "
