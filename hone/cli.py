@@ -255,6 +255,7 @@ def _model_get(chosen: Any, rest: list[str]) -> None:
 
 def _config_show(chosen: Any, rest: list[str]) -> None:
     from hone.config.commands import show
+    from hone.trainer.main_ppo import plan_checks
 
     _say(
         show(
@@ -263,6 +264,7 @@ def _config_show(chosen: Any, rest: list[str]) -> None:
             config_path=chosen.config_path,
             schema=chosen.tree,
             only_set=chosen.only_set,
+            further=plan_checks,
         )
     )
 
@@ -275,8 +277,9 @@ def _config_explain(chosen: Any, rest: list[str]) -> None:
 
 def _config_check(chosen: Any, rest: list[str]) -> int:
     from hone.config.commands import check
+    from hone.trainer.main_ppo import plan_checks
 
-    outcomes = [check(file) for file in chosen.files]
+    outcomes = [check(file, plan_checks) for file in chosen.files]
     for _, text in outcomes:
         _say(text)
     return max(status for status, _ in outcomes)

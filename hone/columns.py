@@ -66,129 +66,98 @@ class ColumnWrittenTwice(ValueError):
 
 _B, _BT, _BPT = "[B]", "[B, T]", "[B, P+T]"
 
+_ALWAYS = "always"
+_TOOLS = "an agent loop calls tools or has an interaction"
+_READ = "an estimator or a loss reads it"
+_CORRECTED = "algorithm.rollout_correction has rollout_is or rollout_rs, without bypass_mode"
+_PASS = (
+    "old log-probs, entropies or sums of squares are read before the update: more than one update per "
+    "batch, KL in the reward, rollout correction, critic_warmup, or an estimator that reads them"
+)
+
+
+def _objects(step: str, when: str, **meanings: str) -> tuple[Column, ...]:
+    """Columns of one object per row."""
+    return tuple(Column(name, _B, "object", step, when, text) for name, text in meanings.items())
+
+
 _DECLARED = (
     # what a data row brings
-    Column("uid", _B, "object", "prompts", "always", "names the prompt; its responses are a group"),
-    Column("data_source", _B, "object", "prompts", "always", "which data set; picks the scorer"),
-    Column("reward_model", _B, "object", "prompts", "always", "how to score: style, ground_truth"),
-    Column("extra_info", _B, "object", "prompts", "always", "whatever else the row brought"),
-    Column("raw_prompt", _B, "object", "prompts", "always", "the prompt as chat messages"),
-    Column(
-        "raw_prompt_ids", _B, "object", "prompts", "always", "the prompt as token ids, no padding"
-    ),
-    Column(
-        "full_prompts",
-        _B,
-        "object",
+    *_objects(
         "prompts",
-        "data.return_full_prompt=True",
-        "the prompt as text after the chat template",
+        _ALWAYS,
+        uid="names the prompt; its responses are a group",
+        data_source="which data set; picks the scorer",
+        reward_model="how to score: style, ground_truth",
+        extra_info="whatever else the row brought",
+        raw_prompt="the prompt as chat messages, or as text",
+        prompt_ids="the prompt as token ids, no padding",
+        index="the row's index in its data set",
+        dataset_index="where the row stands among the rows that were kept",
+        agent_name="which agent loop plays this row; None is the default loop",
+        tools_kwargs="arguments for each tool",
+        interaction_kwargs="arguments for the environment that answers",
     ),
-    Column("ability", _B, "object", "prompts", "the data set has it", "kind of task"),
-    Column("index", _B, "object", "prompts", "always", "the row's index in its data set"),
-    Column("agent_name", _B, "object", "prompts", "always", "which agent loop plays this row"),
-    Column(
-        "tools_kwargs", _B, "object", "prompts", "the data set has it", "arguments for each tool"
-    ),
-    Column(
-        "interaction_kwargs",
-        _B,
-        "object",
-        "prompts",
-        "the data set has it",
-        "arguments for the environment that answers",
-    ),
-    Column(
-        "multi_modal_data",
-        _B,
-        "object",
-        "prompts",
-        "the data set has images, video or audio",
-        "media of the prompt",
-    ),
-    Column(
-        "multi_modal_inputs",
-        _B,
-        "object",
-        "generate",
-        "the data set has images, video or audio",
-        "media as the model's processor made them",
+    *_objects("prompts", "the data has it", ability="kind of task"),
+    *_objects(
+        "prompts", "the data has images, video or audio", multi_modal_data="media of the prompt"
     ),
     # what a trajectory is
-    Column(
-        "trajectory_id",
-        _B,
-        "object",
+    *_objects(
         "generate",
-        "always",
-        "names the attempt; its rows are one trajectory",
+        _ALWAYS,
+        trajectory_id="names the attempt; its rows are one trajectory",
+        sample_index="which response of its group this is",
+        seed="sampling seed of the response",
+        num_turns="messages of the conversation: the prompt, the model's and what answered it",
+        stop_reason="why generation ended",
+        versions="weights version that wrote each token, a list; None where a loop does not say",
     ),
-    Column(
-        "sample_index", _B, "object", "generate", "always", "which response of its group this is"
-    ),
-    Column("prompts", "[B, P]", "int", "generate", "always", "prompt ids, left-padded"),
-    Column("responses", _BT, "int", "generate", "always", "response ids, right-padded"),
-    Column(
-        "response_mask", _BT, "mask", "generate", "always", "1 where the policy wrote the token"
-    ),
-    Column("input_ids", _BPT, "int", "generate", "always", "prompts then responses"),
-    Column("attention_mask", _BPT, "mask", "generate", "always", "1 where there is a token"),
-    Column("position_ids", _BPT, "int", "generate", "always", "each token's position, from 0"),
+    Column("prompts", "[B, P]", "int", "generate", _ALWAYS, "prompt ids, left-padded"),
+    Column("responses", _BT, "int", "generate", _ALWAYS, "response ids, right-padded"),
+    Column("response_mask", _BT, "mask", "generate", _ALWAYS, "1 where the policy wrote the token"),
+    Column("attention_mask", _BPT, "mask", "generate", _ALWAYS, "1 where there is a token"),
+    Column("input_ids", _BPT, "int", "generate", _READ, "prompts then responses"),
+    Column("position_ids", _BPT, "int", "generate", _READ, "each token's position, from 0"),
     Column(
         "rollout_log_probs",
         _BT,
         "float",
         "generate",
-        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        "actor_rollout_ref.rollout.calculate_log_probs=True and the agent loops return them",
         "log-prob of each token as the rollout engine sampled it",
     ),
-    Column("versions", _BT, "int", "generate", "always", "weights version that wrote each token"),
-    Column("seed", _B, "object", "generate", "always", "sampling seed of the response"),
-    Column("num_turns", _B, "object", "generate", "always", "model completions in the trajectory"),
-    Column("__num_turns__", _B, "object", "generate", "always", "num_turns, by the family's name"),
-    Column("stop_reason", _B, "object", "generate", "always", "why generation ended"),
-    Column("request_id", _B, "object", "generate", "always", "the request at the rollout engine"),
     Column(
-        "tool_outputs", _B, "object", "generate", "an agent loop calls tools", "what tools answered"
-    ),
-    Column(
-        "tool_rewards", _B, "object", "generate", "an agent loop calls tools", "what tools scored"
-    ),
-    Column(
-        "turn_scores",
-        _B,
-        "object",
+        "reward/agent",
+        _BT,
+        "float",
         "generate",
-        "an agent loop has an interaction",
-        "what the interaction scored, turn by turn",
+        "an agent loop scores its trajectory",
+        "reward part 'agent': the loop's own score, on the last token of the policy",
     ),
-    Column(
-        "reward_scores",
-        _B,
-        "object",
+    *_objects(
         "generate",
-        "an agent loop calls tools or has an interaction",
-        "score of the trajectory by each tool and interaction",
-    ),
-    Column(
-        "turn_spans",
-        _B,
-        "object",
-        "generate",
-        "an agent loop has turns",
-        "role, tokens, tool calls and score of each turn, in order",
-    ),
-    Column(
-        "timeouts", _B, "object", "generate", "an agent loop calls tools", "waits that were cut off"
+        _TOOLS,
+        tool_outputs="what tools answered",
+        tool_rewards="what tools scored",
+        turn_scores="what the interaction scored, turn by turn",
+        timeouts="waits that were cut off",
+        tool_call_counts="how many calls the policy made",
+        tool_failures="how many calls and answers failed",
+        reward_scores="score of the trajectory by each tool and interaction",
+        turn_spans="role, tokens, tool calls and score of each turn, in order",
     ),
     # what it was worth
+    *_objects(
+        "score", _ALWAYS, reward_failure="why the row could not be scored; None where it was"
+    ),
     Column(
         "rm_scores",
         _BT,
         "float",
         "score",
-        "reward_model.enable=True or an agent loop scores",
-        "reward model's score, on the last token",
+        "reward_model.enable=True and reward_model.type=orm",
+        "the reward model's score, on the last token of the policy",
     ),
     Column(
         "step_mask",
@@ -199,14 +168,14 @@ _DECLARED = (
         "where a reasoning step ends: the process reward model judges it there",
     ),
     Column(
-        "token_level_scores", _BT, "float", "score", "always", "configured sum of the reward parts"
+        "token_level_scores", _BT, "float", "score", _ALWAYS, "configured sum of the reward parts"
     ),
     Column(
         "reward_baselines",
         _B,
         "float",
         "score",
-        "algorithm.adv_estimator=remax",
+        "an estimator reads it (remax)",
         "score of the greedy response to the same prompt",
     ),
     # what the models say about it
@@ -215,7 +184,7 @@ _DECLARED = (
         _BT,
         "float",
         "log_probs",
-        "always",
+        f"bypass_mode, or {_PASS}",
         "log-prob of each token before the update",
     ),
     Column(
@@ -223,7 +192,7 @@ _DECLARED = (
         _BT,
         "float",
         "log_probs",
-        "always",
+        _PASS,
         "policy entropy at each token before the update",
     ),
     Column(
@@ -231,7 +200,7 @@ _DECLARED = (
         _BT,
         "float",
         "log_probs",
-        "algorithm.adv_estimator=optimal_token_baseline",
+        "an estimator reads it (optimal_token_baseline), or actor.calculate_sum_pi_squared=True",
         "sum of squared token probabilities at each position",
     ),
     Column(
@@ -239,7 +208,8 @@ _DECLARED = (
         _BT,
         "float",
         "ref_log_probs",
-        "algorithm.use_kl_in_reward=True or actor_rollout_ref.actor.use_kl_loss=True",
+        "algorithm.use_kl_in_reward=True, actor_rollout_ref.actor.use_kl_loss=True, or an estimator or "
+        "a loss reads it",
         "log-prob of each token under the reference",
     ),
     Column(
@@ -247,34 +217,29 @@ _DECLARED = (
         _BT,
         "float",
         "values",
-        "algorithm.adv_estimator=gae",
+        "an estimator reads it (gae), or critic.enable=True",
         "critic estimate before each token",
     ),
     # what follows from it
     Column(
-        "token_level_rewards",
-        _BT,
-        "float",
-        "advantages",
-        "always",
-        "scores after KL and shaping",
+        "token_level_rewards", _BT, "float", "advantages", _ALWAYS, "scores after KL and shaping"
     ),
-    Column("advantages", _BT, "float", "advantages", "always", "how much better than expected"),
-    Column("returns", _BT, "float", "advantages", "always", "what the critic should have said"),
+    Column("advantages", _BT, "float", "advantages", _ALWAYS, "how much better than expected"),
+    Column("returns", _BT, "float", "advantages", _ALWAYS, "what the critic should have said"),
     Column(
         "loss_mask",
         _BT,
         "mask",
         "advantages",
-        "always",
-        "tokens the policy loss reads: response_mask, narrowed by correction and filters",
+        _CORRECTED,
+        "tokens the policy loss reads where they are not those of response_mask",
     ),
     Column(
         "rollout_is_weights",
         _BT,
         "float",
         "advantages",
-        "algorithm.rollout_correction.rollout_is is set",
+        "algorithm.rollout_correction.rollout_is is set, without bypass_mode",
         "importance weight of each token, trainer over rollout",
     ),
     Column(
@@ -282,10 +247,10 @@ _DECLARED = (
         _B,
         "int",
         "advantages",
-        "always",
+        _ALWAYS,
         "the row's number in the step before ranks share the rows: mini-batches are drawn over it",
     ),
-    # what the controller adds on the way to a worker
+    # what the controller adds on the way to a worker, and takes off again
     Column(
         "padded_row",
         _B,
@@ -299,17 +264,6 @@ _DECLARED = (
 COLUMNS: dict[str, Column] = {column.name: column for column in _DECLARED}
 
 
-def declare(column: Column) -> None:
-    """Add a column of your own; a name has one meaning."""
-    known = COLUMNS.get(column.name)
-    if known is not None and known != column:
-        raise ValueError(
-            f"column {column.name!r} is declared already: {known.meaning} (step {known.step!r}); "
-            "choose another name"
-        )
-    COLUMNS[column.name] = column
-
-
 def reward_column(part: str) -> str:
     """The name of a reward part's column: reward_column("rule") is "reward/rule"."""
     if not part or "/" in part:
@@ -318,7 +272,7 @@ def reward_column(part: str) -> str:
 
 
 def declared(name: str) -> Column | None:
-    """The declaration of `name`; every `reward/<part>` is declared by its family."""
+    """The declaration of `name`; a `reward/<part>` needs none of its own."""
     if name in COLUMNS:
         return COLUMNS[name]
     if name.startswith(REWARD_PREFIX) and len(name) > len(REWARD_PREFIX):
@@ -331,7 +285,7 @@ def declared(name: str) -> Column | None:
 def row_may_bring(name: str) -> bool:
     """Whether a data row may have this column: undeclared, or declared as what rows bring."""
     column = declared(name)
-    return column is None or column.step == "prompts" or name == "multi_modal_inputs"
+    return column is None or column.step == "prompts"
 
 
 def require(batch: DataProto, name: str) -> Any:
@@ -364,15 +318,6 @@ def write(batch: DataProto, name: str, value: Any) -> None:
                 f"column {name!r} ({column.meaning}) is {column.dtype} {column.shape}; {problem}"
             )
     batch.set_column(name, value)
-
-
-def reward_parts(batch: DataProto) -> dict[str, Any]:
-    """Every reward part in the batch, by its plain name."""
-    return {
-        name.removeprefix(REWARD_PREFIX): batch.column(name)
-        for name in batch.column_names()
-        if name.startswith(REWARD_PREFIX)
-    }
 
 
 def _mismatch(column: Column, value: Any) -> str | None:

@@ -10,14 +10,11 @@ import torch
 
 from hone.columns import (
     COLUMNS,
-    Column,
     ColumnWrittenTwice,
     MissingColumn,
-    declare,
     declared,
     require,
     reward_column,
-    reward_parts,
     row_may_bring,
     write,
 )
@@ -33,7 +30,7 @@ def test_the_sentence_says_who_should_have_written_it() -> None:
         require(batch(), "values")
     assert str(caught.value) == (
         "batch has no 'values' (critic estimate before each token): step 'values' writes it; "
-        "it runs when algorithm.adv_estimator=gae"
+        "it runs when an estimator reads it (gae), or critic.enable=True"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert caught.value.name == "values"
@@ -118,24 +115,6 @@ def test_every_reward_part_is_declared_by_its_family() -> None:
         with pytest.raises(ValueError, match="plain word"):
             reward_column(wrong)
     assert declared("reward/") is None
-
-
-def test_reward_parts_are_found_by_plain_name() -> None:
-    data = batch()
-    write(data, reward_column("rule"), torch.ones(2, 3))
-    write(data, reward_column("kl"), torch.zeros(2, 3))
-    assert reward_parts(data).keys() == {"rule", "kl"}
-
-
-def test_a_name_has_one_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.columns.COLUMNS", dict(COLUMNS))
-    mine = Column("mine", "[B]", "float", "score", "always", "my own")
-    declare(mine)
-    declare(mine)
-    with pytest.raises(MissingColumn, match="my own"):
-        require(batch(), "mine")
-    with pytest.raises(ValueError, match="declared already: critic estimate"):
-        declare(Column("values", "[B]", "float", "score", "always", "something else"))
 
 
 def test_a_row_may_bring_what_is_its_own_and_nothing_a_step_writes() -> None:

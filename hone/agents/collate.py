@@ -16,8 +16,12 @@ from torch import Tensor
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.output_check import BadTrajectory
 from hone.agents.widths import equal_widths
+from hone.columns import reward_column, write
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns, object_array
+
+LOOP_SCORE = reward_column("agent")
+"""A loop's own score, on the last token the policy wrote."""
 
 
 def collate_outputs(
@@ -41,8 +45,6 @@ def collate_outputs(
         "responses": responses,
         "response_mask": response_mask,
         "attention_mask": attention_mask,
-        "input_ids": torch.cat([prompts, responses], 1),
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
     }
     log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
     if len(log_probs) == len(outputs):
@@ -51,8 +53,32 @@ def collate_outputs(
     scored = sum(o.reward_score is not None for o in outputs)
     _all_or_none_scored(scored, len(outputs))
     if scored:
-        tensors["rm_scores"] = _scores_on_last_policy_token(outputs, response_mask)
+        tensors[LOOP_SCORE] = _scores_on_last_policy_token(outputs, response_mask)
     return DataProto.from_dict(tensors=tensors, non_tensors=_facts(outputs))
+
+
+def input_ids(batch: DataProto) -> Tensor:
+    """[B, P+T] prompts then responses."""
+    return torch.cat([batch.batch["prompts"], batch.batch["responses"]], 1)
+
+
+def position_ids(batch: DataProto) -> Tensor:
+    """[B, P+T] each token's position in its row, from 0; 0 in the padding."""
+    positions: Tensor = (batch.batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return positions
+
+
+DERIVED = {"input_ids": input_ids, "position_ids": position_ids}
+"""Columns that follow from the others: made where they are read, never sent along."""
+
+
+def with_verl_columns(batch: DataProto) -> DataProto:
+    """What a loop written for verl reads of a generated batch besides: ids, positions, `rm_scores`."""
+    for name, make in DERIVED.items():
+        write(batch, name, make(batch))
+    if batch.has_column(LOOP_SCORE):
+        write(batch, "rm_scores", batch.column(LOOP_SCORE))
+    return batch
 
 
 def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
@@ -61,7 +87,7 @@ def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
     Which columns there are must not depend on which rows a rank got: its rows alone decided.
     """
     batches = fill_object_columns(results)
-    _all_or_none_scored(sum(b.has_column("rm_scores") for b in batches), len(batches))
+    _all_or_none_scored(sum(b.has_column(LOOP_SCORE) for b in batches), len(batches))
     if not all(b.has_column("rollout_log_probs") for b in batches):
         for batch in batches:
             batch.batch.pop("rollout_log_probs", None)

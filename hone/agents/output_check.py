@@ -23,6 +23,7 @@ COLLATED = (
     "position_ids",
     "rollout_log_probs",
     "rm_scores",
+    "reward/agent",
     "num_turns",
     "stop_reason",
     "versions",

@@ -10,7 +10,7 @@ from torch import Tensor
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns
 
-_WHOLE_ROW = ("attention_mask", "input_ids", "position_ids")
+_WHOLE_ROW = ("attention_mask",)
 
 
 def concat_padded(batches: Sequence[DataProto]) -> DataProto:

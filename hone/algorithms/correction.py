@@ -19,6 +19,7 @@ from hone.algorithms.correction_metrics import (
 )
 from hone.algorithms.rejection import EXPONENT_BOUND, rejection_mask
 from hone.algorithms.settings import setting
+from hone.config.algorithm import RolloutCorrectionConfig
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
 
 _SECTION = "algorithm.rollout_correction"
@@ -40,7 +41,7 @@ def correct(
     """
 
     def option(key: str) -> Any:
-        return setting(config, key, _SECTION)
+        return setting(config, key, RolloutCorrectionConfig)
 
     mask = response_mask.bool()
     old, rollout = (masked_fill_zero(x.detach(), mask) for x in (old_log_probs, rollout_log_probs))

@@ -5,14 +5,31 @@ controllers of the coefficient. Where the KL enters the loss instead, the engine
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from hone.ops.masked import masked_fill_zero, masked_mean
+from hone.plugins import PluginError, Table
 
-_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+"""From log π and log π_ref to an estimate per token."""
+
+_HERE = "hone.algorithms.kl"
+
+TABLE = Table(
+    "KL estimator",
+    {
+        "k1": f"{_HERE}:k1",
+        "kl": f"{_HERE}:k1",
+        "abs": f"{_HERE}:absolute",
+        "k2": f"{_HERE}:k2",
+        "mse": f"{_HERE}:k2",
+        "k3": f"{_HERE}:k3",
+        "low_var_kl": f"{_HERE}:k3",
+    },
+)
 _EXPONENT_BOUND = 20.0
 _K3_BOUND = 10.0
 
@@ -27,32 +44,56 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     value = kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
     if not straight_through:
         return value
-    k2 = kl_penalty_forward(logprob, ref_logprob, "k2")
-    return value.detach() + k2 - k2.detach()
+    gradient = k2(logprob, ref_logprob)
+    return value.detach() + gradient - gradient.detach()
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The estimate with its own gradient."""
-    difference = logprob - ref_logprob
-    match _ALIASES.get(kl_penalty, kl_penalty):
-        case "k1":
-            return difference
-        case "abs":
-            return difference.abs()
-        case "k2":
-            return 0.5 * difference.square()
-        case "k3":
-            x = (-difference).clamp(-_EXPONENT_BOUND, _EXPONENT_BOUND)
-            return (x.exp() - x - 1).clamp(-_K3_BOUND, _K3_BOUND)
-        case "full":
-            raise NotImplementedError(
-                "kl_penalty='full' needs each token's whole distribution, which is never kept; "
-                "use 'k3' (low variance) or 'k1'"
-            )
-    raise NotImplementedError(
-        f"kl_penalty={kl_penalty!r} is unknown; use one of {', '.join(KINDS)}, "
-        "each also with a trailing '+'"
-    )
+    try:
+        estimator: KLEstimator = TABLE.get(kl_penalty)
+    except PluginError as error:
+        raise NotImplementedError(_unknown("kl_penalty", kl_penalty, error)) from error
+    return estimator(logprob, ref_logprob)
+
+
+def get_kl_estimator(name: str, key: str) -> KLEstimator:
+    """The estimator of that name, or of "pkg.mod:object"; `key` is the setting that names it."""
+    try:
+        estimator: KLEstimator = TABLE.get(name.removesuffix("+"))
+    except PluginError as error:
+        raise PluginError(_unknown(key, name, error)) from error
+    return estimator
+
+
+def _unknown(key: str, name: str, error: PluginError) -> str:
+    if name == "full":
+        return (
+            f"{key}=full needs each token's whole distribution, which is never kept; "
+            "use k3 (low variance) or k1"
+        )
+    return f"{key}={name}: {error}; each also with a trailing +"
+
+
+def k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """log π − log π_ref: unbiased, and negative at times."""
+    return logprob - ref_logprob
+
+
+def absolute(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """|log π − log π_ref|."""
+    return (logprob - ref_logprob).abs()
+
+
+def k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """(log π − log π_ref)²/2."""
+    return 0.5 * (logprob - ref_logprob).square()
+
+
+def k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """e^{−x} + x − 1 for x = log π − log π_ref: unbiased, never negative, bounded at 10."""
+    x = (ref_logprob - logprob).clamp(-_EXPONENT_BOUND, _EXPONENT_BOUND)
+    return (x.exp() - x - 1).clamp(-_K3_BOUND, _K3_BOUND)
 
 
 def apply_kl_penalty(
@@ -71,14 +112,6 @@ def apply_kl_penalty(
     rewards = masked_fill_zero(token_level_scores, response_mask) - kl_coef * kl
     current = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))
     return rewards, current
-
-
-class KLController(Protocol):
-    """Holds the coefficient of the in-reward KL."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
 
 
 class FixedKLController:

@@ -14,11 +14,11 @@ from hone.algorithms.correction import correct
 from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics
 from hone.algorithms.rejection import rejection_mask
 from hone.algorithms.settings import setting
+from hone.config.algorithm import RolloutCorrectionConfig
 from hone.ops.masked import masked_fill_zero
 from hone.protocol import DataProto
 
 _PREFIX = "rollout_corr/"
-_SECTION = "algorithm.rollout_correction"
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -127,7 +127,7 @@ def compute_rollout_correction_and_add_to_batch(
         batch.batch["old_log_probs"],
         batch.batch["rollout_log_probs"],
         batch.batch["response_mask"],
-        **{name: setting(rollout_corr_config, name, _SECTION) for name in names},
+        **{name: setting(rollout_corr_config, name, RolloutCorrectionConfig) for name in names},
     )
     batch.batch["response_mask"] = narrowed
     return (batch if weights is None else batch.union(weights)), metrics

@@ -1,24 +1,26 @@
-"""Reads one dotted key from a configuration object, a dict, or, where it is silent, the defaults.
+"""Reads one dotted key from a configuration object, a dict, or, where it is silent, the block's defaults.
 
-The defaults themselves live in hone.config only; this file knows their place, not their values.
+The defaults themselves live in hone.config only: `defaults` is the class of the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
+
+from hone.config.block import Block
 
 _ABSENT = object()
 
 
-def setting(config: Any, key: str, section: str) -> Any:
-    """`config.<key>`; when `config` is None or lacks the key, the default of `<section>.<key>`."""
+def setting(config: Any, key: str, defaults: type[Block]) -> Any:
+    """`config.<key>`; when `config` is None or lacks the key, the default of that block."""
     value = _dig(config, key)
     if value is _ABSENT:
-        value = _dig(_defaults(), f"{section}.{key}")
+        value = _dig(_default(defaults), key)
     if value is _ABSENT:
-        raise KeyError(f"neither the given config nor the defaults have {section}.{key}")
+        raise KeyError(f"neither the given config nor {defaults.__name__} has the key {key}")
     return value
 
 
@@ -26,6 +28,11 @@ def given(config: Any, key: str) -> Any:
     """`config.<key>` if the config itself has it, else None."""
     value = _dig(config, key)
     return None if value is _ABSENT else value
+
+
+def has(config: Any, key: str) -> bool:
+    """Whether the config itself has the key."""
+    return _dig(config, key) is not _ABSENT
 
 
 def _dig(config: Any, key: str) -> Any:
@@ -41,8 +48,6 @@ def _dig(config: Any, key: str) -> Any:
     return config
 
 
-@lru_cache(maxsize=1)
-def _defaults() -> Any:
-    from hone.config import load_config
-
-    return load_config()
+@cache
+def _default(block: type[Block]) -> Block:
+    return block()

@@ -10,11 +10,6 @@ from typing import Any, Literal
 
 from hone.config.block import Block
 
-NEED_GROUPS = ("rloo", "rloo_vectorized", "rloo_token", "grpo_passk", "maxrl", "lite_ppo")
-"""Estimators that teach nothing, or something else, from one response per prompt."""
-WITHOUT_GROUPS = ("gae", "remax", "reinforce_plus_plus")
-"""Estimators that compare a response with something else than the others of its prompt."""
-
 
 @dataclass(frozen=True)
 class KLControlConfig(Block):

@@ -1,20 +1,20 @@
 """Checks of a `ppo_trainer` tree that need more than one key, or more than a type.
 
 They run before any model is loaded; each sentence names values that work. All defects are reported at once.
+What follows from the columns that the algorithm reads is checked by `hone/trainer/ppo/plan.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from hone.config.agreements import AGREEMENTS
-from hone.config.algorithm import NEED_GROUPS
 from hone.config.convert import show_value
 from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import RANGES, out_of_range
 from hone.config.schema import PPOTrainerConfig
 
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 TRACKERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 CHECKPOINT_PARTS = ("model", "optimizer", "extra", "hf_model")
 CREDIT_ASSIGNMENTS = ("gamma-decay", "strict min-form")
@@ -50,7 +50,7 @@ def divisors(value: int, near: int) -> str:
 def _batches(config: PPOTrainerConfig) -> Iterator[str]:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     ranks = config.world_size
-    unit = ranks // _common_divisor(ranks, n)
+    unit = ranks // math.gcd(ranks, n)
     if prompts % unit:
         rows = f" times rollout.n={n}" if n > 1 else ""
         yield (
@@ -58,23 +58,21 @@ def _batches(config: PPOTrainerConfig) -> Iterator[str]:
             + multiples(prompts, unit)
         )
         return
-    minis = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if uses_critic(config) and config.critic.ppo_mini_batch_size not in minis.values():
-        minis["critic"] = config.critic.ppo_mini_batch_size
-    for block, mini in minis.items():
-        key = f"{block}.ppo_mini_batch_size={mini}"
-        if mini > prompts:
-            yield f"{key} is more prompts than a step has (data.train_batch_size={prompts}); use {prompts}"
-        elif prompts % mini:
-            yield f"{key} does not divide data.train_batch_size={prompts}; {divisors(prompts, mini)}"
-        elif mini % unit:
-            yield f"{key} is not divisible by {ranks} data-parallel ranks; {multiples(mini, unit)}"
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    yield from mini_batch_problems(config, "actor_rollout_ref.actor", mini)
 
 
-def _common_divisor(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+def mini_batch_problems(config: PPOTrainerConfig, block: str, mini: int) -> Iterator[str]:
+    """Whether a role's mini-batch, in prompts, divides the step and divides over the ranks."""
+    prompts, ranks = config.data.train_batch_size, config.world_size
+    unit = ranks // math.gcd(ranks, config.actor_rollout_ref.rollout.n)
+    key = f"{block}.ppo_mini_batch_size={mini}"
+    if mini > prompts:
+        yield f"{key} is more prompts than a step has (data.train_batch_size={prompts}); use {prompts}"
+    elif prompts % mini:
+        yield f"{key} does not divide data.train_batch_size={prompts}; {divisors(prompts, mini)}"
+    elif mini % unit:
+        yield f"{key} is not divisible by {ranks} data-parallel ranks; {multiples(mini, unit)}"
 
 
 def _generation_batch(config: PPOTrainerConfig) -> Iterator[str]:
@@ -120,19 +118,20 @@ def _token_budgets(config: PPOTrainerConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.max_model_len={limit} is less than the longest prompt plus "
             f"response ({longest}); use {longest} or null, or lower data.max_response_length"
         )
-    budgets: dict[str, int] = {}
     if policy.actor.forms_micro_batches_by_tokens:
-        budgets["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = (
-            policy.actor.ppo_max_token_len_per_gpu
+        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        yield from token_budget_problems(config, key, policy.actor.ppo_max_token_len_per_gpu)
+
+
+def token_budget_problems(config: PPOTrainerConfig, key: str, budget: int) -> Iterator[str]:
+    """Whether a role's token budget holds the longest row."""
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if budget < longest:
+        yield (
+            f"{key}={budget} tokens cannot hold the longest prompt plus response "
+            f"({rollout.prompt_length} + {rollout.response_length}); use {longest} or more"
         )
-    if uses_critic(config) and config.critic.forms_micro_batches_by_tokens:
-        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
-    for key, budget in budgets.items():
-        if budget < longest:
-            yield (
-                f"{key}={budget} tokens cannot hold the longest prompt plus response "
-                f"({policy.rollout.prompt_length} + {policy.rollout.response_length}); use {longest} or more"
-            )
 
 
 def _sampling(config: PPOTrainerConfig) -> Iterator[str]:
@@ -160,13 +159,6 @@ def _sampling(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
-def uses_critic(config: PPOTrainerConfig) -> bool:
-    """True when the run has a value model."""
-    if config.critic.enable is None:
-        return config.algorithm.adv_estimator == "gae"
-    return config.critic.enable
-
-
 def _exact(config: PPOTrainerConfig) -> Iterator[str]:
     policy, key = config.actor_rollout_ref, "actor_rollout_ref.rollout.exact=true"
     if not policy.rollout.exact:
@@ -186,40 +178,10 @@ def _exact(config: PPOTrainerConfig) -> Iterator[str]:
         yield f"{key} has kernels of its own; use actor.use_torch_compile=false, or exact=false"
 
 
-def _estimator(config: PPOTrainerConfig) -> Iterator[str]:
-    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    if algorithm.adv_estimator in NEED_GROUPS and n == 1:
-        yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses of one prompt, and "
-            "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"
-        )
-    if algorithm.adv_estimator == "gae" and config.critic.enable is False:
-        yield "algorithm.adv_estimator=gae reads values, and critic.enable=false; use null or true"
-    if config.trainer.critic_warmup > 0 and not uses_critic(config):
-        yield (
-            f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic would train nothing; "
-            "use 0, or critic.enable=true"
-        )
-    if algorithm.adv_estimator == "gdpo":
-        keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-        if not keys:
-            yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the parts to normalise"
-        elif weights is not None and len(weights) != len(keys):
-            yield (
-                f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} "
-                "algorithm.gdpo_reward_keys; give one each, or null"
-            )
-
-
-def _kl(config: PPOTrainerConfig) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    kinds = {"algorithm.kl_penalty": config.algorithm.kl_penalty}
-    kinds["actor_rollout_ref.actor.kl_loss_type"] = actor.kl_loss_type
-    for key, kind in kinds.items():
-        if kind.removesuffix("+") not in KL_ESTIMATORS:
-            yield f"{key}={kind} is no KL estimator; use {', '.join(KL_ESTIMATORS)}, or one of them with +"
-    beta = actor.policy_loss.dro_beta
-    if actor.policy_loss.loss_mode == "dro" and (beta is None or beta <= 0):
+def _loss(config: PPOTrainerConfig) -> Iterator[str]:
+    loss = config.actor_rollout_ref.actor.policy_loss
+    beta = loss.dro_beta
+    if loss.loss_mode == "dro" and (beta is None or beta <= 0):
         yield (
             f"actor_rollout_ref.actor.policy_loss.dro_beta={show_value(beta)} with loss_mode=dro; "
             "use a number above 0"
@@ -243,9 +205,6 @@ def _correction(config: PPOTrainerConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode needs {key}.bypass_mode=true, "
             "which chooses that loss by itself and takes the rollout's log-probs as the old ones"
         )
-    reads = correction.rollout_is is not None or bool(named) or correction.bypass_mode
-    if reads and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        yield f"{key} reads rollout log-probs; use actor_rollout_ref.rollout.calculate_log_probs=true"
 
 
 def _rewards(config: PPOTrainerConfig) -> Iterator[str]:
@@ -267,14 +226,6 @@ def _rewards(config: PPOTrainerConfig) -> Iterator[str]:
         )
     if isinstance(credit, float) and credit <= 0:
         yield f"reward_model.credit_assignment={show_value(credit)}; a temperature is above 0, as 0.1"
-    judges_steps = model.enable and model.type == "prm"
-    estimator = config.algorithm.adv_estimator
-    if judges_steps and credit == "strict min-form" and estimator != "rloo_token":
-        yield (
-            "reward_model.credit_assignment=strict min-form is a return of tokens, which "
-            f"algorithm.adv_estimator={estimator} does not compute; use "
-            "algorithm.adv_estimator=rloo_token, or a temperature such as 0.1"
-        )
     buffer = model.reward_kwargs.overlong_buffer_cfg
     limit = model.reward_kwargs.max_resp_len or config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= limit:
@@ -347,8 +298,7 @@ CHECKS: tuple[Callable[[PPOTrainerConfig], Iterator[str]], ...] = (
     _token_budgets,
     _sampling,
     _exact,
-    _estimator,
-    _kl,
+    _loss,
     _correction,
     _rewards,
     _data,
@@ -389,12 +339,6 @@ def find_idle(config: PPOTrainerConfig, origins: dict[str, str]) -> list[str]:
         say(f"{section}.rollout_is_batch_normalize", f"{section}.rollout_is=null")
     if correction.rollout_rs is None:
         say(f"{section}.rollout_rs_threshold", f"{section}.rollout_rs=null")
-    if not uses_critic(config):
-        estimator = config.algorithm.adv_estimator
-        for block in ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value"):
-            say(f"critic.{block}", f"there is no critic (algorithm.adv_estimator={estimator})")
-    if not config.uses_reference:
-        say("actor_rollout_ref.ref", "no KL to the reference policy is asked for")
     if not config.reward_model.enable:
         say("reward_model.model", "reward_model.enable=false")
     if config.world_size == 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.absent import absent_rule
-from hone.config.compose import Composed, compose, compose_settings, config_to_dict
+from hone.config.compose import Composed, Further, compose, compose_settings, config_to_dict
 from hone.config.convert import show_value
 from hone.config.describe import (
     KeyInfo,
@@ -38,12 +38,19 @@ def show(
     config_path: str | Path | None = None,
     schema: str | None = None,
     only_set: bool = False,
+    further: Further | None = None,
 ) -> str:
     """The resolved tree as YAML, each value with its origin; `only_set` leaves defaults out.
 
     `schema` is the tree of a YAML that names none in its defaults list.
     """
-    composed = compose(overrides, config_name=config_name, config_path=config_path, schema=schema)
+    composed = compose(
+        overrides,
+        config_name=config_name,
+        config_path=config_path,
+        schema=schema,
+        further=further,
+    )
     lines = list(_tree_lines(composed, only_set))
     if composed.notes:
         lines += ["", "# set, but without effect here:"]
@@ -185,7 +192,7 @@ def state_in_words(rule: Rule) -> str:
     )
 
 
-def check(path: str | Path) -> tuple[int, str]:
+def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
     """Compose a YAML file and report: 0 and what it sets, or 1 and every problem."""
     file = Path(path).expanduser()
     if file.suffix not in (".yaml", ".yml"):
@@ -195,7 +202,7 @@ def check(path: str | Path) -> tuple[int, str]:
         if not file.is_file():
             return 1, f"there is no file {file}\n"
         tree = TREES[schema] if schema in TREES else _likely_tree(settings)
-        composed = compose_settings(tree, settings)
+        composed = compose_settings(tree, settings, further)
     except ConfigError as error:
         return 1, "\n".join(
             [f"{file}: {len(error.problems)} problem(s)", *(f"- {p}" for p in error.problems)]

@@ -28,6 +28,9 @@ from hone.config.trees import OTHER_NAMES, TREES, Tree
 
 T = TypeVar("T")
 
+Further = Callable[[Any, dict[str, str]], tuple[list[str], list[str]]]
+"""From a tree and the keys that were set to problems and notes."""
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -50,10 +53,12 @@ def compose(
     config_path: str | Path | None = None,
     schema: str | None = None,
     starting: Callable[[dict[str, Any]], list[Setting]] | None = None,
+    further: Further | None = None,
 ) -> Composed:
     """Resolve a configuration and remember where each value came from.
 
-    `starting` gives values for keys that were not set, from those that were, by dotted key.
+    `starting` gives values for keys that were not set, from those that were, by dotted key. `further`
+    are checks of what the tree asks for beyond its values: which columns an algorithm reads.
     """
     found, settings = _from_files(OTHER_NAMES.get(config_name, config_name), config_path)
     tree = TREES[schema or found or "ppo_trainer"]
@@ -61,7 +66,7 @@ def compose(
     if starting is not None:
         given = {s.key: s.value for s in tree.translate(settings, [])}
         settings = [*starting(given), *settings]
-    return compose_settings(tree, settings)
+    return compose_settings(tree, settings, further)
 
 
 def _from_files(
@@ -80,7 +85,9 @@ def _from_files(
     )
 
 
-def compose_settings(schema: Tree, settings: Sequence[Setting]) -> Composed:
+def compose_settings(
+    schema: Tree, settings: Sequence[Setting], further: Further | None = None
+) -> Composed:
     """Apply settings to the schema's defaults and check the result."""
     root = schema.root
     tree = copy.deepcopy(to_plain(root()))
@@ -104,9 +111,13 @@ def compose_settings(schema: Tree, settings: Sequence[Setting]) -> Composed:
     asked = {key: origins[key] for key in _asked_for(config, origins)}
     _answer_states(config, schema, asked, problems, notes)
     problems.extend(schema.find_problems(config, origins))
+    notes.extend(schema.find_idle(config, asked))
+    if further is not None:
+        more_problems, more_notes = further(config, asked)
+        problems.extend(more_problems)
+        notes.extend(more_notes)
     if problems:
         raise ConfigError(problems)
-    notes.extend(schema.find_idle(config, asked))
     return Composed(config, origins, tuple(dict.fromkeys(notes)))
 
 

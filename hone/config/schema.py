@@ -96,11 +96,6 @@ class PPOTrainerConfig(Block):
         return (policy.rollout.n_gpus_per_node,) * max(policy.rollout.nnodes, 1)
 
     @property
-    def uses_reference(self) -> bool:
-        """True when a KL to the reference policy enters reward or loss."""
-        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
-
-    @property
     def uses_controller(self) -> str:
         """local or ray: what `trainer.controller=auto` comes to."""
         if self.trainer.controller != "auto":

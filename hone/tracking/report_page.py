@@ -9,14 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
+from itertools import islice
 from typing import Any
 
 from hone.tracking.report_chart import Curve, chart, stacked_bar
 from hone.tracking.report_data import RunData
-from hone.tracking.report_samples import Sample
+from hone.tracking.report_samples import Sample, Turn
 from hone.tracking.timing import PREFIX
 
 CHARACTERS_SHOWN = 4000
+CALL_CHARACTERS_SHOWN = 300
+TURNS_SHOWN = 40
+ROLES = ("assistant", "tool", "user", "environment")
+"""Those with a look of their own; another role looks like the environment."""
 NOTES_SHOWN = 20
 OVERVIEW = re.compile(
     r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
@@ -51,16 +56,23 @@ def run_name(index: int, label: str) -> str:
     return f'<span class="key r{index}"></span>{shown(label)}'
 
 
+def _of_run(index: int, html: str) -> str:
+    """A part of the page that is there while its run is shown."""
+    return f'<div class="of{index}">{html}</div>'
+
+
 def summary_section(runs: Sequence[RunData]) -> str:
     """First, last and best of what a run is judged by."""
     keys = sorted({key for run in runs for key in run.metric_names() if SUMMARY.fullmatch(key)})
-    head = "".join(f"<th>{run_name(i, run.label)}</th>" for i, run in enumerate(runs))
-    steps = "".join(f'<td class="n">{_steps(run)}</td>' for run in runs)
+    head = "".join(f'<th class="of{i}">{run_name(i, run.label)}</th>' for i, run in enumerate(runs))
+    steps = "".join(f'<td class="n of{i}">{_steps(run)}</td>' for i, run in enumerate(runs))
     body = [f"<tr><td>steps</td>{steps}</tr>"]
     for key in keys:
-        cells = "".join(f'<td class="n">{_story(run, key)}</td>' for run in runs)
+        cells = "".join(
+            f'<td class="n of{i}">{_story(run, key)}</td>' for i, run in enumerate(runs)
+        )
         body.append(f"<tr><td>{shown(key)}</td>{cells}</tr>")
-    notes = "".join(_notes(run) for run in runs)
+    notes = "".join(_of_run(i, _notes(run)) for i, run in enumerate(runs))
     table = f"<table><tr><th></th>{head}</tr>{''.join(body)}</table>"
     return f"{_tiles(runs, keys)}{table}{notes}"
 
@@ -75,19 +87,17 @@ def _notes(run: RunData) -> str:
 
 def _tiles(runs: Sequence[RunData], keys: Sequence[str]) -> str:
     """What each run came to, large: held-out results before all others."""
-    if not keys:
-        return ""
-    key = min(keys, key=lambda name: (not name.startswith("val"), name))
+    by_rank = sorted(keys, key=lambda name: (not name.startswith("val"), name))
     tiles = []
     for index, run in enumerate(runs):
-        values = run.metrics.of(key).finite().values
-        if len(values):
+        results = ((key, run.metrics.of(key).finite().values) for key in by_rank)
+        for key, values in islice((result for result in results if len(result[1])), 1):
             tiles.append(
-                f'<div class="tile"><p>{run_name(index, run.label)}</p>'
+                f'<div class="tile of{index}"><p>{run_name(index, run.label)}</p>'
                 f"<b>{number(values[-1])}</b><p class='soft'>from {number(values[0])} · "
                 f"{shown(key)}</p></div>"
             )
-    return f'<div class="tiles">{"".join(tiles)}</div>'
+    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
 def _steps(run: RunData) -> str:
@@ -138,8 +148,8 @@ def _overview(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:
 
 
 def timing_section(runs: Sequence[RunData]) -> str:
-    parts = [f"<h3>{run_name(i, run.label)}</h3>{_timing(run)}" for i, run in enumerate(runs)]
-    return "".join(parts)
+    parts = (f"<h3>{run_name(i, run.label)}</h3>{_timing(run)}" for i, run in enumerate(runs))
+    return "".join(_of_run(i, part) for i, part in enumerate(parts))
 
 
 def _timing(run: RunData) -> str:
@@ -182,29 +192,35 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def validation_section(runs: Sequence[RunData]) -> str:
-    html = []
+    parts = []
     for index, run in enumerate(runs):
-        html.append(f"<h3>{run_name(index, run.label)}</h3>")
+        html = [f"<h3>{run_name(index, run.label)}</h3>"]
         if not run.validation:
             html.append('<p class="soft">no validation samples (validation/step_N.parquet)</p>')
         for prompt, samples in run.validation.items():
             rows = "".join(
                 f'<tr><td class="n">{s.step}</td><td class="n">{number(s.score)}</td>'
-                f"<td><pre>{shown(s.response)}</pre></td></tr>"
+                f"<td>{_response(s)}</td></tr>"
                 for s in samples
             )
             table = f"<table><tr><th>step</th><th>score</th><th>response</th></tr>{rows}</table>"
             html.append(f'<div class="sample"><pre>{shown(prompt)}</pre>{table}</div>')
-    return "".join(html)
+        parts.append(_of_run(index, "".join(html)))
+    return "".join(parts)
 
 
 def extremes_section(runs: Sequence[RunData]) -> str:
-    html = []
+    parts = []
     for index, run in enumerate(runs):
-        for title, samples in (("best", run.best), ("worst", run.worst)):
-            html.append(f"<h3>{run_name(index, run.label)}: {title}</h3>")
-            html += [_sample(sample) for sample in samples] or ['<p class="soft">none kept</p>']
-    return "".join(html)
+        name = run_name(index, run.label)
+        html = [
+            f"<h3>{name}: {title}</h3>" + "".join(_sample(sample) for sample in samples)
+            for title, samples in (("best", run.best), ("worst", run.worst))
+            if samples
+        ]
+        absent = f'<h3>{name}</h3><p class="soft">no scored responses of training steps</p>'
+        parts.append(_of_run(index, "".join(html) or absent))
+    return "".join(parts)
 
 
 def _sample(sample: Sample) -> str:
@@ -212,7 +228,37 @@ def _sample(sample: Sample) -> str:
     return (
         f'<div class="sample"><p class="soft">step {sample.step} · '
         f"<b>score {number(sample.score)}</b>{parts}</p>"
-        f"<pre>{shown(sample.prompt)}</pre><hr><pre>{shown(sample.response)}</pre></div>"
+        f"<pre>{shown(sample.prompt)}</pre><hr>{_response(sample)}</div>"
+    )
+
+
+def _response(sample: Sample) -> str:
+    """The response: its text, or its turns one below the other."""
+    if not sample.turns:
+        return f"<pre>{shown(sample.response)}</pre>"
+    html = [_turn(turn) for turn in sample.turns[:TURNS_SHOWN]]
+    if (more := len(sample.turns) - TURNS_SHOWN) > 0:
+        html.append(f'<p class="soft">… {more} more turns</p>')
+    scores = " · ".join(
+        f"{shown(name)} {number(value)}" for name, value in sample.trajectory_scores.items()
+    )
+    whole = f'<p class="soft">score of the trajectory: {scores}</p>' if scores else ""
+    return f'<div class="turns">{"".join(html)}{whole}</div>'
+
+
+def _turn(turn: Turn) -> str:
+    """Who wrote it, what, its score, and the tools it called with their rewards."""
+    role = turn.role if turn.role in ROLES else "environment"
+    score = "" if turn.score is None else f" · score {number(turn.score)}"
+    calls = "".join(
+        f'<p class="call">called {shown(call.text, CALL_CHARACTERS_SHOWN)}'
+        + ("" if call.reward is None else f" · reward {number(call.reward)}")
+        + "</p>"
+        for call in turn.calls
+    )
+    return (
+        f'<div class="turn {role}"><p class="who">{shown(turn.role, 40)}{score}</p>'
+        f"<pre>{shown(turn.text)}</pre>{calls}</div>"
     )
 
 
@@ -220,23 +266,30 @@ def config_section(runs: Sequence[RunData]) -> str:
     """Every key, its value and origin in each run; rows where runs differ are marked."""
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     head = "".join(
-        f"<th>{run_name(i, run.label)}</th><th>origin</th>" for i, run in enumerate(runs)
+        f'<th class="of{i}">{run_name(i, run.label)}</th><th class="of{i}">origin</th>'
+        for i, run in enumerate(runs)
     )
     rows = []
     for key in keys:
         values = [run.config.get(key) for run in runs]
-        cells = "".join(_config_cells(run, key) for run in runs)
+        cells = "".join(_config_cells(i, run, key) for i, run in enumerate(runs))
         mark = " differs" if len(set(values)) > 1 else ""
         name = shown(key)
         row = f'<tr class="setting{mark}" data-name="{name}"><td>{name}</td>{cells}</tr>'
         rows.append(row)
     search = '<input type="search" placeholder="filter keys" data-filter=".setting">'
-    return f"{search}<table><tr><th>key</th>{head}</tr>{''.join(rows)}</table>"
+    empty = '<p class="soft" id="no-settings" hidden>No key has that name.</p>'
+    table = f"<table><tr><th>key</th>{head}</tr>{''.join(rows)}</table>"
+    return f"{search}{empty}{table}"
 
 
-def _config_cells(run: RunData, key: str) -> str:
+def _config_cells(index: int, run: RunData, key: str) -> str:
+    of = f"of{index}"
     if key not in run.config:
-        return "<td>–</td><td></td>"
+        return f'<td class="{of}">–</td><td class="{of}"></td>'
     origin = "" if run.origins is None else run.origins.get(key, "default")
-    weight = "" if origin in ("", "default") else ' class="set"'
-    return f'<td{weight}>{shown(run.config[key])}</td><td class="soft">{shown(origin)}</td>'
+    weight = "" if origin in ("", "default") else " set"
+    return (
+        f'<td class="{of}{weight}">{shown(run.config[key])}</td>'
+        f'<td class="soft {of}">{shown(origin)}</td>'
+    )

@@ -6,15 +6,38 @@ file, texts only where they are needed: a long run stays cheap.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 EXTREMES_SHOWN = 5
+LARGEST = 1e300
+"""Of a number of a turn or tool; NaN and integers beyond a float are no numbers."""
 StepFiles = list[tuple[int, Path]]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model made, and what it earned."""
+
+    text: str
+    """The name with its arguments."""
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side wrote in a response of several turns."""
+
+    role: str
+    text: str
+    score: float | None = None
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,11 +51,26 @@ class Sample:
     score: float | None
     parts: dict[str, float] = field(default_factory=dict)
     """Reward parts by name."""
+    turns: tuple[Turn, ...] = ()
+    """Empty for a response of one turn."""
+    trajectory_scores: dict[str, float] = field(default_factory=dict)
+    """What each tool and interaction gave the whole trajectory."""
+
+
+COLUMNS = (
+    "uid",
+    "prompt_text",
+    "response_text",
+    "score",
+    "turns",
+    "tool_outputs",
+    "reward_scores",
+)
 
 
 def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
     """Every row of a file; columns it does not have leave gaps."""
-    table = _columns(path, ("uid", "prompt_text", "response_text", "score"), notes, "reward/")
+    table = _columns(path, COLUMNS, notes, "reward/")
     count = max((len(column) for column in table.values()), default=0)
     empty: list[Any] = [None] * count
     scores = _numbers(table.get("score", empty), "score", path, notes)
@@ -53,9 +91,61 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
                 for name in parts
                 if (total := _total(table[name][row])) is not None
             },
+            turns=_turns(table.get("turns", empty)[row], table.get("tool_outputs", empty)[row]),
+            trajectory_scores=_scores(table.get("reward_scores", empty)[row]),
         )
         for row in range(count)
     ]
+
+
+def _turns(turns: Any, outputs: Any) -> tuple[Turn, ...]:
+    """The turns of a response, each with the calls it made; what is not of that form is left out."""
+    made = [_call(out) for out in _json_list(outputs) if isinstance(out, dict)]
+    calls = iter(made)
+    return tuple(
+        Turn(
+            role=str(turn.get("role", "")),
+            text=str(turn.get("text", "")),
+            score=_number(turn.get("score")),
+            calls=tuple(islice(calls, _count(turn.get("calls"), len(made)))),
+        )
+        for turn in _json_list(turns)
+        if isinstance(turn, dict)
+    )
+
+
+def _call(output: dict[str, Any]) -> ToolCall:
+    arguments = output.get("arguments")
+    named = arguments.items() if isinstance(arguments, dict) else ()
+    given = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in named)
+    return ToolCall(f"{output.get('name', '')}({given})", _number(output.get("reward")))
+
+
+def _scores(text: Any) -> dict[str, float]:
+    value = _json(text)
+    named = value.items() if isinstance(value, dict) else ()
+    return {name: number for name, v in named if (number := _number(v)) is not None}
+
+
+def _json_list(text: Any) -> list[Any]:
+    value = _json(text)
+    return value if isinstance(value, list) else []
+
+
+def _json(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _count(value: Any, most: int) -> int:
+    return int(min(max(_number(value) or 0, 0), most))
+
+
+def _number(value: Any) -> float | None:
+    known = isinstance(value, int | float) and abs(value) <= LARGEST
+    return float(value) if known else None
 
 
 def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:

@@ -29,7 +29,7 @@ def run_colour(number: int) -> str:
 def style(run_count: int) -> str:
     runs = "".join(
         f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"
-        f"body.hide-{i} svg .r{i}{{display:none}}"
+        f"body.hide-{i} svg .r{i},body.hide-{i} .of{i}{{display:none}}"
         for i, c in enumerate(map(run_colour, range(run_count)))
     )
     parts = "".join(
@@ -94,9 +94,17 @@ max-height:320px;overflow:auto}
 td pre{max-height:150px}
 .sample{padding:12px 16px;margin:0 0 14px;background:var(--card);border:1px solid var(--line);
 border-radius:10px}
+.sample>p,.turns>p{margin:0 0 8px;font-size:13px}.turns>p{margin:2px 0 0}
 .sample>pre:first-child{color:var(--soft);padding-bottom:8px}
+.turns{display:grid;gap:8px}
+.turn{border-left:3px solid var(--line);padding:2px 0 2px 12px;margin-left:18px}
+.turn.assistant{border-color:var(--link);margin-left:0}
+.turn p{margin:0;font-size:12.5px}.who{color:var(--soft);font-weight:600}
+.call{color:var(--soft);overflow-wrap:anywhere}
+.turn:not(.assistant) pre{color:var(--soft)}
 hr{border:0;border-top:1px solid var(--line);margin:10px 0}
 .set{font-weight:600}
+@media (max-width:600px){nav{position:static}html{scroll-padding-top:0}body{padding:20px 16px 60px}}
 @media print{nav{display:none}}
 """
 
@@ -204,7 +212,9 @@ function start() {
     const words = input.value.toLowerCase().split(" ").filter(Boolean);
     const fits = item => words.every(word => item.dataset.name.toLowerCase().includes(word));
     if (input.dataset.filter !== ".chart") {
-      document.querySelectorAll(input.dataset.filter).forEach(item => { item.hidden = !fits(item); });
+      const items = [...document.querySelectorAll(input.dataset.filter)];
+      items.forEach(item => { item.hidden = !fits(item); });
+      document.getElementById("no-settings").hidden = items.some(fits);
       return;
     }
     charts.forEach(chart => { chart.matches = fits(chart.figure); });

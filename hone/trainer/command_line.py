@@ -17,7 +17,7 @@ from traceback import format_exception
 from typing import Any
 
 from hone.config import Composed, compose
-from hone.config.compose import get
+from hone.config.compose import Further, get
 from hone.config.errors import nearest
 from hone.config.keys import walk_fields
 from hone.config.sources import Setting
@@ -75,11 +75,13 @@ def composed_of(
     tree: str,
     program: str,
     starting: Callable[[dict[str, Any]], list[Setting]] | None = None,
+    further: Further | None = None,
 ) -> Composed:
     """The configuration a command line asks for, with the origin of each value.
 
     `tree` is the schema, also of a user's YAML that names none in its defaults list. `starting` gives
-    values for keys that the command line leaves out; a user's YAML is taken as it is.
+    values for keys that the command line leaves out; a user's YAML is taken as it is. `further` are
+    checks beyond those of the tree.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -98,6 +100,7 @@ def composed_of(
         config_path=chosen.config_path,
         schema=tree,
         starting=starting if chosen.config_name == tree else None,
+        further=further,
     )
     _latest[:] = [composed]
     return composed

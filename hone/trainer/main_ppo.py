@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from hone.config import ConfigError, PPOTrainerConfig
 from hone.tracking.console import progress, screen
@@ -17,7 +18,12 @@ DRY_RUN = "--dry-run"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given, dry_run = without_flag(sys.argv[1:] if arguments is None else arguments, DRY_RUN)
-    composed = composed_of(given, tree="ppo_trainer", program="hone.trainer.main_ppo")
+    composed = composed_of(
+        given,
+        tree="ppo_trainer",
+        program="hone.trainer.main_ppo",
+        further=plan_checks,
+    )
     announce(composed)
     run(composed.config, composed.origins, dry_run=dry_run)
 
@@ -29,12 +35,23 @@ def train(arguments: Sequence[str]) -> None:
         from hone.trainer.starting_values import announcement, starting_values
 
         composed = composed_of(
-            given, tree="ppo_trainer", program="hone train", starting=starting_values
+            given,
+            tree="ppo_trainer",
+            program="hone train",
+            starting=starting_values,
+            further=plan_checks,
         )
     for line in announcement(composed):
         screen().line(line)
     announce(composed)
     run(composed.config, composed.origins, dry_run=dry_run)
+
+
+def plan_checks(config: Any, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Problems and notes that follow from the columns that the algorithm reads."""
+    from hone.trainer.ppo.plan import find_problems_and_notes
+
+    return find_problems_and_notes(config, origins)
 
 
 def run(

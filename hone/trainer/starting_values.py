@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.algorithms.advantages import groups_of
 from hone.config import Composed
-from hone.config.algorithm import WITHOUT_GROUPS
 from hone.config.compose import get
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
+from hone.plugins import PluginError
 
 ORIGIN = "hone train"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -32,7 +33,7 @@ def starting_values(given: Mapping[str, Any]) -> list[Setting]:
     model = model_facts(given.get("actor_rollout_ref.model.path"))
     values: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
     # One response per prompt is enough for an estimator that compares no groups.
-    if given.get("algorithm.adv_estimator", "grpo") not in WITHOUT_GROUPS:
+    if _compares_groups(given.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
     values["data.train_batch_size"] = _batch(given.get("data.train_files"), device)
     batch = given.get("data.train_batch_size", values["data.train_batch_size"])
@@ -55,6 +56,14 @@ def announcement(composed: Composed) -> list[str]:
         "starting values for this data, model and device (give a key to change it):",
         *("  " + " ".join(part) for part in (words[:half], words[half:]) if part),
     ]
+
+
+def _compares_groups(estimator: Any) -> bool:
+    """Whether an estimator reads groups, as far as it says; a wrong name is told when its turn comes."""
+    try:
+        return groups_of(str(estimator)) != "ignored"
+    except PluginError:
+        return True
 
 
 def _device(asked: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from hone.agents.collate import collate_outputs, join_ranks
+from hone.agents.collate import collate_outputs, join_ranks, with_verl_columns
 from hone.agents.trajectory import loop_metrics
 from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
@@ -85,7 +85,7 @@ class ActorRolloutRefWorker(Worker):
             batch.batch.pop("rollout_log_probs", None)
         batch.meta_info["metrics"] = loop_metrics(ordered) | finished.metrics
         batch.meta_info["temperature"] = rollout.temperature
-        return batch
+        return with_verl_columns(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

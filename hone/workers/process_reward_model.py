@@ -52,12 +52,12 @@ class ProcessRewardModelWorker(FrozenClassifier):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores` [B, T] after credit assignment, and `step_mask` [B, T] where steps end."""
+        """`process_scores` [B, T] after credit assignment, and `step_mask` [B, T] where steps end."""
         columns = data.batch
         responses, width = columns["responses"], columns["responses"].shape[1]
         steps = step_ends(responses, columns["response_mask"], self._ends)
-        ids = columns["input_ids"].clone()
-        ids[:, -width:] = torch.where(steps, self._separator, responses)
+        judged = torch.where(steps, self._separator, responses)
+        ids = torch.cat([columns["prompts"], judged], 1)
         kept = columns["attention_mask"].bool()
         start = -(self.config.reward_model.max_length or ids.shape[1])
         rows = [row[keep].tolist()[start:] for row, keep in zip(ids, kept, strict=True)]
@@ -65,14 +65,13 @@ class ProcessRewardModelWorker(FrozenClassifier):
         scores = torch.zeros(responses.shape, dtype=torch.float32)
         with self.present():
             for part in self.rule.split([len(row) for row in rows]):
-                judged = self._judge([rows[i] for i in part])
-                for row, rewards in zip(part, judged, strict=True):
+                for row, rewards in zip(part, self._judge([rows[i] for i in part]), strict=True):
                     tokens = answered[row]
                     shown = rewards[-tokens:]  # a head that was cut off has no score
                     scores[row, tokens - len(shown) : tokens] = shown
         credit = self.config.reward_model.credit_assignment
         return DataProto.from_dict(
-            {"rm_scores": assign_credit(scores, steps, credit), "step_mask": steps}
+            {"process_scores": assign_credit(scores, steps, credit), "step_mask": steps}
         )
 
     @torch.no_grad()

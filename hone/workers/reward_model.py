@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.agents.collate import input_ids
 from hone.controller import Dispatch, register
 from hone.data.chat_template import apply_template
 from hone.protocol import DataProto
@@ -54,10 +55,8 @@ class RewardModelWorker(FrozenClassifier):
         """Prompt and response as the reward model's own tokens, without padding."""
         columns = data.batch
         if self._same_tokens:
-            kept = columns["attention_mask"].bool()
-            return [
-                ids[keep].tolist() for ids, keep in zip(columns["input_ids"], kept, strict=True)
-            ]
+            ids, kept = input_ids(data), columns["attention_mask"].bool()
+            return [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
         assert self.writer is not None
         width = columns["responses"].shape[1]
         kept = columns["attention_mask"][:, -width:].bool()

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from hone.agents.collate import BadTrajectory, collate_outputs, join_ranks
+from hone.agents.collate import (
+    BadTrajectory,
+    collate_outputs,
+    input_ids,
+    join_ranks,
+    position_ids,
+    with_verl_columns,
+)
 from hone.agents.contract import AgentLoopOutput
 from hone.protocol import DataProto
 from hone.protocol.union import same
@@ -29,10 +36,17 @@ def test_prompts_are_padded_left_and_responses_right_to_the_longest() -> None:
     assert columns["responses"].tolist() == [[20, 21, PAD], [20, 21, 22]]
     assert columns["response_mask"].tolist() == [[1, 1, 0], [1, 0, 1]]
     assert columns["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
-    assert columns["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4], [0, 0, 0, 1, 2, 3]]
-    assert torch.equal(
-        columns["input_ids"], torch.cat([columns["prompts"], columns["responses"]], 1)
-    )
+    assert position_ids(batch).tolist() == [[0, 1, 2, 3, 4, 4], [0, 0, 0, 1, 2, 3]]
+    assert input_ids(batch).tolist() == [[10, 11, 12, 20, 21, PAD], [PAD, PAD, 10, 20, 21, 22]]
+
+
+def test_loops_written_for_verl_find_ids_positions_and_the_loops_score() -> None:
+    batch = collate_outputs([trajectory(1, [1, 1], reward_score=0.5)], pad_token_id=PAD)
+    assert not {"input_ids", "position_ids", "rm_scores"} & set(batch.column_names())
+    columns = with_verl_columns(batch).batch
+    assert columns["input_ids"].tolist() == [[10, 20, 21]]
+    assert columns["position_ids"].tolist() == [[0, 1, 2]]
+    assert columns["rm_scores"].tolist() == [[0.0, 0.5]]
 
 
 def test_environment_tokens_are_attended_to_but_not_the_policys() -> None:
@@ -60,7 +74,7 @@ def test_a_loops_own_score_stands_on_the_last_policy_token() -> None:
         trajectory(1, [1, 0, 1], reward_score=-2.0),
     ]
     columns = collate_outputs(pair, pad_token_id=PAD).batch
-    assert columns["rm_scores"].tolist() == [[0.0, 0.5, 0.0, 0.0], [0.0, 0.0, -2.0, 0.0]]
+    assert columns["reward/agent"].tolist() == [[0.0, 0.5, 0.0, 0.0], [0.0, 0.0, -2.0, 0.0]]
 
 
 def test_scores_for_some_trajectories_only_are_refused() -> None:
@@ -70,7 +84,7 @@ def test_scores_for_some_trajectories_only_are_refused() -> None:
 
 
 def test_no_scores_give_no_column() -> None:
-    assert not collate_outputs([trajectory(1, [1])], pad_token_id=PAD).has_column("rm_scores")
+    assert not collate_outputs([trajectory(1, [1])], pad_token_id=PAD).has_column("reward/agent")
 
 
 def test_extra_fields_become_columns_with_none_where_a_loop_gave_none() -> None:
@@ -122,7 +136,7 @@ def test_two_ranks_keep_log_probs_and_scores_that_all_have() -> None:
     rows = [trajectory(1, [1], response_logprobs=[-1.0], reward_score=s) for s in (0.5, 2.0)]
     joined = on_two_ranks(rows, 1).batch
     assert joined["rollout_log_probs"].tolist() == [[-1.0], [-1.0]]
-    assert joined["rm_scores"].tolist() == [[0.5], [2.0]]
+    assert joined["reward/agent"].tolist() == [[0.5], [2.0]]
 
 
 @pytest.mark.parametrize("cut", [1, 2])

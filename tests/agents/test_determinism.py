@@ -62,7 +62,7 @@ def test_two_runs_agree_bit_for_bit(play: Callable[..., DataProto]) -> None:
     first = play(7, ROWS)
     for _ in range(2):
         again = play(7, ROWS)
-        for name in ("input_ids", "response_mask", "rollout_log_probs"):
+        for name in ("prompts", "responses", "response_mask", "rollout_log_probs"):
             assert torch.equal(first.batch[name], again.batch[name]), name
     assert set(first.non_tensor_batch["num_turns"]) == {4}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
 from hone.algorithms import advantages, policy_losses
+from hone.algorithms.advantages.estimator import Estimator, FunctionEstimator, Trajectories
 from hone.plugins import PluginError
 
 
@@ -25,10 +27,56 @@ def test_every_name_of_the_table_can_be_loaded(room):
 
 
 def test_the_table_knows_what_each_estimator_reads():
-    assert advantages.needs("gae") == ("values",)
-    assert advantages.needs("remax") == ("reward_baselines",)
-    assert advantages.needs("grpo") == ()
-    assert advantages.optional("grpo") == ("trajectory_id",)
+    reads = {name: advantages.get_estimator(name).requires for name in ("gae", "remax", "grpo")}
+    assert reads == {"gae": ("values",), "remax": ("reward_baselines",), "grpo": ()}
+
+
+def test_options_come_from_the_config_and_an_estimator_cannot_be_changed():
+    estimator = advantages.get_estimator("gae", {"gamma": 0.5})
+    assert (estimator.gamma, estimator.lam) == (
+        0.5,
+        1.0,
+    )  # what the config leaves out is the default
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        estimator.gamma = 1.0
+    assert advantages.get_estimator("grpo") == advantages.get_estimator("grpo_vectorized")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Estimator):
+    """A user's own, as a class."""
+
+    gamma: float
+    scale: float = 2.0
+
+    @property
+    def requires(self):
+        return ("ref_log_prob",)
+
+    def __call__(self, batch):
+        return batch.rewards * self.scale * self.gamma, batch.column("ref_log_prob")
+
+
+def test_a_users_own_class_is_found_by_path_with_options_and_columns():
+    estimator = advantages.get_estimator(f"{__name__}:Scaled", {"gamma": 0.5}, credit_assignment=1)
+    assert estimator == Scaled(0.5)
+    assert estimator.requires == ("ref_log_prob",)
+
+
+def test_a_users_function_is_given_what_its_signature_takes():
+    def plain(token_level_rewards, response_mask):
+        return token_level_rewards, response_mask
+
+    def positional(rewards, mask, **others):
+        return rewards, sorted(others)
+
+    def verls(token_level_rewards, response_mask, index, config=None, **kwargs):
+        return config, (index, sorted(kwargs))
+
+    batch = Trajectories(1, 0, ["p"], {"trajectory_id": ["t"]})
+    assert FunctionEstimator(plain, {})(batch) == (1, 0)
+    assert FunctionEstimator(positional, {})(batch) == (1, ["config", "index", "trajectory_id"])
+    assert FunctionEstimator(verls, {"a": 1})(batch) == ({"a": 1}, (["p"], ["trajectory_id"]))
 
 
 def test_an_unknown_name_gets_a_proposal_and_the_list():
@@ -43,7 +91,7 @@ def test_an_unknown_name_gets_a_proposal_and_the_list():
 def test_a_users_own_is_found_by_path_with_its_needs():
     path = f"{__name__}:own"
     assert advantages.get_adv_estimator_fn(path) is own
-    assert advantages.needs(path) == ("values",)
+    assert advantages.get_estimator(path).requires == ("values",)
 
 
 def test_a_wrong_path_says_which_part_is_missing():
@@ -58,8 +106,7 @@ def test_the_decorator_ends_in_the_same_table():
     assert register("test_names_own")(own) is own
     try:
         assert advantages.get_adv_estimator_fn("test_names_own") is own
-        assert advantages.needs("test_names_own") == ("values",)
-        assert advantages.optional("test_names_own") == ("trajectory_id",)
+        assert advantages.get_estimator("test_names_own").requires == ("values",)
         assert register("test_names_own")(own) is own  # again is fine
         with pytest.raises(ValueError, match="is already"):
             register("test_names_own")(lambda: None)
@@ -85,10 +132,9 @@ def test_the_rooms_offer_the_decorators_of_the_family():
         return 2
 
     assert advantages.get_adv_estimator_fn("test_names_adv")() == 1
-    assert advantages.needs("test_names_adv") == ("rm_scores",)
+    assert advantages.get_estimator("test_names_adv").requires == ("rm_scores",)
     assert policy_losses.get_policy_loss_fn("test_names_loss")() == 2
     del (
-        advantages.READS["test_names_adv"],
         advantages.TABLE._entries["test_names_adv"],
         policy_losses.TABLE._entries["test_names_loss"],
     )
@@ -108,7 +154,7 @@ def test_enum_members_are_taken_by_value():
 def test_looking_at_the_tables_imports_no_algorithm():
     code = (
         "import sys, hone.algorithms.advantages as a, hone.algorithms.policy_losses as p\n"
-        "a.needs('gae'), a.TABLE.names(), p.TABLE.names()\n"
+        "a.TABLE.names(), p.TABLE.names()\n"
         "assert not [m for m in sys.modules if m.startswith('torch')], 'torch was imported'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hone.algorithms.settings import given, setting
+from hone.config.algorithm import AlgorithmConfig
 
 
 @pytest.mark.parametrize(
@@ -14,17 +15,17 @@ from hone.algorithms.settings import given, setting
     [{"a": {"b": 3}}, SimpleNamespace(a=SimpleNamespace(b=3)), SimpleNamespace(a={"b": 3})],
 )
 def test_dotted_keys_of_dicts_and_objects(config):
-    assert setting(config, "a.b", "nowhere") == 3
+    assert setting(config, "a.b", AlgorithmConfig) == 3
     assert given(config, "a.b") == 3
     assert given(config, "a.c") is None
     assert given(None, "a") is None
 
 
 def test_a_silent_config_falls_back_to_the_defaults():
-    assert setting(None, "gamma", "algorithm") == setting({}, "gamma", "algorithm") == 1.0
-    assert setting({"gamma": None}, "gamma", "algorithm") is None
+    assert setting(None, "gamma", AlgorithmConfig) == setting({}, "gamma", AlgorithmConfig) == 1.0
+    assert setting({"gamma": None}, "gamma", AlgorithmConfig) is None
 
 
 def test_a_key_nobody_has_is_named_in_full():
-    with pytest.raises(KeyError, match=r"algorithm\.no_such_key"):
-        setting({}, "no_such_key", "algorithm")
+    with pytest.raises(KeyError, match="AlgorithmConfig has the key no_such_key"):
+        setting({}, "no_such_key", AlgorithmConfig)

@@ -254,7 +254,6 @@ def tools(ground: Ground) -> None:
 def every_algorithm(ground: Ground) -> None:
     """Each loss and estimator by its name, with the config that the trainer hands it."""
     from hone.algorithms import advantages, policy_losses
-    from hone.algorithms.advantages import gdpo
 
     config = load_config(
         [
@@ -274,11 +273,10 @@ def every_algorithm(ground: Ground) -> None:
             more["prepared"] = loss.prepare(-values, -values, values, mask, actor)  # type: ignore[attr-defined]
         loss(-values, -values, values, mask, "token-mean", actor, None, **more)
     for name in advantages.TABLE.names():
-        columns = dict.fromkeys(advantages.needs(name, config.algorithm), values)
+        estimator = advantages.get_estimator(name, config.algorithm)
+        columns = dict.fromkeys(estimator.requires, values)
         if name == "remax":
             columns["reward_baselines"] = values[:, 0]
-        if name == "gdpo":
-            columns = dict.fromkeys(gdpo.columns(config.algorithm), values)
         index = ["a", "a", "b", "b"]
         advantages.get_adv_estimator_fn(name)(
             values, mask, index=index, config=config.algorithm, **columns

@@ -45,18 +45,6 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "it out",
         ["critic.model.tokenizer_path=mine"],
     ),
-    "the strict minimum is a return of tokens": (
-        [
-            "reward_model.enable=true",
-            "reward_model.type=prm",
-            "reward_model.model.path=judge",
-            "reward_model.credit_assignment=strict min-form",
-        ],
-        "reward_model.credit_assignment=strict min-form is a return of tokens, which "
-        "algorithm.adv_estimator=gae does not compute; use algorithm.adv_estimator=rloo_token, or a "
-        "temperature such as 0.1",
-        ["algorithm.adv_estimator=rloo_token", f"{ROLLOUT}.n=2"],
-    ),
     "ranks divide the batch": (
         ["trainer.n_gpus_per_node=8", "data.train_batch_size=100"],
         "data.train_batch_size=100 is not divisible by 8 data-parallel ranks; use 96 or 104",
@@ -144,55 +132,6 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "with a temperature above 0, or val_kwargs.n=1",
         [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=1.0"],
     ),
-    "rloo needs a group": (
-        ["algorithm.adv_estimator=rloo"],
-        "algorithm.adv_estimator=rloo compares the responses of one prompt, and "
-        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
-        [f"{ROLLOUT}.n=2"],
-    ),
-    "maxrl needs a group": (
-        ["algorithm.adv_estimator=maxrl"],
-        "algorithm.adv_estimator=maxrl compares the responses of one prompt, and "
-        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
-        [f"{ROLLOUT}.n=2"],
-    ),
-    "grpo_passk needs a group": (
-        ["algorithm.adv_estimator=grpo_passk"],
-        "algorithm.adv_estimator=grpo_passk compares the responses of one prompt, and "
-        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
-        [f"{ROLLOUT}.n=2"],
-    ),
-    "gae reads values": (
-        ["critic.enable=false"],
-        "algorithm.adv_estimator=gae reads values, and critic.enable=false; use null or true",
-        ["critic.enable=null"],
-    ),
-    "warm-up needs a critic": (
-        ["trainer.critic_warmup=5", "algorithm.adv_estimator=grpo"],
-        "trainer.critic_warmup=5 without a critic would train nothing; use 0, or critic.enable=true",
-        ["critic.enable=true"],
-    ),
-    "gdpo needs its parts": (
-        ["algorithm.adv_estimator=gdpo"],
-        "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the parts to normalise",
-        ["algorithm.gdpo_reward_keys=[acc]"],
-    ),
-    "gdpo weights go with its parts": (
-        [
-            "algorithm.adv_estimator=gdpo",
-            "algorithm.gdpo_reward_keys=[acc]",
-            "algorithm.gdpo_reward_weights=[1,2]",
-        ],
-        "algorithm.gdpo_reward_weights has 2 numbers for 1 algorithm.gdpo_reward_keys; "
-        "give one each, or null",
-        ["algorithm.gdpo_reward_weights=[1]"],
-    ),
-    "the KL estimator exists": (
-        ["algorithm.kl_penalty=k9"],
-        "algorithm.kl_penalty=k9 is no KL estimator; use kl, k1, abs, mse, k2, low_var_kl, k3, or one "
-        "of them with +",
-        ["algorithm.kl_penalty=k3+"],
-    ),
     "dro needs its beta": (
         [f"{ACTOR}.policy_loss.loss_mode=dro"],
         f"{ACTOR}.policy_loss.dro_beta=null with loss_mode=dro; use a number above 0",
@@ -217,12 +156,6 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         f"{ACTOR}.policy_loss.loss_mode=bypass_mode needs {CORRECTION}.bypass_mode=true, which chooses "
         "that loss by itself and takes the rollout's log-probs as the old ones",
         [f"{CORRECTION}.bypass_mode=true"],
-    ),
-    "correction reads rollout log-probs": (
-        ["algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
-        "algorithm.rollout_correction reads rollout log-probs; use "
-        "actor_rollout_ref.rollout.calculate_log_probs=true",
-        [f"{ROLLOUT}.calculate_log_probs=true"],
     ),
     "a reward model has a path": (
         ["reward_model.enable=true"],
@@ -325,8 +258,6 @@ def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> N
     [
         (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.kl_ctrl.kl_coef", "use_kl_in_reward=false"),
         ([f"{ACTOR}.kl_loss_coef=0.1"], f"{ACTOR}.kl_loss_coef", "use_kl_loss=false"),
-        (["algorithm.adv_estimator=grpo", "critic.optim.lr=1"], "critic.optim.lr", "no critic"),
-        (["actor_rollout_ref.ref.log_prob_micro_batch_size=1"], "actor_rollout_ref.ref", "no KL"),
         (["reward_model.model.path=m"], "reward_model.model.path", "reward_model.enable=false"),
         (
             [f"{ACTOR}.fsdp_config.offload_policy=true"],
@@ -377,11 +308,6 @@ def test_a_kl_in_the_reward_and_in_the_loss_at_once_is_noted() -> None:
 
 def test_keys_that_take_effect_are_not_noted() -> None:
     assert compose(["critic.optim.lr=1", "trainer.seed=3"]).notes == ()
-
-
-def test_the_critics_own_mini_batch_is_checked() -> None:
-    with pytest.raises(ConfigError, match=r"^critic.ppo_mini_batch_size=100 does not divide"):
-        load_config(["critic.ppo_mini_batch_size=100"])
 
 
 def test_a_budget_is_not_checked_where_sizes_are_given() -> None:

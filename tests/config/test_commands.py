@@ -11,6 +11,7 @@ from hone.config import ConfigError, config_to_dict, load_config
 from hone.config.commands import check, explain, show
 from hone.config.describe import describe_keys
 from hone.config.trees import TREES
+from hone.trainer.main_ppo import plan_checks
 
 
 def lines_with(text: str, start: str) -> list[str]:
@@ -160,7 +161,7 @@ def test_check_says_nothing_of_the_defaults_that_a_saved_config_writes_out(
     file = tmp_path / "config.yaml"
     config = config_to_dict(load_config(changed, config_name=tree))
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    code, text = check(file)
+    code, text = check(file, plan_checks)
     assert code == 0
     assert f"fine, a {tree} config" in text
     assert len(text.splitlines()) == 1 + notes

@@ -196,18 +196,6 @@ def test_small_batches_shrink_the_default_mini_batch() -> None:
     assert load_config().actor_rollout_ref.actor.ppo_mini_batch_size == 256
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], False),
-        (["algorithm.use_kl_in_reward=true"], True),
-        (["actor_rollout_ref.actor.use_kl_loss=true"], True),
-    ],
-)
-def test_the_reference_is_used_when_a_kl_is_asked_for(overrides: list[str], expected: bool) -> None:
-    assert load_config(overrides).uses_reference is expected
-
-
 def test_longest_sequence_and_generation_round_derive() -> None:
     config = load_config(["data.max_prompt_length=100", "data.max_response_length=50"])
     assert config.actor_rollout_ref.rollout.max_total_tokens == 150

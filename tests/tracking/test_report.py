@@ -148,7 +148,7 @@ def test_any_number_of_runs_is_laid_over_each_other_each_in_its_colour(
     colours = re.findall(r"path\.r(\d+)\{stroke:([^}]+)\}", html)
     assert [int(number) for number, _ in colours] == list(range(12))
     assert len({colour for _, colour in colours}) == 12
-    assert all(f"body.hide-{i} svg .r{i}{{" in html for i in range(12))
+    assert all(f"body.hide-{i} svg .r{i},body.hide-{i} .of{i}{{" in html for i in range(12))
     data = json.loads(Page(html).scripts[0])
     assert [curve["run"] for curve in data["charts"][0]["curves"]] == list(range(12))
 

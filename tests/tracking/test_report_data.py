@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,57 @@ def test_labels_tell_runs_apart() -> None:
     assert labels_of(["/x/a", "/x/b/"]) == ["a", "b"]
     assert labels_of(["/x/a", "/y/a"]) == ["x/a", "y/a"]
     assert labels_of(["/x/a", "/x/a"]) == ["x/a (1)", "x/a (2)"]
+
+
+def test_turns_are_read_with_the_calls_they_made(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any
+) -> None:
+    turns = [
+        {"role": "assistant", "text": "a", "calls": 2},
+        {"role": "tool", "text": "t"},
+        {"role": "assistant", "text": "b", "calls": 1, "score": 0.5},
+    ]
+    outputs = [{"name": "f", "arguments": {"x": i, "y": "é"}, "reward": i / 4} for i in range(3)]
+    texts = {
+        "turns": json.dumps(turns),
+        "tool_outputs": json.dumps(outputs),
+        "reward_scores": json.dumps({"f": 1.0, "none": None}),
+    }
+    folder = make_run()
+    write_parquet(folder.rollout_file(3), [rows_of(3, "z", 9.0, **texts)])
+    best = load_run(folder.path, "r").best[0]
+    assert [(t.role, t.text, t.score) for t in best.turns] == [
+        ("assistant", "a", None),
+        ("tool", "t", None),
+        ("assistant", "b", 0.5),
+    ]
+    assert [[(c.text, c.reward) for c in t.calls] for t in best.turns] == [
+        [('f(x=0, y="é")', 0.0), ('f(x=1, y="é")', 0.25)],
+        [],
+        [('f(x=2, y="é")', 0.5)],
+    ]
+    assert best.trajectory_scores == {"f": 1.0}
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        7,
+        "{",
+        "[" * 100_000,
+        "null",
+        "[1, null]",
+        '[{"role": 5, "text": {}, "calls": -3, "score": "high"}]',
+        '[{"calls": 1e999}, {"calls": 1e300}, {"calls": NaN, "score": Infinity}]',
+        '{"f": {}}',
+    ],
+)
+def test_turns_of_any_other_form_leave_the_sample_whole(
+    make_run: MakeRun, write_parquet: Any, rows_of: Any, hostile: Any
+) -> None:
+    texts = dict.fromkeys(("turns", "tool_outputs", "reward_scores"), hostile)
+    folder = make_run()
+    write_parquet(folder.rollout_file(3), [rows_of(3, "z", 9.0, **texts)])
+    best = load_run(folder.path, "r").best[0]
+    assert (best.response, best.trajectory_scores) == ("response z at 3", {})
+    assert all(turn.calls == () and turn.score is None for turn in best.turns[:1])

@@ -11,10 +11,13 @@ from hone.tracking.report_metrics import metrics_of
 from hone.tracking.report_page import (
     config_section,
     curves_section,
+    extremes_section,
     shown,
     summary_section,
     timing_section,
+    validation_section,
 )
+from hone.tracking.report_samples import Sample, ToolCall, Turn
 
 
 def run_of(label: str, rows: list[dict[str, Any]], **more: Any) -> RunData:
@@ -119,6 +122,69 @@ def test_the_last_held_out_result_of_each_run_stands_large() -> None:
     html = summary_section([run_of("r", rows)])
     assert "<b>0.4</b>" in html
     assert "from 0.1" in html
+
+
+def test_each_run_stands_large_by_a_result_of_its_own() -> None:
+    runs = [run_of(n, [{"step": 1, f"val-core/{n}/acc/mean@1": 0.5}]) for n in ("a", "b")]
+    tiles = summary_section(runs).partition("<table>")[0]
+    assert (
+        text_of(tiles)
+        == "a 0.5 from 0.5 · val-core/a/acc/mean@1 b 0.5 from 0.5 · val-core/b/acc/mean@1"
+    )
+
+
+def test_what_a_run_shows_goes_with_it_when_it_is_hidden() -> None:
+    runs = [
+        run_of(name, [{"step": 1, "accuracy": 1.0, "timing_s/step": 1.0}], config={"lr": "1"})
+        for name in ("first", "second")
+    ]
+    sections = (
+        summary_section,
+        timing_section,
+        validation_section,
+        extremes_section,
+        config_section,
+    )
+    for section in sections:
+        html = section(runs)
+        assert 'class="of1"' in html
+        without = re.sub(r'<(\w+) class="[^"]*\bof1\b[^"]*">.*?</\1>', "", html)
+        assert "second" in html
+        assert "second" not in without, section
+
+
+TALK = Sample(
+    step=7,
+    uid="u",
+    prompt="6*7?",
+    response="all of it",
+    score=1.0,
+    turns=(
+        Turn("assistant", "let me <look>", None, (ToolCall('find(x="</pre>")', -0.05),)),
+        Turn("tool", "41"),
+        Turn("assistant", "42", 0.5),
+        Turn("<judge>", "well done"),
+    ),
+    trajectory_scores={"find": 0.25},
+)
+
+
+def test_a_response_of_several_turns_says_who_wrote_what_and_what_it_earned() -> None:
+    run = run_of("r", [], best=[TALK], validation={"6*7?": [TALK]})
+    for html in (extremes_section([run]), validation_section([run])):
+        assert (
+            'assistant let me <look> called find(x="</pre>") · reward -0.05 tool 41 '
+            "assistant · score 0.5 42 <judge> well done score of the trajectory: find 0.25"
+        ) in text_of(html)
+        assert "all of it" not in html
+        looks = re.findall('class="turn (\\w+)"', html)
+        assert looks == ["assistant", "tool", "assistant", "environment"]
+        assert not re.search("<(look|judge)>", html)
+
+
+def test_a_run_without_responses_says_so_once() -> None:
+    text = text_of(extremes_section([run_of("r", [])]))
+    assert text == "r no scored responses of training steps"
 
 
 def test_a_run_without_timers_says_so() -> None:

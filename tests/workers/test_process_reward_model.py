@@ -86,7 +86,7 @@ def test_scores_are_the_models_own_with_the_separator_in_the_steps_place(judge: 
     made = worker(judge, "reward_model.credit_assignment=gamma-decay")
     tokenizer = made.tokenizer
     batch = batch_of(tokenizer)
-    scores = made.compute_rm_score(batch).batch["rm_scores"]
+    scores = made.compute_rm_score(batch).batch["process_scores"]
     text = tokenizer.encode("1+" + "ab" + "\n" + "cd" + "\n" + "e" + "\n", add_special_tokens=False)
     with torch.no_grad():
         logits = made.model(input_ids=torch.tensor([text])).logits[0, 2:]
@@ -100,7 +100,7 @@ def test_scores_are_the_models_own_with_the_separator_in_the_steps_place(judge: 
 def test_scores_do_not_depend_on_the_micro_batch(judge: Path, cut: str) -> None:
     whole, parts = worker(judge), worker(judge, f"reward_model.{cut}")
     batch = batch_of(whole.tokenizer)
-    a, b = (w.compute_rm_score(batch).batch["rm_scores"] for w in (whole, parts))
+    a, b = (w.compute_rm_score(batch).batch["process_scores"] for w in (whole, parts))
     assert torch.allclose(a, b, atol=1e-6)
 
 
@@ -109,8 +109,8 @@ def test_a_small_temperature_leaves_the_worst_step(judge: Path) -> None:
     soft = worker(judge, "reward_model.credit_assignment=0.0001")
     batch = batch_of(raw.tokenizer)
     steps = raw.compute_rm_score(batch).batch
-    lowest = steps["rm_scores"][0][steps["step_mask"][0]].min()
-    summed = soft.compute_rm_score(batch).batch["rm_scores"][0].sum()
+    lowest = steps["process_scores"][0][steps["step_mask"][0]].min()
+    summed = soft.compute_rm_score(batch).batch["process_scores"][0].sum()
     assert summed == pytest.approx(lowest.item(), abs=1e-4)
 
 

@@ -1,16 +1,19 @@
-"""Advantage estimators by name: `fn(token_level_rewards, response_mask, index, config, **columns)`.
+"""Advantage estimators by name.
 
-Each returns `(advantages, returns)`, both [B, T] and 0 outside response_mask. The table says which
-further columns an estimator reads; the trainer hands them in as keyword arguments of that name.
+An entry is an `Estimator` in verl's form, a user's `Estimator` class, or a user's function
+`fn(token_level_rewards, response_mask, index, config, **columns)`. Each returns `(advantages, returns)`,
+both [B, T] and 0 outside response_mask, and says which further columns it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hone.plugins import Table, load_object, plain_name
+from hone.plugins import Table
+
+if TYPE_CHECKING:
+    from hone.algorithms.advantages.estimator import Estimator
 
 T = TypeVar("T")
 
@@ -45,64 +48,35 @@ TABLE = Table(
 )
 
 
-@dataclass(frozen=True)
-class Reads:
-    """Columns an estimator reads beyond rewards, mask, uid and `trajectory_id`."""
+def get_estimator(name: str, config: Any = None, **options: Any) -> Estimator:
+    """The estimator of that name, or of "pkg.mod:object", with the options of `config` (`algorithm`).
 
-    needs: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    needs_from: str | None = None
-    """"module:function" giving further needed columns from the configuration."""
+    `options` are those that stand elsewhere in the configuration; an estimator takes the ones it has.
+    """
+    from hone.algorithms.advantages.estimator import estimator_of
+
+    return estimator_of(TABLE.get(name), config, **options)
 
 
-_OTB = Reads(("old_log_probs", "sum_pi_squared"), optional=("rollout_is_weights",))
-
-READS: dict[str, Reads] = {
-    "gae": Reads(("values",)),
-    "remax": Reads(("reward_baselines",)),
-    "rloo_token": Reads(optional=("reward/process", "step_mask")),
-    "optimal_token_baseline": _OTB,
-    "tir_optimal_token_baseline": _OTB,
-    "gdpo": Reads(needs_from=f"{_HERE}.gdpo:columns"),
-}
-"""Estimators that are not here read nothing more, or say so themselves in an attribute `needs`."""
+def groups_of(name: str) -> str | None:
+    """Whether that estimator compares the responses of one prompt, as `Estimator.groups` says."""
+    entry = TABLE.get(name)
+    return getattr(getattr(entry, "estimator", entry), "groups", None)
 
 
 def get_adv_estimator_fn(name: str) -> Callable[..., Any]:
-    """The estimator of that name, or of "pkg.mod:object"; an unknown name is an error."""
+    """The estimator as a function with verl's arguments; an unknown name is an error."""
     found: Callable[..., Any] = TABLE.get(name)
     return found
 
 
 def register_adv_est(name: str, needs: tuple[str, ...] = ()) -> Callable[[T], T]:
-    """Decorator that adds a user's estimator to the table."""
+    """Decorator that adds a user's estimator to the table; `needs` are columns that a function reads."""
 
     def add(estimator: T) -> T:
         TABLE.add(name, estimator)
         if needs:
-            READS[plain_name(name)] = Reads(needs)
+            estimator.needs = tuple(needs)  # type: ignore[attr-defined]
         return estimator
 
     return add
-
-
-def needs(name: str, config: Any = None) -> tuple[str, ...]:
-    """Columns the estimator cannot do without, beyond rewards, mask and uid."""
-    reads = _reads(name)
-    if reads.needs_from is None:
-        return reads.needs
-    return reads.needs + tuple(load_object(reads.needs_from)(config))
-
-
-def optional(name: str) -> tuple[str, ...]:
-    """Columns the estimator uses when the batch has them. All of them use `trajectory_id`."""
-    return ("trajectory_id", *_reads(name).optional)
-
-
-def _reads(name: str) -> Reads:
-    name = plain_name(name)
-    if name in READS:
-        return READS[name]
-    if TABLE.is_built_in(name):
-        return Reads()
-    return Reads(tuple(getattr(TABLE.get(name), "needs", ())))

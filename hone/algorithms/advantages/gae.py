@@ -6,44 +6,41 @@ Advantages are whitened over the batch; returns are taken before that.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.chain import Chain, starts
-from hone.algorithms.advantages.outcome import Labels
-from hone.algorithms.keywords import estimator
-from hone.algorithms.settings import setting
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
 from hone.ops.masked import masked_fill_zero, masked_whiten
 
 
-@estimator
-def gae(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    values: Tensor,
-    trajectory_id: Labels | None = None,
-    gamma: float | None = None,
-    lam: float | None = None,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class GAE(Estimator):
     """δ_t = r_t + γ·V_next − V_t;  A_t = δ_t + γλ·A_next;  return = A + V."""
-    gamma = setting(config, "gamma", "algorithm") if gamma is None else gamma
-    lam = setting(config, "lam", "algorithm") if lam is None else lam
-    mask = response_mask.bool()
-    rewards = masked_fill_zero(token_level_rewards, mask)
-    values = masked_fill_zero(values, mask)
-    advantages = torch.zeros_like(rewards)
-    state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
-    for rows, beyond in starts(Chain.of(index, trajectory_id, rewards), state):
-        advantages[rows], state[rows] = _scan(
-            rewards[rows], values[rows], mask[rows], gamma, lam, beyond
-        )
-    raw = masked_fill_zero(advantages, mask)
-    return masked_whiten(raw, mask), raw + values
+
+    gamma: float
+    lam: float
+
+    groups = "ignored"
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return ("values",)
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        mask = batch.mask.bool()
+        rewards = masked_fill_zero(batch.rewards, mask)
+        values = masked_fill_zero(batch.column("values"), mask)
+        advantages = torch.zeros_like(rewards)
+        state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
+        for rows, beyond in starts(Chain.of(batch.uid, batch.trajectory_id, rewards), state):
+            advantages[rows], state[rows] = _scan(
+                rewards[rows], values[rows], mask[rows], self.gamma, self.lam, beyond
+            )
+        raw = masked_fill_zero(advantages, mask)
+        return masked_whiten(raw, mask), raw + values
 
 
 def _scan(
@@ -61,3 +58,6 @@ def _scan(
         next_value = torch.where(kept[t], v[t], next_value)
         out[t] = carried
     return out.T, torch.stack([next_value, carried], dim=-1)
+
+
+gae = VerlForm("gae", GAE)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from hone.algorithms.advantages.outcome import Labels, outcomes
-from hone.algorithms.keywords import estimator
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.outcome import outcomes
 
 
-@estimator
-def gpg(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-    f_norm: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class GPG(Estimator):
     """A = α·(R − mean_g)/f_norm with α = trajectories / trajectories whose score is not 0."""
-    if f_norm == 0:
-        raise ValueError("gpg: f_norm divides the advantages and cannot be 0")
-    outcome = outcomes("gpg", token_level_rewards, response_mask, index, trajectory_id)
-    scores = outcome.scores
-    alpha = len(scores) / scores.count_nonzero().double().clamp(min=1)
-    spread = outcome.spread(alpha * (scores - outcome.baseline()) / f_norm)
-    return spread, spread
+
+    f_norm: float = 1.0
+
+    groups = "compared"
+
+    def __post_init__(self) -> None:
+        if self.f_norm == 0:
+            raise ValueError("gpg: f_norm divides the advantages and cannot be 0")
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        outcome = outcomes("gpg", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        scores = outcome.scores
+        alpha = len(scores) / scores.count_nonzero().double().clamp(min=1)
+        spread = outcome.spread(alpha * (scores - outcome.baseline()) / self.f_norm)
+        return spread, spread
+
+
+gpg = VerlForm("gpg", GPG)

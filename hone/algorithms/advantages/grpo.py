@@ -5,37 +5,45 @@ A group of one keeps its raw score. A group of equal scores gets 0.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.outcome import Labels, outcomes
-from hone.algorithms.keywords import estimator
-from hone.algorithms.settings import setting
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.outcome import outcomes
 from hone.ops.groups import Groups
 
 EPS = 1e-6
 
 
-@estimator
-def grpo(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-    norm_adv_by_std_in_grpo: bool | None = None,
-    epsilon: float = EPS,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class GRPO(Estimator):
     """A = (R − mean_g) / (std_g + ε), std unbiased; without the division if so configured."""
-    by_std = norm_adv_by_std_in_grpo
-    if by_std is None:
-        by_std = setting(config, "norm_adv_by_std_in_grpo", "algorithm")
-    outcome = outcomes("grpo", token_level_rewards, response_mask, index, trajectory_id)
-    spread = outcome.spread(relative_to_group(outcome.groups, outcome.scores, by_std, epsilon))
-    return spread, spread
+
+    norm_adv_by_std_in_grpo: bool
+    epsilon: float = EPS
+
+    groups = "compared"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        outcome = outcomes("grpo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        by_std = self.norm_adv_by_std_in_grpo
+        relative = relative_to_group(outcome.groups, outcome.scores, by_std, self.epsilon)
+        spread = outcome.spread(relative)
+        return spread, spread
+
+
+@dataclass(frozen=True)
+class DrGRPO(Estimator):
+    """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
+
+    groups = "compared"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        outcome = outcomes("dr_grpo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        spread = outcome.spread(relative_to_group(outcome.groups, outcome.scores, by_std=False))
+        return spread, spread
 
 
 def relative_to_group(groups: Groups, scores: Tensor, by_std: bool, epsilon: float = EPS) -> Tensor:
@@ -48,16 +56,5 @@ def relative_to_group(groups: Groups, scores: Tensor, by_std: bool, epsilon: flo
     return torch.where(divisor > 0, (scores - mean) / divisor, 0.0)  # 0/0 where epsilon is 0
 
 
-@estimator
-def dr_grpo(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-) -> tuple[Tensor, Tensor]:
-    """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
-    outcome = outcomes("dr_grpo", token_level_rewards, response_mask, index, trajectory_id)
-    spread = outcome.spread(relative_to_group(outcome.groups, outcome.scores, by_std=False))
-    return spread, spread
+grpo = VerlForm("grpo", GRPO)
+dr_grpo = VerlForm("dr_grpo", DrGRPO)

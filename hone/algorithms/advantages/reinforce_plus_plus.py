@@ -6,46 +6,40 @@ two turns does not cut the first turn off from the reward.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
-from hone.algorithms.advantages.outcome import Labels, outcomes
-from hone.algorithms.keywords import estimator
-from hone.algorithms.settings import setting
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.outcome import outcomes
 from hone.ops.masked import masked_whiten
 
 
-@estimator
-def reinforce_plus_plus(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-    gamma: float | None = None,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class ReinforcePlusPlus(Estimator):
     """G_t = r_t + γ·G_next over the policy's tokens;  A = whiten(G)."""
-    gamma = setting(config, "gamma", "algorithm") if gamma is None else gamma
-    chain = Chain.of(index, trajectory_id, token_level_rewards)
-    returns = rewards_to_go(token_level_rewards, response_mask, gamma, chain)
-    return masked_whiten(returns, response_mask), returns
+
+    gamma: float
+
+    groups = "ignored"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
+        returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
+        return masked_whiten(returns, batch.mask), returns
 
 
-@estimator
-def reinforce_plus_plus_baseline(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(Estimator):
     """A = whiten(R − mean_g) over all tokens of the batch; a group of one enters with its raw R."""
-    outcome = outcomes(
-        "reinforce_plus_plus_baseline", token_level_rewards, response_mask, index, trajectory_id
-    )
-    spread = outcome.spread(outcome.whiten(outcome.scores - outcome.baseline()))
-    return spread, spread
+
+    groups = "compared"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        name = "reinforce_plus_plus_baseline"
+        outcome = outcomes(name, batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        spread = outcome.spread(outcome.whiten(outcome.scores - outcome.baseline()))
+        return spread, spread
+
+
+reinforce_plus_plus = VerlForm("reinforce_plus_plus", ReinforcePlusPlus)
+reinforce_plus_plus_baseline = VerlForm("reinforce_plus_plus_baseline", ReinforcePlusPlusBaseline)

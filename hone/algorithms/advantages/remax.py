@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from hone.algorithms.advantages.chain import Chain, rewards_to_go
-from hone.algorithms.advantages.outcome import Labels
-from hone.algorithms.keywords import estimator
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
 from hone.ops.masked import masked_fill_zero
 
 
-@estimator
-def remax(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    reward_baselines: Tensor,
-    trajectory_id: Labels | None = None,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class ReMax(Estimator):
     """A_t = Σ_{s≥t} r_s − R_greedy."""
-    chain = Chain.of(index, trajectory_id, token_level_rewards)
-    returns = rewards_to_go(token_level_rewards, response_mask, 1.0, chain)
-    baseline = reward_baselines.to(returns.dtype).unsqueeze(-1)
-    return masked_fill_zero(returns - baseline, response_mask), returns
+
+    groups = "ignored"
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return ("reward_baselines",)
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
+        returns = rewards_to_go(batch.rewards, batch.mask, 1.0, chain)
+        baseline = batch.column("reward_baselines").to(returns.dtype).unsqueeze(-1)
+        return masked_fill_zero(returns - baseline, batch.mask), returns
+
+
+remax = VerlForm("remax", ReMax)

@@ -5,27 +5,26 @@ A group of one keeps its raw score, under both of verl's names.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from hone.algorithms.advantages.outcome import Labels, outcomes
-from hone.algorithms.keywords import estimator
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.outcome import outcomes
 
 
-@estimator
-def rloo(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class RLOO(Estimator):
     """A = R − mean of the group's other scores = (R − mean_g)·n/(n−1)."""
-    outcome = outcomes("rloo", token_level_rewards, response_mask, index, trajectory_id)
-    size = outcome.groups.sizes[outcome.groups.ids]
-    scale = torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
-    spread = outcome.spread((outcome.scores - outcome.baseline()) * scale)
-    return spread, spread
+
+    groups = "required"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        outcome = outcomes("rloo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        size = outcome.groups.sizes[outcome.groups.ids]
+        scale = torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
+        spread = outcome.spread((outcome.scores - outcome.baseline()) * scale)
+        return spread, spread
+
+
+rloo = VerlForm("rloo", RLOO)

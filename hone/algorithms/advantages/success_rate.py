@@ -4,54 +4,51 @@ deviation (Lite-PPO). Both take the true mean of a group, so a group of one gets
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
 from hone.algorithms.advantages.grpo import EPS
-from hone.algorithms.advantages.outcome import Labels, outcomes
-from hone.algorithms.keywords import estimator
+from hone.algorithms.advantages.outcome import outcomes
 
 
-@estimator
-def maxrl(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class MaxRL(Estimator):
     """A = (R − mean_g)/(mean_g + ε) (2602.02710): the rarer success is, the more it counts.
 
     The mean stands for a success rate, so scores must not be negative.
     """
-    outcome = outcomes("maxrl", token_level_rewards, response_mask, index, trajectory_id)
-    groups, scores = outcome.groups, outcome.scores
-    if (scores < 0).any():
-        raise ValueError(
-            f"maxrl divides by the mean score of a group, so scores must be 0 or more; got "
-            f"{float(scores.min()):g}. Use rewards such as 0/1 and put the KL in the loss "
-            "(algorithm.use_kl_in_reward=false, actor_rollout_ref.actor.use_kl_loss=true)"
-        )
-    mean = groups.mean(scores)[groups.ids]
-    spread = outcome.spread((scores - mean) / (mean + EPS))
-    return spread, spread
+
+    groups = "required"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        outcome = outcomes("maxrl", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        groups, scores = outcome.groups, outcome.scores
+        if (scores < 0).any():
+            raise ValueError(
+                f"maxrl divides by the mean score of a group, so scores must be 0 or more; got "
+                f"{float(scores.min()):g}. Use rewards such as 0/1 and put the KL in the loss "
+                "(algorithm.use_kl_in_reward=false, actor_rollout_ref.actor.use_kl_loss=true)"
+            )
+        mean = groups.mean(scores)[groups.ids]
+        spread = outcome.spread((scores - mean) / (mean + EPS))
+        return spread, spread
 
 
-@estimator
-def lite_ppo(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None = None,
-    config: Any = None,
-    *,
-    trajectory_id: Labels | None = None,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class LitePPO(Estimator):
     """A = (R − mean_g)/(std_batch + ε) (2508.08221), std unbiased over the batch's trajectories."""
-    outcome = outcomes("lite_ppo", token_level_rewards, response_mask, index, trajectory_id)
-    groups, scores = outcome.groups, outcome.scores
-    std = torch.std(scores) if len(scores) > 1 else scores.new_zeros(())
-    spread = outcome.spread((scores - groups.mean(scores)[groups.ids]) / (std + EPS))
-    return spread, spread
+
+    groups = "required"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        outcome = outcomes("lite_ppo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        groups, scores = outcome.groups, outcome.scores
+        std = torch.std(scores) if len(scores) > 1 else scores.new_zeros(())
+        spread = outcome.spread((scores - groups.mean(scores)[groups.ids]) / (std + EPS))
+        return spread, spread
+
+
+maxrl = VerlForm("maxrl", MaxRL)
+lite_ppo = VerlForm("lite_ppo", LitePPO)

@@ -19,8 +19,8 @@ from hone.algorithms.policy_losses.reinforce import policy_gradient
 from hone.algorithms.policy_losses.vanilla import ppo_clip
 from hone.algorithms.rejection import rejection_mask
 from hone.algorithms.settings import given, setting
+from hone.config.algorithm import RolloutCorrectionConfig
 
-_SECTION = "algorithm.rollout_correction"
 _KEYWORD = "rollout_correction"
 
 
@@ -33,7 +33,7 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     settings = _settings(tokens)
 
     def option(key: str) -> Any:
-        return setting(settings, key, _SECTION)
+        return setting(settings, key, RolloutCorrectionConfig)
 
     if option("rollout_is_batch_normalize"):
         raise ValueError(

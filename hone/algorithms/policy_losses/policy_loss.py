@@ -16,9 +16,9 @@ from torch import Tensor
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.keywords import refuse_unknown
 from hone.algorithms.settings import given, setting
+from hone.config.actor import ActorConfig
 from hone.ops.masked import masked_fill_zero, masked_mean
 
-SECTION = "actor_rollout_ref.actor"
 RATIO_EXPONENT_BOUND = 20.0
 
 Columns = dict[str, Tensor]
@@ -42,7 +42,7 @@ class Tokens:
         return self.log_prob - self.old_log_prob
 
     def setting(self, key: str) -> Any:
-        return setting(self.config, key, SECTION)
+        return setting(self.config, key, ActorConfig)
 
     def clip_bounds(self) -> tuple[float, float]:
         """How far the ratio may fall and rise: clip_ratio_low and _high, each else clip_ratio."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
 
-from hone.algorithms import advantages
+from hone.agents.collate import DERIVED
+from hone.algorithms.advantages.estimator import TRAJECTORY, Estimator, Trajectories
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
 from hone.algorithms.shaping import normalise_advantages, pf_ppo_rows
 from hone.columns import REWARD_PREFIX, require, write
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.reward import RewardModelConfig
 from hone.ops.counter_rng import fold_seed
 from hone.protocol import DataProto
 from hone.trainer.ppo.scoring import numbers_of, said_of_rows
@@ -61,29 +62,21 @@ def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[st
 
 
 def estimate_advantages(
-    batch: DataProto, algorithm: AlgorithmConfig, rewards: RewardModelConfig
+    batch: DataProto, estimator: Estimator, *, whiten: bool, failure_score: float
 ) -> None:
     """Write `advantages` and `returns`; the estimator gets the columns it declares.
 
-    `rewards` say how steps were judged, where a process reward model did, and what failures score.
+    A row whose score failed has `failure_score` where a reward part is read.
     """
-    failure_score = rewards.reward_kwargs.failure_score
-    name = algorithm.adv_estimator
-    columns = {c: _required(batch, c, failure_score) for c in advantages.needs(name, algorithm)}
-    for column in advantages.optional(name):
+    columns = {c: _required(batch, c, failure_score) for c in estimator.requires}
+    for column in (TRAJECTORY, *estimator.uses):
         if batch.has_column(column):
             columns[column] = batch.column(column)
-    if "step_mask" in columns:
-        columns["credit_assignment"] = rewards.credit_assignment
     mask = require(batch, "response_mask")
-    advantage, returns = advantages.get_adv_estimator_fn(name)(
-        require(batch, "token_level_rewards"),
-        mask,
-        index=batch.non_tensor_batch["uid"],
-        config=algorithm,
-        **columns,
-    )
-    if algorithm.adv_norm:
+    rewards = require(batch, "token_level_rewards")
+    uid = batch.non_tensor_batch["uid"]
+    advantage, returns = estimator(Trajectories(rewards, mask, uid, columns))
+    if whiten:
         advantage = normalise_advantages(advantage, mask)
     write(batch, "advantages", advantage)
     write(batch, "returns", returns)
@@ -96,6 +89,19 @@ def _required(batch: DataProto, name: str, failure_score: float) -> Any:
     if batch.has_column(name) or not (is_part and said_of_rows(batch, extra)):
         return require(batch, name)
     return torch.tensor(numbers_of(batch, extra, failure_score))
+
+
+def derive(batch: DataProto, names: Set[str]) -> None:
+    """Write those of `names` that follow from other columns."""
+    for name in names & DERIVED.keys():
+        write(batch, name, DERIVED[name](batch))
+
+
+def greedy_baselines(batch: DataProto, greedy: DataProto) -> torch.Tensor:
+    """[B] what the greedy response to each row's prompt scores: ReMax's baseline."""
+    totals = require(greedy, "token_level_scores").sum(-1).tolist()
+    of_uid = dict(zip(greedy.non_tensor_batch["uid"], totals, strict=True))
+    return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:

@@ -6,7 +6,6 @@ import logging
 
 from hone.algorithms.advantages.outcome import outcomes
 from hone.columns import require
-from hone.config.algorithm import WITHOUT_GROUPS
 from hone.protocol import DataProto
 
 log = logging.getLogger(__name__)
@@ -17,8 +16,8 @@ METRIC = "reward/groups_without_signal"
 class GroupSignal:
     """Measures each step, and warns where a whole batch has no signal, once per run of such steps."""
 
-    def __init__(self, estimator: str) -> None:
-        self.compares_groups = estimator not in WITHOUT_GROUPS
+    def __init__(self, *, compares_groups: bool) -> None:
+        self.compares_groups = compares_groups
         self._is_silent = False
 
     def measure(self, batch: DataProto, step: int) -> dict[str, float]:

@@ -1,13 +1,29 @@
-"""Which steps a run needs, read off the columns its algorithm declares; no name is special-cased."""
+"""Which steps a run needs: every part that reads columns says which, and `columns.py` says who writes them.
+
+No estimator, loss or KL is known by name here. What is read and cannot be written is a problem of the
+configuration, found before any model is loaded.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from hone.algorithms.advantages import needs
+from hone.algorithms.advantages import get_estimator
+from hone.algorithms.advantages.estimator import Estimator
+from hone.algorithms.credit import STRICT_MIN
+from hone.algorithms.kl import get_kl_estimator
 from hone.algorithms.policy_losses import get_policy_loss_fn
-from hone.config import PPOTrainerConfig, replace
+from hone.columns import COLUMNS, declared
+from hone.config import ConfigError, PPOTrainerConfig, replace
+from hone.config.checks import mini_batch_problems, token_budget_problems
+from hone.config.errors import did_you_mean, nearest
+from hone.config.ranges import RANGES, out_of_range
+
+ESTIMATE_STEPS = ("log_probs", "ref_log_probs", "values")
+"""The steps of the verb `estimate`: each runs where one of its columns is read."""
 
 
 def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
@@ -22,54 +38,248 @@ def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConf
 
 
 @dataclass(frozen=True)
+class Reader:
+    """A part of the run that reads columns, by the setting that chose it."""
+
+    setting: str
+    columns: tuple[str, ...]
+    updates: bool = False
+    """It reads in the update, after advantages are written; else it is what they are made from."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the loop computes each step, beyond generating and scoring."""
 
-    columns: tuple[str, ...]
-    """Columns the advantage estimator reads beyond rewards, mask and uid."""
-    reference: bool
-    critic: bool
+    estimator: Estimator
+    columns: frozenset[str]
+    """Every column that a part of this run declares to read."""
     reward_model: Literal["orm", "prm"] | None
-    old_log_probs: bool
-    """Whether a pass before the update computes them; else the update's own forward gives them,
-    which is the same when each batch is used for exactly one update."""
-    sum_pi_squared: bool
+    bypass: bool
+    """The rollout's log-probs stand for the old ones."""
     rows_per_update: tuple[int, ...]
     """Rows of a mini-batch of each role that is trained."""
 
     @property
+    def reference(self) -> bool:
+        return "ref_log_prob" in self.columns
+
+    @property
+    def critic(self) -> bool:
+        return "values" in self.columns
+
+    @property
+    def greedy_baselines(self) -> bool:
+        return "reward_baselines" in self.columns
+
+    @property
+    def old_log_probs(self) -> bool:
+        """Whether a pass before the update computes them; else the update's own forward gives them,
+        which is the same when each batch is used for exactly one update."""
+        return "old_log_probs" in self.columns and not self.bypass
+
+    @property
+    def sum_pi_squared(self) -> bool:
+        return "sum_pi_squared" in self.columns
+
+    @property
     def log_prob_pass(self) -> bool:
         """Whether the actor runs over the batch before the update."""
-        return self.old_log_probs or self.sum_pi_squared
+        return self.old_log_probs or self.sum_pi_squared or "entropys" in self.columns
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
-        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-        columns = needs(algorithm.adv_estimator, algorithm)
-        critic = "values" in columns if config.critic.enable is None else config.critic.enable
-        one_update = (
-            actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+        """The plan, or a ConfigError that lists what stands against it."""
+        plan, problems = _draft(config)
+        if plan is not None:
+            problems += _problems(config, plan)
+        if problems or plan is None:
+            raise ConfigError(problems)
+        return plan
+
+
+def find_problems_and_notes(config: Any, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """For `compose`: what stands against the plan of a tree, and the given keys that it leaves idle."""
+    ranges = {key: bounds for key, bounds in RANGES.items() if key in origins}
+    if not isinstance(config, PPOTrainerConfig) or out_of_range(config, ranges):
+        return [], []
+    plan, problems = _draft(config)
+    if plan is None:
+        return problems, []
+    return [*problems, *_problems(config, plan)], list(_idle(config, plan, origins))
+
+
+def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
+    """The plan as far as names can be resolved, and what its readers miss."""
+    algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
+    kind: Literal["orm", "prm"] | None = model.type if model.enable else None
+    problems: list[str] = []
+
+    def resolved(get: Callable[[], Any]) -> Any:
+        try:
+            return get()
+        except ValueError as error:  # an unknown name, or options that do not fit
+            problems.append(str(error))
+            return None
+
+    credit = model.credit_assignment if kind == "prm" else None
+    name = algorithm.adv_estimator
+    estimator = resolved(lambda: get_estimator(name, algorithm, credit_assignment=credit))
+    loss = resolved(lambda: get_policy_loss_fn(actor.policy_loss.loss_mode))
+    for key, kl in _kl_estimators(config).items():
+        resolved(lambda key=key, kl=kl: get_kl_estimator(kl, key))  # type: ignore[misc]
+    if estimator is None:
+        return None, problems
+    readers = list(_readers(config, estimator, loss))
+    for reader in readers:
+        problems += [p for c in reader.columns if (p := _unwritten(c, reader, config))]
+    columns = frozenset(column for reader in readers for column in reader.columns)
+    rows = [actor.sequences_per_update()]
+    if "values" in columns:
+        rows.append(config.critic.sequences_per_update())
+    bypass = algorithm.rollout_correction.bypass_mode
+    return Plan(estimator, columns, kind, bypass, tuple(rows)), problems
+
+
+def _kl_estimators(config: PPOTrainerConfig) -> dict[str, str]:
+    return {
+        "algorithm.kl_penalty": config.algorithm.kl_penalty,
+        "actor_rollout_ref.actor.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type,
+    }
+
+
+def _readers(config: PPOTrainerConfig, estimator: Estimator, loss: Any) -> Iterator[Reader]:
+    """Who reads what."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+    yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
+    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
+    yield Reader(mode, tuple(getattr(loss, "needs", ())), updates=True)
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    if not one_update:
+        # The first update's own forward gives them to itself alone.
+        yield Reader("more than one update per batch", ("old_log_probs",), updates=True)
+    if config.trainer.critic_warmup > 0:
+        yield Reader("trainer.critic_warmup", ("old_log_probs",), updates=True)
+    if algorithm.use_kl_in_reward:
+        yield Reader("algorithm.use_kl_in_reward=true", ("old_log_probs", "ref_log_prob"))
+    if actor.use_kl_loss:
+        yield Reader("actor_rollout_ref.actor.use_kl_loss=true", ("ref_log_prob",), updates=True)
+    if correction.bypass_mode:
+        yield Reader(f"{key}.bypass_mode=true", ("rollout_log_probs",))
+    elif correction.rollout_is is not None or correction.rollout_rs is not None:
+        yield Reader(key, ("old_log_probs", "rollout_log_probs"))
+    if actor.calculate_sum_pi_squared:
+        reader = "actor_rollout_ref.actor.calculate_sum_pi_squared=true"
+        yield Reader(reader, ("sum_pi_squared",))
+    if config.critic.enable:
+        yield Reader("critic.enable=true", ("values",), updates=True)
+
+
+# Columns that steps write only where the configuration says so: whether it does, and what to set.
+_CONDITIONS: dict[str, tuple[Callable[[PPOTrainerConfig], bool], str]] = {
+    "rollout_log_probs": (
+        lambda c: c.actor_rollout_ref.rollout.calculate_log_probs,
+        "use actor_rollout_ref.rollout.calculate_log_probs=true",
+    ),
+    "rollout_is_weights": (
+        lambda c: (
+            c.algorithm.rollout_correction.rollout_is is not None
+            and not c.algorithm.rollout_correction.bypass_mode
+        ),
+        "use algorithm.rollout_correction.rollout_is=token, without bypass_mode",
+    ),
+    "loss_mask": (
+        lambda c: (
+            (c.algorithm.rollout_correction.rollout_is or c.algorithm.rollout_correction.rollout_rs)
+            is not None
+            and not c.algorithm.rollout_correction.bypass_mode
+        ),
+        "use algorithm.rollout_correction.rollout_rs, without bypass_mode",
+    ),
+    "values": (lambda c: c.critic.enable is not False, "use critic.enable=null or true"),
+    **dict.fromkeys(
+        ("rm_scores", "reward/model"),
+        (
+            lambda c: c.reward_model.enable and c.reward_model.type == "orm",
+            "use reward_model.enable=true with a reward_model.model.path",
+        ),
+    ),
+    **dict.fromkeys(
+        ("step_mask", "reward/process"),
+        (
+            lambda c: c.reward_model.enable and c.reward_model.type == "prm",
+            "use reward_model.enable=true and reward_model.type=prm with a reward_model.model.path",
+        ),
+    ),
+}
+
+
+_AFTER_ESTIMATORS = ("advantages", "returns", "step_row", "padded_row")
+
+
+def _unwritten(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
+    """The sentence about a column that no step of this run would write in time."""
+    column = declared(name)
+    if column is None:  # a column of the data, or what a score function says beside its score
+        near = nearest(name, COLUMNS)
+        return (
+            near and f"{reader.setting} reads {name!r}, which no step writes.{did_you_mean(near)}"
         )
-        # An unknown loss is said now, not at the first update.
-        get_policy_loss_fn(actor.policy_loss.loss_mode)
-        correction = algorithm.rollout_correction
-        reads_old = (
-            "old_log_probs" in columns
-            or algorithm.use_kl_in_reward
-            or correction.rollout_is is not None
-            or correction.rollout_rs is not None
-            or config.trainer.critic_warmup > 0
+    works, remedy = _CONDITIONS.get(name, (None, ""))
+    if works is not None and not works(config):
+        return f"{reader.setting} reads {name}, which this run does not write; {remedy}"
+    if name in _AFTER_ESTIMATORS and not reader.updates:
+        return (
+            f"{reader.setting} reads {name}, which step {column.step!r} writes after it; "
+            "read what it is made from"
         )
-        return Plan(
-            columns=columns,
-            reference=algorithm.use_kl_in_reward or actor.use_kl_loss,
-            critic=critic,
-            reward_model=config.reward_model.type if config.reward_model.enable else None,
-            # In bypass mode the rollout's own log-probs stand for them.
-            old_log_probs=not correction.bypass_mode and (reads_old or not one_update),
-            sum_pi_squared="sum_pi_squared" in columns or actor.calculate_sum_pi_squared,
-            rows_per_update=(
-                actor.sequences_per_update(),
-                *([config.critic.sequences_per_update()] if critic else []),
-            ),
+    return None
+
+
+def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
+    """What does not go together with this plan."""
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if plan.estimator.groups == "required" and n == 1:
+        yield (
+            f"{estimator} compares the responses of one prompt, and "
+            "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"
         )
+    if config.trainer.critic_warmup > 0 and not plan.critic:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic would train nothing; "
+            "use 0, or critic.enable=true"
+        )
+    options = [field.name for field in dataclasses.fields(plan.estimator)]
+    strict = config.reward_model.credit_assignment == STRICT_MIN
+    if plan.reward_model == "prm" and strict and "credit_assignment" not in options:
+        yield (
+            f"reward_model.credit_assignment={STRICT_MIN} is a return of tokens, which "
+            f"{estimator} does not compute; use algorithm.adv_estimator=rloo_token, or a "
+            "temperature such as 0.1"
+        )
+    if plan.critic:
+        if config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size:
+            yield from mini_batch_problems(config, "critic", config.critic.ppo_mini_batch_size)
+        if config.critic.forms_micro_batches_by_tokens:
+            key, budget = (
+                "critic.ppo_max_token_len_per_gpu",
+                config.critic.ppo_max_token_len_per_gpu,
+            )
+            yield from token_budget_problems(config, key, budget)
+
+
+def _idle(config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]) -> Iterator[str]:
+    """Keys that were given and have no effect under this plan."""
+    idle: dict[str, str] = {}
+    if not plan.critic:
+        why = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
+        blocks = ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value")
+        idle |= {f"critic.{block}": why for block in blocks}
+    if not plan.reference:
+        idle["actor_rollout_ref.ref"] = "no KL to the reference policy is asked for"
+    for prefix, why in idle.items():
+        for key, origin in origins.items():
+            if key == prefix or key.startswith(prefix + "."):
+                yield f"{key} has no effect while {why} ({origin})"

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.algorithms import advantages
 from hone.config import PPOTrainerConfig
-from hone.config.algorithm import WITHOUT_GROUPS
 from hone.data.create import training_rows
 from hone.data.rows import DataError
 from hone.models.facts import check_model, model_facts
@@ -91,7 +89,10 @@ class _Preflight:
         assert trainer is not None
         assert needs is not None
         assert earlier is not None
-        self.warnings += [*earlier.changes(trainer.total_steps), *self._lone_responses()]
+        self.warnings += [
+            *earlier.changes(trainer.total_steps),
+            *self._lone_responses(trainer.plan),
+        ]
         lines = lines_of(trainer, needs, self.lengths)
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
@@ -189,10 +190,10 @@ class _Preflight:
             )
         )
 
-    def _lone_responses(self) -> Iterator[str]:
+    def _lone_responses(self, plan: Plan) -> Iterator[str]:
         """An estimator over groups that has none; those that could not learn at all are refused."""
         estimator = self.config.algorithm.adv_estimator
-        compares = estimator not in WITHOUT_GROUPS and advantages.TABLE.is_built_in(estimator)
+        compares = plan.estimator.groups == "compared"
         alone = self.config.actor_rollout_ref.rollout.n == 1 and not self.config.trainer.val_only
         if compares and alone:
             yield (

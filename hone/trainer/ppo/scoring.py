@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hone.agents.collate import LOOP_SCORE
 from hone.agents.loops.listing import LoopNames
 from hone.columns import COLUMNS, declared, reward_column, row_may_bring, write
 from hone.config import PPOTrainerConfig
@@ -105,8 +106,8 @@ def score_parts(
     """Token scores [B, T] by part, and extra facts a row. A loop's own score stands for the rule."""
     parts: dict[str, Tensor] = {}
     extras: Mapping[str, Any] = {}
-    if batch.has_column("rm_scores"):
-        parts[AGENT] = batch.batch["rm_scores"]
+    if batch.has_column(LOOP_SCORE):
+        parts[AGENT] = batch.batch[LOOP_SCORE]
     else:
         result = reward_fn(batch, return_dict=True)
         parts[RULE] = result["reward_tensor"]
@@ -114,10 +115,12 @@ def score_parts(
         _check_extras(extras, reward_fn)
     if reward_model is not None:
         scored = reward_model.compute_rm_score(batch)
-        by_steps = scored.has_column("step_mask")
-        if by_steps:
+        if scored.has_column("step_mask"):
             write(batch, "step_mask", scored.batch["step_mask"])
-        parts[PROCESS if by_steps else MODEL] = scored.batch["rm_scores"]
+            parts[PROCESS] = scored.batch["process_scores"]
+        else:
+            write(batch, "rm_scores", scored.batch["rm_scores"])
+            parts[MODEL] = scored.batch["rm_scores"]
     return parts, extras
 
 
@@ -125,7 +128,7 @@ def _check_extras(extras: Mapping[str, Any], reward_fn: Any) -> None:
     """An extra may not be called like a column that a step of the loop writes or reads."""
     for name in extras:
         column = declared(name)
-        if column is not None:
+        if column is not None and name != FAILURE:
             scorer = getattr(reward_fn, "compute_score", None) or reward_fn
             while isinstance(scorer, partial):
                 scorer = scorer.func
@@ -177,7 +180,8 @@ def write_scores(
             part == PROCESS
         ):  # its column is what enters the sum: the strict minimum takes it out again
             scores = scores * config.modeling_reward_coef
-        write(batch, reward_column(part), scores)
+        if part != AGENT:  # the loop wrote it
+            write(batch, reward_column(part), scores)
         weighted = scores * weights.get(part, 1.0)
         total = weighted if total is None else total + weighted
     assert total is not None

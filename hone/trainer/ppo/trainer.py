@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hone.agents.sampling import training_sampling, validation_sampling
 from hone.agents.widths import concat_padded
@@ -90,7 +89,7 @@ class PPOTrainer:
         self.rollouts = RolloutWriter(self.run, config.trainer, tokenizer)
         self.timers = Timers()
         self.skipped_updates = metrics.SkippedUpdates()
-        self.group_signal = GroupSignal(config.algorithm.adv_estimator)
+        self.group_signal = GroupSignal(compares_groups=self.plan.estimator.groups != "ignored")
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
         self._running = ExitStack()
@@ -172,7 +171,7 @@ class PPOTrainer:
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """One pass of the loop."""
         self.global_step += 1
-        batch = collect(lambda: self.score(self.generate(self.loader.next_batch())), self.config)
+        batch = collect(self.next_scored, self.config)
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
         measured = self.update(self.share_out(batch))
@@ -187,25 +186,25 @@ class PPOTrainer:
         with self.timers.timer(name):
             yield
 
-    def generate(self, prompts: Mapping[str, np.ndarray]) -> DataProto:
-        rollout = self.config.actor_rollout_ref.rollout
-        with self.phase("gen"):
-            self.source.submit(prompts, samples=rollout.n, sampling=training_sampling(rollout))
-            batch = self.source.take()
-        if "reward_baselines" in self.plan.columns:
-            with self.phase("gen_max"):
-                write(batch, "reward_baselines", self._greedy_scores(prompts, batch))
-        batch.meta_info["temperature"] = rollout.temperature
+    def next_scored(self) -> DataProto:
+        """One round: the next prompts, their responses and what those are worth."""
+        prompts = self.loader.next_batch()
+        batch = self.score(self.generate(prompts))
+        if self.plan.greedy_baselines:
+            greedy = self.score(self.generate(prompts, greedy=True))
+            write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy))
         return batch
 
-    def _greedy_scores(self, prompts: Mapping[str, np.ndarray], batch: DataProto) -> torch.Tensor:
-        """[B] what the greedy response to each row's prompt scores (ReMax's baseline)."""
-        greedy = training_sampling(self.config.actor_rollout_ref.rollout) | {"temperature": 0.0}
-        self.source.submit(prompts, samples=1, sampling=greedy)
-        scored = self._scored(self.source.take(), self.reward_fn)
-        totals = scored.batch["token_level_scores"].sum(-1).tolist()
-        of_uid = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
-        return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
+    def generate(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> DataProto:
+        """The responses to each prompt; the one greedy response where that is asked for."""
+        rollout = self.config.actor_rollout_ref.rollout
+        samples = 1 if greedy else rollout.n
+        sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
+        with self.phase("gen_max" if greedy else "gen"):
+            self.source.submit(prompts, samples=samples, sampling=sampling)
+            batch = self.source.take()
+        batch.meta_info["temperature"] = rollout.temperature
+        return batch
 
     def score(self, batch: DataProto) -> DataProto:
         """Each reward part in its own column; `token_level_scores` is their configured sum."""
@@ -219,6 +218,7 @@ class PPOTrainer:
 
     def estimate(self, batch: DataProto) -> DataProto:
         """What the models say about the batch: only what the algorithm reads."""
+        credit.derive(batch, self.plan.columns)
         if self.plan.log_prob_pass:
             with self.phase("old_log_prob"):
                 batch.meta_info["with_sum_pi_squared"] = self.plan.sum_pi_squared
@@ -244,7 +244,10 @@ class PPOTrainer:
         with self.timers.timer("adv"):
             measured = credit.reward_after_kl(batch, algorithm, self.kl_controller)
             measured |= credit.correct_for_rollout(batch, algorithm)
-            credit.estimate_advantages(batch, algorithm, self.config.reward_model)
+            failure_score = self.config.reward_model.reward_kwargs.failure_score
+            credit.estimate_advantages(
+                batch, self.plan.estimator, whiten=algorithm.adv_norm, failure_score=failure_score
+            )
         batch.meta_info.setdefault("metrics", {}).update(measured)
         return batch
 

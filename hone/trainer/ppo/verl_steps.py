@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hone.algorithms import advantages
 from hone.algorithms import kl as kl_terms
+from hone.algorithms.advantages.estimator import TRAJECTORY, Trajectories
 from hone.algorithms.core_algos import compute_pf_ppo_reweight_data
-from hone.columns import require
+from hone.columns import REWARD_PREFIX, require
 from hone.plugins import plain_name
 from hone.protocol import DataProto
 
@@ -64,23 +65,27 @@ def compute_advantage(
     name = plain_name(adv_estimator)
     if not data.has_column("response_mask"):
         data.batch["response_mask"] = compute_response_mask(data)
-    keywords: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if name == "gae":
-        keywords = {"gamma": gamma, "lam": lam}
+        options = {"gamma": gamma, "lam": lam}
     elif name == "grpo":
-        keywords = {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    columns, optional = advantages.needs(name, config), advantages.optional(name)
-    if name == "gdpo":  # a part may be a column of the batch or a number the score function gave
-        keywords = {"non_tensor_batch": data.non_tensor_batch}
-        columns, optional = (), (*columns, *optional)
-    keywords |= {column: require(data, column) for column in columns}
-    keywords |= {column: data.column(column) for column in optional if data.has_column(column)}
-    data.batch["advantages"], data.batch["returns"] = advantages.get_adv_estimator_fn(name)(
-        token_level_rewards=require(data, "token_level_rewards"),
-        response_mask=data.batch["response_mask"],
-        index=data.non_tensor_batch.get("uid"),
-        config=config,
-        **keywords,
+        options = {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    estimator = advantages.get_estimator(name, config, **options)
+    columns: dict[str, Any] = {"non_tensor_batch": data.non_tensor_batch}
+    for column in estimator.requires:
+        # A reward part may also be a number that the score function gave per row.
+        if data.has_column(column) or not column.startswith(REWARD_PREFIX):
+            columns[column] = require(data, column)
+    for column in (TRAJECTORY, *estimator.uses):
+        if data.has_column(column):
+            columns[column] = data.column(column)
+    data.batch["advantages"], data.batch["returns"] = estimator(
+        Trajectories(
+            require(data, "token_level_rewards"),
+            data.batch["response_mask"],
+            data.non_tensor_batch.get("uid"),
+            columns,
+        )
     )
     if name == "gae" and config is not None and config.get("use_pf_ppo", False):
         pf_ppo = config["pf_ppo"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.advantages import needs
+from hone.algorithms.advantages import get_estimator
 from hone.algorithms.advantages.gdpo import gdpo
 
 MASK = torch.ones(4, 1)
@@ -22,11 +22,12 @@ def parts(**kw):
 
 
 def test_the_columns_it_needs_come_from_the_config():
-    assert needs("gdpo", config(["acc", "reward/format"])) == ("reward/acc", "reward/format")
+    columns = get_estimator("gdpo", config(["acc", "reward/format"])).requires
+    assert columns == ("reward/acc", "reward/format")
     with pytest.raises(ValueError, match="gdpo_reward_keys"):
-        needs("gdpo", config(None))
+        get_estimator("gdpo", config(None))
     with pytest.raises(ValueError, match="gdpo_reward_keys"):
-        needs("gdpo")
+        get_estimator("gdpo")
 
 
 def test_a_part_on_a_scale_a_thousand_times_larger_counts_the_same():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hone.algorithms.advantages import needs, optional
+from hone.algorithms.advantages import get_estimator
 from hone.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
@@ -18,8 +18,8 @@ def tensors(*arrays):
 
 def test_the_trainer_can_find_out_what_it_reads():
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
-        assert needs(name) == ("old_log_probs", "sum_pi_squared")
-        assert "rollout_is_weights" in optional(name)
+        assert get_estimator(name).requires == ("old_log_probs", "sum_pi_squared")
+        assert get_estimator(name).uses == ("rollout_is_weights",)
 
 
 def test_two_rows_by_hand_and_the_tail_of_the_longer_has_no_baseline():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.advantages import optional
+from hone.algorithms.advantages import get_estimator
 from hone.algorithms.advantages.rloo_token import rloo_token
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.shaping import normalise_advantages
@@ -60,7 +60,9 @@ def test_the_strict_minimum_replaces_the_sum_of_the_process_part_only():
     process = torch.zeros(2, 8, dtype=torch.float64)
     process[0, 1], process[0, 4], process[1, 2] = -0.2, 0.1, 0.05
     columns = {"reward/process": process, "step_mask": process != 0}
-    assert set(columns) <= set(optional("rloo_token"))
+    strict = get_estimator("rloo_token", credit_assignment=STRICT_MIN)
+    assert set(strict.requires) == set(columns)
+    assert get_estimator("rloo_token", credit_assignment=0.1).requires == ()
     _, returns = rloo_token(
         REWARDS, MASK, INDEX, gamma=1.0, credit_assignment=STRICT_MIN, **columns
     )

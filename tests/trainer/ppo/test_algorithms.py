@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hone.agents.collate import input_ids
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
 
@@ -60,7 +61,7 @@ def test_sum_pi_squared_is_that_of_the_whole_distribution(task: Task, tmp_path: 
     model = AutoModelForCausalLM.from_pretrained(task.model, attn_implementation="eager")
     for row in range(len(batch)):
         kept = batch.batch["attention_mask"][row].bool()
-        ids = batch.batch["input_ids"][row][kept]
+        ids = input_ids(batch)[row][kept]
         p = torch.softmax(model(ids[None]).logits[0] / 0.7, -1)
         length = int(batch.batch["response_mask"][row].sum())
         expected = p.square().sum(-1)[len(ids) - length - 1 : -1]

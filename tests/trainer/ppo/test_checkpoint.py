@@ -447,6 +447,8 @@ def test_the_export_opens_with_transformers_and_is_the_trained_policy(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from hone.agents.collate import input_ids
+
     run = train(*TWO)
     folder = run.checkpoint(2) / "actor" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -456,7 +458,7 @@ def test_the_export_opens_with_transformers_and_is_the_trained_policy(
         assert trainer.global_step == 2
         batch = trainer.generate(trainer.loader.next_batch())
     row = batch.batch["attention_mask"][0].bool()
-    ids = batch.batch["input_ids"][0][row]
+    ids = input_ids(batch)[0][row]
     length = int(batch.batch["response_mask"][0].sum())
     log_p = torch.log_softmax(model(ids[None]).logits[0], -1)[-length - 1 : -1]
     expected = log_p.gather(-1, ids[-length:, None]).squeeze(-1)

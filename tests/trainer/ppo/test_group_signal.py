@@ -35,21 +35,23 @@ def batch(scores: list[float], uids: str, trajectories: str | None = None) -> Da
 def test_the_share_of_groups_without_signal_is_measured(
     scores: list[float], uids: str, share: float
 ) -> None:
-    assert GroupSignal("grpo").measure(batch(scores, uids), 1) == {METRIC: share}
+    assert GroupSignal(compares_groups=True).measure(batch(scores, uids), 1) == {METRIC: share}
 
 
 def test_groups_of_one_have_no_such_share() -> None:
-    assert GroupSignal("grpo").measure(batch([1, 1, 1], "abc"), 1) == {}
+    assert GroupSignal(compares_groups=True).measure(batch([1, 1, 1], "abc"), 1) == {}
 
 
 def test_rows_of_one_trajectory_are_one_response() -> None:
-    assert GroupSignal("grpo").measure(batch([1, 0, 1], "aaa", "xxy"), 1) == {METRIC: 1.0}
+    assert GroupSignal(compares_groups=True).measure(batch([1, 0, 1], "aaa", "xxy"), 1) == {
+        METRIC: 1.0
+    }
 
 
 def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    signal = GroupSignal("grpo")
+    signal = GroupSignal(compares_groups=True)
     nothing, something = batch([1, 1, 0, 0], "aabb"), batch([1, 0, 0, 0], "aabb")
     for step, rows in enumerate([nothing, nothing, something, nothing], start=1):
         signal.measure(rows, step)
@@ -62,5 +64,5 @@ def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
 def test_an_estimator_that_compares_no_groups_is_not_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert GroupSignal("gae").measure(batch([1, 1], "aa"), 1) == {METRIC: 1.0}
+    assert GroupSignal(compares_groups=False).measure(batch([1, 1], "aa"), 1) == {METRIC: 1.0}
     assert caplog.records == []

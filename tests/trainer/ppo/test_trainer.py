@@ -27,8 +27,6 @@ GENERATED = {
     "responses",
     "response_mask",
     "attention_mask",
-    "input_ids",
-    "position_ids",
     "rollout_log_probs",
     "versions",
     "num_turns",

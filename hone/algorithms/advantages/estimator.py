@@ -1,0 +1,175 @@
+"""What an advantage estimator is: a frozen dataclass that says which columns it reads.
+
+Its fields are its options, read from `algorithm` by name. `verl_form` makes one callable as verl calls
+estimators; `FunctionEstimator` makes one of a user's function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+from torch import Tensor
+
+from hone.algorithms.advantages.outcome import Labels
+from hone.algorithms.keywords import refuse_unknown
+from hone.algorithms.settings import has, setting
+from hone.columns import COLUMNS, REWARD_PREFIX
+from hone.config.algorithm import AlgorithmConfig
+
+Pair = tuple[Tensor, Tensor]  # advantages and returns, both [B, T] and 0 outside response_mask
+Groups = Literal["ignored", "compared", "required"]
+T = TypeVar("T", bound="Estimator")
+
+TRAJECTORY = "trajectory_id"
+CALL_ONLY = {"read from": "the call alone"}
+"""Metadata of an option that has the name of a key of `algorithm` and does not follow it."""
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """What an estimator sees of a batch."""
+
+    rewards: Tensor  # [B, T] token_level_rewards
+    mask: Tensor  # [B, T] response_mask
+    uid: Labels | None = None  # [B] equal for the responses of one prompt
+    columns: Mapping[str, Any] = field(default_factory=dict)  # those it requires and uses
+
+    @property
+    def trajectory_id(self) -> Labels | None:
+        return self.columns.get(TRAJECTORY)
+
+    def column(self, name: str) -> Any:
+        """A column that the estimator requires."""
+        if self.columns.get(name) is None:
+            raise TypeError(
+                f"the estimator reads the column {name!r} and was not given it; pass it by that name"
+            )
+        return self.columns[name]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """From token rewards to advantages and returns."""
+
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Columns it takes where the batch has them, besides `trajectory_id`."""
+    groups: ClassVar[Groups | None] = None
+    """Whether it compares the responses of one prompt: ignored, compared (one response keeps its raw
+    score), required (one response teaches nothing); None where it does not say."""
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Columns it cannot do without, beyond rewards, mask and uid."""
+        return ()
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+    @classmethod
+    def of(cls: type[T], config: Any = None, **options: Any) -> T:
+        """Each option from the keyword, else from the config's key of that name, else its default."""
+        values: dict[str, Any] = {}
+        for option in dataclasses.fields(cls):
+            name = option.name
+            if options.get(name) is not None:
+                values[name] = options[name]
+            elif option.metadata != CALL_ONLY and (
+                has(config, name) or name in AlgorithmConfig.__dataclass_fields__
+            ):
+                values[name] = setting(config, name, AlgorithmConfig)
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class FunctionEstimator(Estimator):
+    """A user's function `fn(token_level_rewards, response_mask, index, config, **columns)`.
+
+    Its attribute `needs` names the columns it requires. It is given what its signature takes.
+    """
+
+    function: Callable[..., Any]
+    config: Any
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return tuple(getattr(self.function, "needs", ()))
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        values = {"index": batch.uid, "config": self.config, **batch.columns}
+        first = {"token_level_rewards": batch.rewards, "response_mask": batch.mask}
+        parameters = inspect.signature(self.function).parameters
+        positions: tuple[Any, ...] = ()
+        if first.keys() <= parameters.keys():
+            values = first | values
+        else:
+            positions = tuple(first.values())
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            taken = {*parameters, *self.requires}
+            values = {name: value for name, value in values.items() if name in taken}
+        advantages, returns = self.function(*positions, **values)
+        return advantages, returns
+
+
+class VerlForm:
+    """An estimator as a function with verl's arguments: options and columns are keywords.
+
+    A column that another estimator reads may be handed to any of them; a misspelt keyword is an error.
+    """
+
+    def __init__(self, name: str, estimator: type[Estimator]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__doc__ = estimator.__doc__
+        self.estimator = estimator
+        self._options = [option.name for option in dataclasses.fields(estimator)]
+
+    def __call__(
+        self,
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Labels | None = None,
+        config: Any = None,
+        **keywords: Any,
+    ) -> Pair:
+        self._refuse_verls_order(index, config)
+        options = {name: keywords.pop(name) for name in self._options if name in keywords}
+        known = ("token_level_rewards", "response_mask", "index", "config", *self._options)
+        self._refuse_unknown(keywords, known)
+        estimator = self.estimator.of(config, **options)
+        return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
+
+    def _refuse_unknown(self, keywords: Iterable[str], known: tuple[str, ...]) -> None:
+        unknown = (n for n in keywords if not _is_column(n))
+        columns = (TRAJECTORY, *self.estimator.uses)
+        refuse_unknown(self.__name__, unknown, (*known, *columns))
+
+    def _refuse_verls_order(self, index: Any, config: Any) -> None:
+        """Raise TypeError for positions that mean something else in verl: they would be ignored here."""
+        if isinstance(index, Mapping) or isinstance(config, int | float):
+            raise TypeError(
+                f"{self.__name__} takes (token_level_rewards, response_mask, index, config); got "
+                f"{type(index).__name__} as index and {type(config).__name__} as config. Name the "
+                "arguments, or call verl's form in hone.trainer.ppo.core_algos"
+            )
+
+
+def _is_column(name: str) -> bool:
+    """A column of the batch, or one of the two ways in which verl hands over a whole batch."""
+    return (
+        name in COLUMNS or name.startswith(REWARD_PREFIX) or name in ("non_tensor_batch", "batch")
+    )
+
+
+def estimator_of(entry: Any, config: Any, **options: Any) -> Estimator:
+    """The estimator of an entry of the table: an estimator class, its verl form, or a function."""
+    if isinstance(entry, VerlForm):
+        entry = entry.estimator
+    if isinstance(entry, type) and issubclass(entry, Estimator):
+        known = entry.__dataclass_fields__
+        return entry.of(config, **{name: v for name, v in options.items() if name in known})
+    if isinstance(entry, Estimator):
+        return entry
+    return FunctionEstimator(entry, config)

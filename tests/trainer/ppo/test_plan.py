@@ -1,0 +1,245 @@
+"""The plan: what is read starts its writer or is refused before a model loads, whatever reads it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hone.columns import COLUMNS
+from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
+from hone.trainer.main_ppo import plan_checks
+from hone.trainer.ppo.plan import Plan
+
+from ..runs import Task, opened
+
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def reads_nothing(token_level_rewards, response_mask, **columns):  # type: ignore[no-untyped-def]
+    """A user's estimator; the tests say what it needs."""
+    given = {"token_level_rewards", "response_mask", *columns}
+    assert given >= reads_nothing.needs  # type: ignore[attr-defined]
+    return token_level_rewards, token_level_rewards
+
+
+OWN = f"algorithm.adv_estimator={__name__}:reads_nothing"
+
+
+@pytest.fixture
+def needs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    def declare(*columns: str) -> list[str]:
+        monkeypatch.setattr(reads_nothing, "needs", set(columns), raising=False)
+        return [OWN]
+
+    return declare
+
+
+def planned(*overrides: str) -> Plan:
+    """With one update per batch, where the overrides do not say otherwise."""
+    return Plan.of(load_config(["data.train_batch_size=256", *overrides]))
+
+
+STARTED = {
+    "ref_log_prob": "reference",
+    "entropys": "log_prob_pass",
+    "values": "critic",
+    "old_log_probs": "old_log_probs",
+    "sum_pi_squared": "sum_pi_squared",
+    "reward_baselines": "greedy_baselines",
+}
+
+
+@pytest.mark.parametrize("column", STARTED)
+def test_what_an_estimator_of_ones_own_reads_starts_its_writer_and_no_other(
+    needs: Callable[..., list[str]], column: str
+) -> None:
+    started = {name for name in STARTED.values() if getattr(planned(*needs(column)), name)}
+    assert started - {"log_prob_pass"} == {STARTED[column]} - {"log_prob_pass"}
+    assert not any(getattr(planned(*needs()), name) for name in STARTED.values())
+
+
+def test_every_column_an_estimator_reads_is_in_the_batch_or_refused_before_models_load(
+    needs: Callable[..., list[str]], task: Task, tmp_path: Path
+) -> None:
+    """Every declared column, one estimator that reads all that are not refused, one real step."""
+    refused = {}
+    for column in COLUMNS:
+        try:
+            planned(*needs(column))
+        except ConfigError as error:
+            refused[column] = str(error)
+    accepted = [column for column in COLUMNS if column not in refused]
+    assert all(column in sentence for column, sentence in refused.items())
+    assert {"advantages", "returns", "step_mask", "rm_scores", "loss_mask"} <= refused.keys()
+    unknowable = {
+        name for name in accepted if COLUMNS[name].when.startswith(("the data", "an agent"))
+    }
+    read = [name for name in accepted if name not in unknowable]
+    assert {"ref_log_prob", "values", "entropys", "rollout_log_probs", "uid"} <= set(read)
+    more = [f"{ROLLOUT}.n=1", *needs(*read)]
+    with opened(task.overrides(tmp_path, *more)) as trainer:
+        batch, _ = trainer.step()
+    assert set(read) <= set(batch.column_names())
+
+
+def test_a_warm_up_and_the_critics_mini_batch_follow_from_the_columns_not_from_a_name(
+    needs: Callable[..., list[str]],
+) -> None:
+    assert planned("trainer.critic_warmup=5", *needs("values")).critic
+    with pytest.raises(ConfigError, match="critic_warmup=5 without a critic"):
+        planned("trainer.critic_warmup=5", *needs())
+    with pytest.raises(ConfigError, match=r"^critic.ppo_mini_batch_size=100 does not divide"):
+        planned("critic.ppo_mini_batch_size=100", *needs("values"))
+    assert planned("critic.ppo_mini_batch_size=100", *needs())
+    with pytest.raises(ConfigError, match=r"^critic.ppo_max_token_len_per_gpu=10 tokens"):
+        planned("critic.ppo_max_token_len_per_gpu=10", *needs("values"))
+
+
+def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads_nothing, "needs", {"ref_log_prob", "advantages"}, raising=False)
+    loss = f"{ACTOR}.policy_loss.loss_mode={__name__}:reads_nothing"
+    assert planned(loss, "algorithm.adv_estimator=grpo").reference
+    monkeypatch.setattr(reads_nothing, "needs", {"rm_scores"})
+    with pytest.raises(ConfigError, match=r"loss_mode=.*reads rm_scores, which this run does not"):
+        planned(loss, "algorithm.adv_estimator=grpo")
+
+
+def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reads 'vlaues', which no step writes\. Did you mean 'values'"
+    ):
+        planned(*needs("vlaues"))
+    assert planned(*needs("difficulty"))  # a column of the data
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], False),
+        (["algorithm.use_kl_in_reward=true"], True),
+        (["actor_rollout_ref.actor.use_kl_loss=true"], True),
+    ],
+)
+def test_the_reference_is_used_when_a_kl_is_asked_for(overrides: list[str], expected: bool) -> None:
+    assert planned(*overrides).reference is expected
+
+
+CASES: dict[str, tuple[list[str], str, list[str]]] = {
+    "the strict minimum is a return of tokens": (
+        [
+            "reward_model.enable=true",
+            "reward_model.type=prm",
+            "reward_model.model.path=judge",
+            "reward_model.credit_assignment=strict min-form",
+        ],
+        "reward_model.credit_assignment=strict min-form is a return of tokens, which "
+        "algorithm.adv_estimator=gae does not compute; use algorithm.adv_estimator=rloo_token, or a "
+        "temperature such as 0.1",
+        ["algorithm.adv_estimator=rloo_token", f"{ROLLOUT}.n=2"],
+    ),
+    "rloo needs a group": (
+        ["algorithm.adv_estimator=rloo"],
+        "algorithm.adv_estimator=rloo compares the responses of one prompt, and "
+        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
+        [f"{ROLLOUT}.n=2"],
+    ),
+    "maxrl needs a group": (
+        ["algorithm.adv_estimator=maxrl"],
+        "algorithm.adv_estimator=maxrl compares the responses of one prompt, and "
+        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
+        [f"{ROLLOUT}.n=2"],
+    ),
+    "grpo_passk needs a group": (
+        ["algorithm.adv_estimator=grpo_passk"],
+        "algorithm.adv_estimator=grpo_passk compares the responses of one prompt, and "
+        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
+        [f"{ROLLOUT}.n=2"],
+    ),
+    "gae reads values": (
+        ["critic.enable=false"],
+        "algorithm.adv_estimator=gae reads values, which this run does not write; use "
+        "critic.enable=null or true",
+        ["critic.enable=null"],
+    ),
+    "warm-up needs a critic": (
+        ["trainer.critic_warmup=5", "algorithm.adv_estimator=grpo"],
+        "trainer.critic_warmup=5 without a critic would train nothing; use 0, or critic.enable=true",
+        ["critic.enable=true"],
+    ),
+    "gdpo needs its parts": (
+        ["algorithm.adv_estimator=gdpo"],
+        "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the parts to normalise; "
+        "set it, for example algorithm.gdpo_reward_keys=[acc,format]",
+        ["algorithm.gdpo_reward_keys=[acc]"],
+    ),
+    "gdpo weights go with its parts": (
+        [
+            "algorithm.adv_estimator=gdpo",
+            "algorithm.gdpo_reward_keys=[acc]",
+            "algorithm.gdpo_reward_weights=[1,2]",
+        ],
+        "algorithm.gdpo_reward_weights has 2 numbers for 1 algorithm.gdpo_reward_keys; "
+        "give one each, or null",
+        ["algorithm.gdpo_reward_weights=[1]"],
+    ),
+    "the KL estimator exists": (
+        ["algorithm.kl_penalty=k9"],
+        "algorithm.kl_penalty=k9: unknown KL estimator 'k9'. Known: abs, k1, k2, k3, "
+        'kl, low_var_kl, mse; or your own as "pkg.mod:object" or "file.py:object"; each also with a '
+        "trailing +",
+        ["algorithm.kl_penalty=k3+"],
+    ),
+    "correction reads rollout log-probs": (
+        ["algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
+        "algorithm.rollout_correction reads rollout_log_probs, which this run does not write; use "
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        [f"{ROLLOUT}.calculate_log_probs=true"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> None:
+    overrides, sentence, repair = CASES[name]
+    for refuse in (planned, lambda *o: compose(o, further=plan_checks)):
+        with pytest.raises(ConfigError) as caught:
+            refuse(*overrides)
+        assert caught.value.problems == [sentence]
+    planned(*overrides, *repair)
+
+
+def test_problems_of_the_tree_and_of_its_plan_are_told_at_once() -> None:
+    overrides = [
+        "algorithm.adv_estimator=rloo",
+        "data.train_batch_size=100",
+        "trainer.n_gpus_per_node=8",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides, further=plan_checks)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        (["algorithm.adv_estimator=grpo", "critic.optim.lr=1"], "critic.optim.lr", "no critic"),
+        (["actor_rollout_ref.ref.log_prob_micro_batch_size=1"], "actor_rollout_ref.ref", "no KL"),
+    ],
+)
+def test_a_key_that_the_plan_makes_idle_is_noted(overrides: list[str], key: str, why: str) -> None:
+    (note,) = compose(overrides, further=plan_checks).notes
+    assert note.startswith(key)
+    assert why in note
+
+
+def test_config_knows_no_estimator_by_name() -> None:
+    from hone.algorithms.advantages import TABLE
+
+    folder = Path(sys.modules[PPOTrainerConfig.__module__].__file__ or "").parent
+    text = "".join(f.read_text() for f in (folder / "checks.py", folder / "agreements.py"))
+    assert [name for name in TABLE.names() if f'"{name}"' in text or f"={name}" in text] == []
