@@ -122,7 +122,7 @@ def _kept_by(config: Any) -> str:
     """What a program has saved so far, and whether the same command goes on from there."""
     if isinstance(config, GenerationConfig):
         return "responses that had ended are kept, and the same command goes on with the others"
-    run = getattr(config, "trainer", None)
+    run: Any = getattr(config, "trainer", None)
     if not hasattr(run, "default_local_dir"):
         return "nothing was written"
     saved = RunFolder(Path(run.default_local_dir).expanduser()).checkpoints()
