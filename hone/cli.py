@@ -114,7 +114,15 @@ def _add_data(verbs: Any) -> None:
     prepare.add_argument("name", nargs="?", help="the data set; none lists them")
     check = _verb(of_data, "check", _data_check, "what is in a file, and what would go wrong")
     check.add_argument("files", nargs="+", metavar="FILE")
-    check.add_argument("--tokenizer", help="count prompt lengths in this model's tokens")
+    check.add_argument(
+        "--reward",
+        metavar="FILE.py",
+        help="your score function (FILE.py:NAME), called on every row",
+    )
+    check.add_argument(
+        "--max-prompt-length", type=int, metavar="N", help="longer prompts are errors (in tokens)"
+    )
+    _add_rendering(check)
     check.add_argument(
         "--agent-loop",
         action="append",
@@ -122,6 +130,20 @@ def _add_data(verbs: Any) -> None:
         metavar="NAME",
         help="an agent loop of your own that rows may name (repeat for more)",
     )
+
+    show = _verb(of_data, "show", _data_show, "rows as the model will see them")
+    show.add_argument("file", metavar="FILE")
+    show.add_argument(
+        "--rows", metavar="LIST", help="which, as in 0,3-5; the first three if left out"
+    )
+    show.add_argument("--tools", metavar="FILE", help="tools of the run, a YAML list or a .py file")
+    _add_rendering(show)
+
+
+def _add_rendering(parser: Any) -> None:
+    parser.add_argument("--tokenizer", metavar="MODEL", help="render and count with its tokenizer")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="the prompt's column (prompt)")
+    parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
 
 
 def _add_model(verbs: Any) -> None:
@@ -201,27 +223,67 @@ def _data_prepare(chosen: Any, rest: list[str]) -> None:
         _say(str(prepare_from_arguments(chosen.name, rest, program)))
 
 
-def _data_check(chosen: Any, rest: list[str]) -> int:
-    from hone.config.rollout import BUILT_IN_LOOPS
-    from hone.data.check import check_file
-    from hone.rewards.scores.table import find
+def _rendering(chosen: Any) -> tuple[Any, Any]:
+    """The tokenizer and the data settings that a verb's options name."""
+    from dataclasses import replace
+
+    from hone.config.data import DataConfig
 
     tokenizer = None
     if chosen.tokenizer:
         from hone.models.load import load_tokenizer
 
         tokenizer = load_tokenizer(chosen.tokenizer)
+    given = {"prompt_key": chosen.prompt_key, "prompt_format": chosen.prompt_format}
+    return tokenizer, replace(DataConfig(), **{k: v for k, v in given.items() if v is not None})
+
+
+def _data_check(chosen: Any, rest: list[str]) -> int:
+    from hone.config import ConfigError
+    from hone.config.rollout import BUILT_IN_LOOPS
+    from hone.data.check import check_file
+    from hone.rewards.scores.table import find
+
+    if chosen.max_prompt_length is not None and not chosen.tokenizer:
+        raise ConfigError(
+            f"--max-prompt-length {chosen.max_prompt_length} counts tokens; give --tokenizer MODEL too"
+        )
+    tokenizer, config = _rendering(chosen)
+    score = None
+    if chosen.reward:
+        from hone.rewards.trial import ground_truth_scorer
+
+        score = ground_truth_scorer(chosen.reward, config.reward_fn_key, config.prompt_key)
     worst = 0
     for file in chosen.files:
         status, text = check_file(
             file,
             tokenizer=tokenizer,
-            known_sources=lambda source: find(source) is not None,
+            known_sources=None if score else lambda source: find(source) is not None,
             known_loops=[*BUILT_IN_LOOPS, *chosen.agent_loop],
+            config=config,
+            score=score,
+            max_prompt_length=chosen.max_prompt_length,
         )
         worst = max(worst, status)
         _say(text)
     return worst
+
+
+def _data_show(chosen: Any, rest: list[str]) -> None:
+    from hone.data.show import show_file
+
+    tokenizer, config = _rendering(chosen)
+    schemas = None
+    if chosen.tools:
+        from hone.agents.tools.listing import load_tools
+
+        is_code = chosen.tools.endswith(".py")
+        tools = load_tools(*((None, chosen.tools) if is_code else (chosen.tools, None)))
+        schemas = [tool.tool_schema.model_dump() for tool in tools.values()]
+    _say(
+        show_file(chosen.file, rows=chosen.rows, tokenizer=tokenizer, config=config, tools=schemas)
+    )
 
 
 def _model_tiny(chosen: Any, rest: list[str]) -> None:

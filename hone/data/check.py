@@ -1,7 +1,8 @@
 """`hone data check FILE`: what is in a data file, and what would go wrong with it.
 
 Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that no
-scorer knows, agent loops that are not known by name. Warnings: duplicate prompts, long prompts. Files
+scorer knows, rows on which a given scorer fails, agent loops that are not known by name, prompts longer than
+a given limit. Warnings: duplicate prompts, prompts longer than the usual limit. Files
 for supervised training are known by their columns and asked for an answer in place of a ground truth.
 Leaves out repairing anything.
 """
@@ -34,6 +35,8 @@ _RESPONSES = ("response", SFTDataConfig.response_key)
 """Columns that supervised training learns, the first of them that a file has."""
 _ANSWERS = {*_RESPONSES, "chosen", "rejected"}
 BAR_WIDTH = 40
+Score = Callable[[Row], float | str]
+"""The score of a row's own ground truth as the response, or why the scorer failed."""
 
 
 @dataclass
@@ -52,8 +55,12 @@ class Findings:
     ruled: set[str] = field(default_factory=set)
     """Sources with a row that a rule must score."""
     lengths: list[int] = field(default_factory=list)
-    overlong: int = 0
-    """Prompts that are longer by far than data.max_prompt_length: their length is not known."""
+    overlong: list[int] = field(default_factory=list)
+    """Row numbers of prompts that are longer than the limit."""
+    scores: Counter[float] = field(default_factory=Counter)
+    """What a given scorer says of the ground truths themselves."""
+    unscored: dict[int, str] = field(default_factory=dict)
+    """Row number → why the given scorer failed on it."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
     without_truth: list[int] = field(default_factory=list)
     """Row numbers that a rule must score and that have nothing to compare with."""
@@ -71,9 +78,16 @@ def check_file(
     known_sources: Collection[str] | Callable[[str], bool] | None = None,
     known_loops: Collection[str] = BUILT_IN_LOOPS,
     config: DataConfig | None = None,
+    score: Score | None = None,
+    max_prompt_length: int | None = None,
 ) -> tuple[int, str]:
-    """(exit status, report). Lengths are in tokens with a tokenizer, else in characters."""
+    """(exit status, report). Lengths are in tokens with a tokenizer, else in characters.
+
+    A longer prompt than `max_prompt_length` is an error; `score` is called on every row.
+    """
     settings = config or DataConfig()
+    if max_prompt_length is not None:
+        settings = dataclasses.replace(settings, max_prompt_length=max_prompt_length)
     findings = Findings(known_loops=known_loops)
     path = os.path.expanduser(os.fspath(path))
     if not os.path.isfile(path):
@@ -85,12 +99,15 @@ def check_file(
         return 1, f"error: {error}"
     if file is None:
         return 1, "\n".join(f"error: {message}" for message in findings.bad.examples)
-    settings = _recognised(set(next(iter(file.rows.scan()), {})), findings, settings)
+    settings = recognised(set(next(iter(file.rows.scan()), {})), findings, settings)
     try:
-        _look_at(file, findings, tokenizer, settings)
+        _look_at(file, findings, tokenizer, settings, score)
     except BrokenTemplate as error:
         return 1, f"error: {error}"
-    errors, warnings = _judged(findings, known_sources, tokenizer, settings)
+    errors, warnings = _judged(findings, known_sources, settings)
+    long = _long_prompts(findings, settings) if tokenizer is not None else []
+    errors += long if max_prompt_length is not None else []
+    warnings += long if max_prompt_length is None else []
     report = [
         f"{file.path}: {findings.rows:,} rows",
         *_described(findings, "tokens" if tokenizer is not None else "characters"),
@@ -102,7 +119,7 @@ def check_file(
     return (1 if errors else 0), "\n".join(report)
 
 
-def _recognised(columns: set[str], findings: Findings, settings: DataConfig) -> DataConfig:
+def recognised(columns: set[str], findings: Findings, settings: DataConfig) -> DataConfig:
     """Which program the file is for, by its columns; the settings with the prompt's column in it."""
     key = settings.prompt_key
     is_answered = bool(columns & _ANSWERS) and not columns & {
@@ -129,7 +146,9 @@ def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataConfig) -> None:
+def _look_at(
+    file: FileRows, findings: Findings, tokenizer: Any, settings: DataConfig, score: Score | None
+) -> None:
     check = SchemaCheck(settings.prompt_key, settings.prompt_format)
     for index, row in enumerate(file.rows.scan()):
         findings.rows += 1
@@ -145,13 +164,18 @@ def _look_at(file: FileRows, findings: Findings, tokenizer: Any, settings: DataC
         identity = _identity(row, prompt, settings, findings.supervised)
         findings.prompts.setdefault(identity, []).append(number)
         if not findings.supervised:
-            _look_at_reward(row, number, findings, settings)
+            _look_at_reward(row, number, findings, settings, score)
         try:
-            findings.lengths.append(_length(prompt, tokenizer, settings))
+            length = _length(prompt, tokenizer, settings)
         except PromptTooLong:
-            findings.overlong += 1
+            findings.overlong.append(number)
+            continue
         except PromptError as error:
             findings.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
+            continue
+        findings.lengths.append(length)
+        if length > settings.max_prompt_length:
+            findings.overlong.append(number)
 
 
 def _answer_problem(row: Row, findings: Findings, settings: DataConfig) -> Problem | None:
@@ -184,13 +208,23 @@ def _loop_problem(row: Row, findings: Findings) -> Problem | None:
     return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {told}")
 
 
-def _look_at_reward(row: Row, number: int, findings: Findings, settings: DataConfig) -> None:
+def _look_at_reward(
+    row: Row, number: int, findings: Findings, settings: DataConfig, score: Score | None
+) -> None:
     source = str(row.get(settings.reward_fn_key))
     findings.sources[source] += 1
-    if (row.get("reward_model") or {}).get("style") != "model":
+    is_ruled = (row.get("reward_model") or {}).get("style") != "model"
+    if is_ruled:
         findings.ruled.add(source)
-    if _lacks_truth(row):
-        findings.without_truth.append(number)
+    if score is None:
+        if _lacks_truth(row):
+            findings.without_truth.append(number)
+    elif is_ruled:
+        outcome = score(row)
+        if isinstance(outcome, str):
+            findings.unscored[number] = outcome
+        else:
+            findings.scores[outcome] += 1
 
 
 def _identity(row: Row, prompt: Any, settings: DataConfig, supervised: bool) -> str:
@@ -238,7 +272,6 @@ def _length(prompt: Any, tokenizer: Any, settings: DataConfig) -> int:
 def _judged(
     findings: Findings,
     known_sources: Collection[str] | Callable[[str], bool] | None,
-    tokenizer: Any,
     settings: DataConfig,
 ) -> tuple[list[str], list[str]]:
     errors = [f"{count:,} rows: {reason}" for reason, count in sorted(findings.bad.counts.items())]
@@ -264,14 +297,22 @@ def _judged(
         warnings.append(
             f"{extra:,} rows repeat an earlier prompt (such as rows {_some(findings.duplicates[0])})"
         )
-    long = sum(length > settings.max_prompt_length for length in findings.lengths)
-    long += findings.overlong
-    if tokenizer is not None and long:
-        warnings.append(
-            f"{long:,} prompts have more than data.max_prompt_length="
-            f"{settings.max_prompt_length} tokens"
+    if findings.unscored:
+        first = next(iter(findings.unscored))
+        errors.append(
+            f"{len(findings.unscored):,} rows cannot be scored (rows {_some(findings.unscored)}); "
+            f"row {first}: {findings.unscored[first]}"
         )
     return errors, warnings
+
+
+def _long_prompts(findings: Findings, settings: DataConfig) -> list[str]:
+    if not findings.overlong:
+        return []
+    return [
+        f"{len(findings.overlong):,} prompts have more than data.max_prompt_length="
+        f"{settings.max_prompt_length} tokens (rows {_some(findings.overlong)})"
+    ]
 
 
 def _is_known(name: str, known: Collection[str] | Callable[[str], bool] | None) -> bool:
@@ -299,6 +340,11 @@ def _described(findings: Findings, unit: str) -> list[str]:
     else:
         lines.append("sources:")
         lines += [f"  {name}: {count:,}" for name, count in findings.sources.most_common()]
+    if findings.scores:
+        counts = sorted(findings.scores.items(), reverse=True)
+        told = ", ".join(f"{score:g} in {count:,}" for score, count in counts[:SHOWN])
+        more = f" and {len(counts) - SHOWN} values more" if len(counts) > SHOWN else ""
+        lines.append(f"score of the ground truth itself: {told}{more} rows")
     return [*lines, *histogram(findings.lengths, unit)]
 
 

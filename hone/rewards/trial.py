@@ -6,11 +6,14 @@ in the same way, by an error that no response can cause, never works. Other fail
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hone.config.reward import CustomRewardFunctionConfig
+from hone.plugins import load_extern_object
 from hone.rewards.failures import Failed, FailurePolicy
+from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.reading import extra_info_of
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Row
@@ -27,6 +30,7 @@ FORMS = (
     "",
 )
 """Responses, the plainest first; a prompt often shows the form that is asked for."""
+DEFAULT_NAME = CustomRewardFunctionConfig.name
 FAULTS_OF_TEXT = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
 """Errors, and those derived from them, by which a scorer may refuse a text that it cannot parse."""
 
@@ -129,3 +133,25 @@ def _text_of(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return _text_of(value[-1]) if value else ""
     return "" if value is None else str(value)
+
+
+def ground_truth_scorer(
+    target: str, source_key: str, prompt_key: str
+) -> Callable[[Mapping[str, Any]], float | str]:
+    """From a row to what the score function of `file.py` or `file.py:name` gives to its ground truth,
+    or to why it fails on every text that holds it."""
+    path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
+    function = load_extern_object(path, name or DEFAULT_NAME)
+    manager = NaiveRewardManager(None, 0, function)
+    manager.check_scorer()
+
+    def score(row: Mapping[str, Any]) -> float | str:
+        failures = []
+        for response in TrialRow.of(row, "", source_key, prompt_key).responses():
+            outcome = manager.score_known([response])[0]
+            if not isinstance(outcome, Failed):
+                return outcome.score
+            failures.append(outcome)
+        return f"{failures[0].reason}: {failures[0].detail}"
+
+    return score

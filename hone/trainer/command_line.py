@@ -7,6 +7,7 @@ anything else keeps its traceback on the terminal.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -19,11 +20,21 @@ from typing import Any
 from hone.config import Composed, compose
 from hone.config.compose import Further, get
 from hone.config.errors import nearest
+from hone.config.generation import GenerationConfig
 from hone.config.keys import walk_fields
 from hone.config.sources import Setting
 from hone.config.trees import TREES
+from hone.tracking import RunFolder
 from hone.tracking.storage import storage_sentence
-from hone.trainer.interrupt import NAMES, StoppedAtOnce, exit_code, stopping_at_once
+from hone.trainer.interrupt import (
+    NAMES,
+    Interrupted,
+    StoppedAtOnce,
+    exit_code,
+    stopped_line,
+    stopping_at_once,
+    tell_kept,
+)
 from hone.trainer.launcher import die_with_launcher
 
 EXIT_CODE = 2
@@ -103,7 +114,22 @@ def composed_of(
         further=further,
     )
     _latest[:] = [composed]
+    tell_kept(lambda: _kept_by(composed.config))
     return composed
+
+
+def _kept_by(config: Any) -> str:
+    """What a program has saved so far, and whether the same command goes on from there."""
+    if isinstance(config, GenerationConfig):
+        return "responses that had ended are kept, and the same command goes on with the others"
+    run: Any = getattr(config, "trainer", None)
+    if not hasattr(run, "default_local_dir"):
+        return "nothing was written"
+    saved = RunFolder(Path(run.default_local_dir).expanduser()).checkpoints()
+    if not saved:
+        return "nothing is saved yet, and the same command starts anew"
+    goes_on = "the same command" if run.resume_mode == "auto" else "trainer.resume_mode=auto"
+    return f"{saved[-1][1]} is saved, and {goes_on} goes on from there"
 
 
 def without_flag(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
@@ -148,9 +174,14 @@ def finish(program: Callable[[], int | None]) -> int:
     try:
         with stopping_at_once():
             return program() or 0
+    except Interrupted as stopped:
+        number = signal.Signals(int(stopped.code or 0) - 128)
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(stopped_line(f"stopped by {NAMES[number]}"))
+        return exit_code(number)
     except (KeyboardInterrupt, StoppedAtOnce) as stopped:
         number = signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else signal.SIGTERM
-        sys.stderr.write(f"stopped at once by {NAMES[number]}\n")
+        sys.stderr.write(stopped_line(f"stopped at once by {NAMES[number]}"))
         return exit_code(number)
     except Exception as error:
         sentence = mistake_in_words(error)

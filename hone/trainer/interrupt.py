@@ -27,9 +27,22 @@ def exit_code(number: int) -> int:
     return 128 + number
 
 
+_kept: list[Callable[[], str]] = []
+"""What the program at work would say of what it has saved."""
 _launched: list[bool] = []
 _programs: list[bool] = []
 """One entry while this process runs a program of the command line, and is not a user's own."""
+
+
+def tell_kept(sentence: Callable[[], str]) -> None:
+    """From here on a stopped program says this of what it has saved, and of how to go on."""
+    _kept[:] = [sentence]
+
+
+def stopped_line(how: str) -> str:
+    """The last line of a stopped program."""
+    kept = _kept[0]() if _kept else ""
+    return f"{how}; {kept}\n" if kept else f"{how}\n"
 
 
 def answer_to_launcher() -> None:
@@ -116,6 +129,7 @@ def stopping_at_once() -> Iterator[None]:
     try:
         before = {n: signal.signal(n, handle) for n in SIGNALS}
         _programs.append(True)
+        _kept.clear()
         yield
     finally:
         _programs.pop()
@@ -124,7 +138,7 @@ def stopping_at_once() -> Iterator[None]:
 
 def _end_process(number: int) -> None:
     """Leave without clean-up: what runs now may catch an exception, and every file bears a kill."""
-    sys.stderr.write(f"stopped at once by {NAMES[signal.Signals(number)]}\n")
+    sys.stderr.write(stopped_line(f"stopped at once by {NAMES[signal.Signals(number)]}"))
     sys.stderr.flush()
     os._exit(exit_code(number))
 

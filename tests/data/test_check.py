@@ -226,3 +226,26 @@ def test_deep_json_is_a_bad_row_of_the_report(tmp_path: Path) -> None:
 def test_loops_of_ones_own_may_be_named(write_jsonl: Callable[..., str], make_rows: Any) -> None:
     path = write_jsonl([{**make_rows(1)[0], "agent_name": "mine"}])
     assert check_file(path, known_loops=["mine"])[0] == 0
+
+
+def test_a_limit_that_is_given_makes_long_prompts_errors_with_their_rows(
+    write_jsonl: Callable[..., str], tokenizer: Any
+) -> None:
+    path = write_jsonl([{"prompt": "a"}, {"prompt": "a" * 90}, {"prompt": "b" * 9000}])
+    status, report = check_file(path, tokenizer=tokenizer, max_prompt_length=60)
+    assert status == 1
+    assert "error: 2 prompts have more than data.max_prompt_length=60 tokens (rows 1, 2)" in report
+    assert check_file(path, tokenizer=tokenizer, max_prompt_length=9999)[0] == 0
+
+
+def test_a_scorer_of_ones_own_is_called_on_every_row(write_jsonl: Callable[..., str]) -> None:
+    path = write_jsonl([{"prompt": f"{i}", "data_source": "my/own"} for i in range(5)])
+
+    def score(row: Any) -> float | str:
+        return "exception: no" if row["prompt"] in "24" else float(row["prompt"] == "0")
+
+    status, report = check_file(path, score=score)
+    assert status == 1
+    assert "score of the ground truth itself: 1 in 1, 0 in 2 rows" in report
+    assert "error: 2 rows cannot be scored (rows 2, 4); row 2: exception: no" in report
+    assert check_file(path, score=lambda row: 0.5)[0] == 0

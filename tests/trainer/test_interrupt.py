@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from hone.trainer.command_line import finish
+from hone import cli
+from hone.trainer.command_line import composed_of, finish
 from hone.trainer.interrupt import SIGNALS, GracefulStop, Interrupted
 from hone.trainer.ppo.trainer import PPOTrainer
 
@@ -121,7 +122,8 @@ def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
 
 STUBBORN = """
 import asyncio, os, signal, sys
-from hone.trainer.command_line import finish
+from hone import cli
+from hone.trainer.command_line import composed_of, finish
 from hone.trainer.interrupt import GracefulStop
 
 async def step():
@@ -171,3 +173,79 @@ def test_a_real_ctrl_c_to_a_real_process(task: Task, tmp_path: Path, presses: in
         assert len(Run(tmp_path).checkpoints()) == 1
     else:
         assert process.returncode in (130, -signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("times", "line"),
+    [
+        (
+            1,
+            "stopped by Ctrl-C; {run}/global_step_3 is saved, and the same command goes on from there",
+        ),
+        (0, ""),
+    ],
+)
+def test_a_stopped_run_says_what_is_saved_and_how_to_go_on(
+    task: Task,
+    interrupted_in_step: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    times: int,
+    line: str,
+) -> None:
+    run = tmp_path / "run"
+    interrupted_in_step(3, times)
+    overrides = task.overrides(run, "trainer.total_training_steps=4", "trainer.save_freq=2")
+    assert cli.main(["train", *overrides]) == (130 if times else 0)
+    assert capsys.readouterr().err.splitlines()[-1:] == ([line.format(run=run)] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("made", "setting", "words"),
+    [
+        ((), "", "nothing is saved yet, and the same command starts anew"),
+        ((2, 10), "", "run/global_step_10 is saved, and the same command goes on from there"),
+        (
+            (2,),
+            "trainer.resume_mode=disable",
+            "run/global_step_2 is saved, and trainer.resume_mode=auto goes on from there",
+        ),
+    ],
+)
+def test_a_run_that_is_stopped_at_once_says_what_is_saved(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    made: tuple[int, ...],
+    setting: str,
+    words: str,
+) -> None:
+    for step in made:
+        (tmp_path / "run" / f"global_step_{step}").mkdir(parents=True)
+    given = [f"trainer.default_local_dir={tmp_path}/run", *([setting] if setting else [])]
+
+    def program() -> None:
+        composed_of(given, tree="ppo_trainer", program="hone train")
+        raise KeyboardInterrupt
+
+    assert finish(program) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stopped at once by Ctrl-C; ")
+    assert line.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ("generation", "responses that had ended are kept, and the same command goes on"),
+        ("evaluation", "nothing was written"),
+    ],
+)
+def test_generation_and_evaluation_say_what_they_have_kept(
+    capsys: pytest.CaptureFixture[str], tree: str, words: str
+) -> None:
+    def program() -> None:
+        composed_of([], tree=tree, program="hone")
+        raise KeyboardInterrupt
+
+    assert finish(program) == 130
+    assert words in capsys.readouterr().err
