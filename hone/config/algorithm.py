@@ -67,8 +67,11 @@ class FilterGroupsConfig(Block):
     """Generation rounds per step before the run stops; 0 is no limit (verl's default)."""
     max_empty_gen_batches: int = 10
     """Successive rounds that keep no group before the run stops, also without a limit above."""
-    max_inflight_gen_batches: int = 1
-    """Generation rounds under way at the same time."""
+    max_inflight_gen_batches: int = 2
+    """Generation rounds under way at the same time; 1 starts a round when the last one is judged."""
+    order: Literal["submission", "finish"] = "submission"
+    """Which groups fill the batch: the first that were asked for, or the first that ended (which makes a
+    run depend on timing)."""
 
 
 @dataclass(frozen=True)

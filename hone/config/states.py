@@ -113,7 +113,6 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "**.hf_config_path",
         "the model's own config.json is read; use override_config",
     ),
-    neutral("algorithm.filter_groups.max_inflight_gen_batches", "rounds run one at a time"),
     only(
         "**.enable_activation_offload",
         (False,),

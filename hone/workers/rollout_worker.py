@@ -24,7 +24,7 @@ from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
 from hone.protocol import DataProto
-from hone.rollout.build import build_rollout, refuse_inexact
+from hone.rollout.build import build_rollout
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Standing, received
 from hone.workers.actor import ActorWorker
@@ -54,7 +54,6 @@ class RolloutWorker(Worker):
     def init_model(self) -> None:
         whole, config = self.config, self.config.actor_rollout_ref
         self.device = pick_device(whole.trainer.device, self.local_rank)
-        refuse_inexact(config.rollout, config.model.path)
         tokenizer = build_tokenizer(config.model)
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None

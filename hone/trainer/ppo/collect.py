@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +14,14 @@ import torch
 from hone.agents.widths import concat_padded
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.config import PPOTrainerConfig
+from hone.data.loader import PromptLoader
 from hone.protocol import DataProto
 from hone.tracking.console import screen
 from hone.trainer.ppo.scoring import numbers_of, said_of_rows
+from hone.trainer.ppo.source import TrajectorySource
+
+_CHUNKS = 4
+"""Parts of a round that are scored while the others are still decoded."""
 
 
 class NotEnoughSignal(RuntimeError):
@@ -38,31 +46,151 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
     return keep
 
 
-def collect(next_scored: Callable[[], DataProto], config: PPOTrainerConfig) -> DataProto:
-    """Scored trajectories for one step; with dynamic sampling, rounds until enough groups vary."""
-    batch = next_scored()
+@dataclass
+class _Round:
+    """One draw of prompts: the numbers of its groups, and where the loader stood after it."""
+
+    numbers: range
+    loader_after: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One scored group: where its rows lie, and whether it may be learned from."""
+
+    chunk: int
+    rows: torch.Tensor
+    informative: bool
+
+
+class DynamicSampling:
+    """Rounds of prompts until enough groups have signal; the next one starts while the last goes on.
+
+    The batch is the first informative groups in the order of submission: a group counts when all before
+    it are judged. Rounds that turn out not to be needed are aborted, and the loader stands where rounds
+    one after the other would have left it. (`filter_groups.order=finish` takes what ends first.)
+    """
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        loader: PromptLoader,
+        source: TrajectorySource,
+        *,
+        submit: Callable[[Mapping[str, np.ndarray]], range],
+        take: Callable[[int | None], DataProto],
+        score: Callable[[DataProto], DataProto],
+    ) -> None:
+        self._config, self._loader, self._source = config, loader, source
+        self._submit, self._take, self._score = submit, take, score
+        self._filters = config.algorithm.filter_groups
+        self._wanted = config.data.train_batch_size
+
+    def collect(self) -> DataProto:
+        """Scored groups for one step."""
+        self._rounds: list[_Round] = []
+        self._chunks: list[DataProto] = []
+        self._judged: dict[int, _Judged] = {}  # by number, in the order of their judgement
+        told = Rounds(self._config)
+        told_rounds = 0
+        while (accepted := self._accepted()) is None:
+            while self._needs_a_round(told):
+                self._begin_round()
+            self._judge(self._score(self._take(self._chunk_size())))
+            while told_rounds < len(self._rounds) and self._is_over(self._rounds[told_rounds]):
+                told.add(*self._groups_of(self._rounds[told_rounds]))
+                told_rounds += 1
+        self._source.abort()
+        needed = next(n for n, r in enumerate(self._rounds, 1) if max(accepted) in r.numbers)
+        if self._filters.order == "submission":
+            self._loader.load_state_dict(self._rounds[needed - 1].loader_after)
+        batch = self._joined(accepted)
+        batch.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = float(needed)
+        return batch
+
+    def _begin_round(self) -> None:
+        numbers = self._submit(self._loader.next_batch())
+        self._rounds.append(_Round(numbers, self._loader.state_dict()))
+
+    def _needs_a_round(self, told: Rounds) -> bool:
+        """Whether another round is needed, or likely to be and there is room beside those under way."""
+        under_way = [r for r in self._rounds if not self._is_over(r)]
+        if not under_way:
+            if self._rounds:
+                told.stop_if_hopeless()
+            return True
+        together = self._filters.max_inflight_gen_batches if self._source.decodes_beside else 1
+        limit = self._filters.max_num_gen_batches
+        if len(under_way) >= together or 0 < limit <= len(self._rounds):
+            return False
+        kept = sum(group.informative for group in self._judged.values())
+        unjudged = sum(len(r.numbers) for r in self._rounds) - len(self._judged)
+        rate = (kept + 1) / (len(self._judged) + 1)
+        return kept + rate * unjudged < self._wanted
+
+    def _chunk_size(self) -> int | None:
+        """Groups to wait for: a part of a round, so that the next one can start before its end."""
+        if not self._source.decodes_beside:
+            return None
+        return max(1, len(self._rounds[0].numbers) // _CHUNKS)
+
+    def _judge(self, batch: DataProto) -> None:
+        keep = keep_rows(batch, self._config)
+        assert keep is not None
+        uids = batch.non_tensor_batch["uid"]
+        rows: dict[str, list[int]] = {}
+        for row, uid in enumerate(uids):
+            rows.setdefault(uid, []).append(row)
+        for number, own in zip(batch.meta_info["group_numbers"], rows.values(), strict=True):
+            judged = _Judged(len(self._chunks), torch.tensor(own), bool(keep[own[0]]))
+            self._judged[number] = judged
+        self._chunks.append(batch)
+
+    def _accepted(self) -> list[int] | None:
+        """The numbers of the groups of the step, or None where they are not known yet."""
+        if self._filters.order == "finish":
+            found = [number for number, group in self._judged.items() if group.informative]
+        else:
+            order = (number for r in self._rounds for number in r.numbers)
+            known = takewhile(lambda number: number in self._judged, order)
+            found = [number for number in known if self._judged[number].informative]
+        return sorted(found[: self._wanted]) if len(found) >= self._wanted else None
+
+    def _is_over(self, one: _Round) -> bool:
+        return all(number in self._judged for number in one.numbers)
+
+    def _groups_of(self, one: _Round) -> tuple[DataProto, DataProto]:
+        """All groups of a round, and those of them that are informative."""
+        batch = self._joined(list(one.numbers))
+        kept = [number for number in one.numbers if self._judged[number].informative]
+        return batch, self._joined(kept) if kept else batch.slice(0, 0)
+
+    def _joined(self, numbers: Sequence[int]) -> DataProto:
+        """These groups one below the other, in this order."""
+        groups = [self._judged[number] for number in numbers]
+        used = sorted({group.chunk for group in groups})
+        starts: dict[int, int] = {}
+        total = 0
+        for chunk in used:
+            starts[chunk] = total
+            total += len(self._chunks[chunk])
+        chunks = [self._chunks[chunk] for chunk in used]
+        whole = chunks[0] if len(chunks) == 1 else concat_padded(chunks)
+        return whole.select_idxs(torch.cat([g.rows + starts[g.chunk] for g in groups]))
+
+
+def filtered(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
+    """The groups of one round that pass the curriculum's filter."""
     keep = keep_rows(batch, config)
     if keep is None:
         return batch
-    wanted, dynamic = config.data.train_batch_size, config.algorithm.filter_groups.enable
     kept = batch.select_idxs(keep)
-    rounds = Rounds(config)
-    rounds.add(batch, kept)
-    while dynamic and rounds.groups_kept < wanted:
-        rounds.stop_if_hopeless()
-        batch = next_scored()
-        passed = keep_rows(batch, config)
-        assert passed is not None
-        found = batch.select_idxs(passed)
-        rounds.add(batch, found)
-        # A round that gives nothing is not joined: it may lack columns that the others have.
-        kept = concat_padded([kept, found]) if len(kept) and len(found) else (kept or found)
     if len(kept) == 0:
         raise NotEnoughSignal(
             "the curriculum filter kept no group; widen its bounds or switch it off"
         )
-    kept = first_groups(kept, wanted)
-    kept.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = float(rounds.count)
+    kept = first_groups(kept, config.data.train_batch_size)
+    kept.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = 1.0
     return kept
 
 

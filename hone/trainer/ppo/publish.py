@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup
+from hone.protocol import DataProto
+from hone.trainer.ppo.metrics import spread
 from hone.weights.streamed import transport_between
 
 
@@ -18,6 +22,7 @@ class Publisher:
         self.published = 0
         """How many times the rollout got weights; staleness is counted in these."""
         self._numbers: dict[int, int] = {}
+        self._learns_from = 0
         self._transport = ""
         if self.path == "streamed":
             places = rollout.standing()
@@ -38,10 +43,22 @@ class Publisher:
             receiving.get()
         else:
             self._rollout.announce_weights(version)
+        self._learns_from = self.published
         self.published += 1
         self._numbers[version] = self.published
         return {"perf/weight_bytes": float(sent)}
 
-    def staleness_of(self, version: int) -> int:
-        """How many times weights were published since those of `version` were."""
-        return self.published - self._numbers.get(version, self.published)
+    def staleness(self, batch: DataProto) -> dict[str, float]:
+        """How many publishes a trajectory's oldest token lies behind the weights before this update,
+        and how many publishes came between its tokens."""
+        known = [v for v in batch.non_tensor_batch.get("versions", ()) if v is not None and len(v)]
+        if not known:
+            return {}
+        oldest = torch.tensor([float(self._number(min(v))) for v in known])
+        newest = torch.tensor([float(self._number(max(v))) for v in known])
+        return spread(
+            "training/off_policy/trajectory_staleness", self._learns_from - oldest
+        ) | spread("training/off_policy/trajectory_spans", newest - oldest)
+
+    def _number(self, version: int) -> int:
+        return self._numbers.get(version, 0)

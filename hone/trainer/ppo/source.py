@@ -37,6 +37,13 @@ class _Group:
     outputs: tuple[AgentLoopOutput, ...] = ()
 
 
+def prompts_of(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
+    """The prompt rows that the batch's trajectories answer, each once."""
+    facts = batch.non_tensor_batch
+    places = dict(zip(facts["uid"], facts["dataset_index"], strict=True))
+    return loader.rows_again([(int(index), uid) for uid, index in places.items()])
+
+
 class TrajectorySource:
     """Trajectories of the published policy, through a rollout worker group."""
 

@@ -21,13 +21,14 @@ from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_train_loader, create_val_loader, training_rows
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
+from hone.rollout.build import refuse_inexact
 from hone.tracking import RunFolder, Timers, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics, roles
 from hone.trainer.ppo.balance import balance
-from hone.trainer.ppo.collect import collect
+from hone.trainer.ppo.collect import DynamicSampling, filtered
 from hone.trainer.ppo.group_signal import GroupSignal
 from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
@@ -36,7 +37,7 @@ from hone.trainer.ppo.rollout_file import write_rollouts
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
 from hone.trainer.ppo.scoring import check_rows, score_parts, write_scores
-from hone.trainer.ppo.source import TrajectorySource
+from hone.trainer.ppo.source import TrajectorySource, prompts_of
 from hone.trainer.ppo.validation import Attempts, validation_rows
 
 
@@ -99,6 +100,8 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Start every role and load its model."""
+        policy = self.config.actor_rollout_ref
+        refuse_inexact(policy.rollout, policy.model.path)
         groups = roles.start_workers(
             self.config, self.roles, self.pools, self.group_cls, self._running
         )
@@ -112,6 +115,14 @@ class PPOTrainer:
             run_seed=self.config.sampling_seed,
             pad_token_id=self.tokenizer.pad_token_id,
             keep_log_probs=rollout.calculate_log_probs,
+        )
+        self.dynamic_sampling = DynamicSampling(
+            self.config,
+            self.loader,
+            self.source,
+            submit=self.submit,
+            take=self.take,
+            score=self.score,
         )
         self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
         self.publisher.publish()
@@ -171,7 +182,7 @@ class PPOTrainer:
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """One pass of the loop."""
         self.global_step += 1
-        batch = collect(self.next_scored, self.config)
+        batch = self.collect()
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
         measured = self.update(self.share_out(batch))
@@ -186,24 +197,31 @@ class PPOTrainer:
         with self.timers.timer(name):
             yield
 
-    def next_scored(self) -> DataProto:
-        """One round: the next prompts, their responses and what those are worth."""
-        prompts = self.loader.next_batch()
-        batch = self.score(self.generate(prompts))
+    def collect(self) -> DataProto:
+        """Scored trajectories for one step: one round of prompts, or as many as dynamic sampling needs."""
+        if self.config.algorithm.filter_groups.enable:
+            batch = self.dynamic_sampling.collect()
+        else:
+            self.submit(self.loader.next_batch())
+            batch = filtered(self.score(self.take()), self.config)
         if self.plan.greedy_baselines:
-            greedy = self.score(self.generate(prompts, greedy=True))
+            self.submit(prompts_of(batch, self.loader), greedy=True)
+            greedy = self.score(self.take(phase="gen_max"))
             write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy))
         return batch
 
-    def generate(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> DataProto:
-        """The responses to each prompt; the one greedy response where that is asked for."""
+    def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
+        """Start the responses to each prompt, or the one greedy response."""
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
-        with self.phase("gen_max" if greedy else "gen"):
-            self.source.submit(prompts, samples=samples, sampling=sampling)
-            batch = self.source.take()
-        batch.meta_info["temperature"] = rollout.temperature
+        return self.source.submit(prompts, samples=samples, sampling=sampling)
+
+    def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
+        """Finished groups: so many, or all that were submitted."""
+        with self.phase(phase):
+            batch = self.source.take(n_groups)
+        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         return batch
 
     def score(self, batch: DataProto) -> DataProto:
@@ -299,6 +317,7 @@ class PPOTrainer:
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
             **self.group_signal.measure(batch, self.global_step),
             **metrics.entropy_metric(batch),
+            **self.publisher.staleness(batch),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
         if hasattr(self.reward_fn, "pop_metrics"):
@@ -381,6 +400,7 @@ class PPOTrainer:
                 "step": self.global_step,
                 "loader": self.loader.state_dict(),
                 "kl_controller": self.kl_controller.state_dict(),
+                "not_taken": self.source.state_dict(),
             }
             checkpoint.write_state(folder, state)
 
@@ -398,6 +418,7 @@ class PPOTrainer:
         state = checkpoint.read_state(folder, "loader", "kl_controller")
         self.loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
+        self.source.load_state_dict(state.get("not_taken", ()), self.loader)
         self.global_step = step
         checkpoint.tell_resumed(folder, step, None if trainer.val_only else self.total_steps)
 
