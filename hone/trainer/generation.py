@@ -181,9 +181,9 @@ class Generation:
 
     def _build_engine(self, prompts: Sequence[tuple[int, list[int]]]) -> RolloutEngine:
         ranks = self.ranks
-        config = with_threads(self.config, ranks.local_world_size, tells=ranks.is_first)
+        config, threads = with_threads(self.config, ranks.local_world_size, tells=ranks.is_first)
         model = config.model
-        fix_threads(config.trainer.num_threads)
+        fix_threads(threads)
         device = pick_device(config.trainer.device, self.ranks.local_rank)
         dtype = pick_dtype(config.rollout.dtype, device)
         lm: Any = load_causal_lm(model.path, dtype=dtype, device=device)

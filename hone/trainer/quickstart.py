@@ -206,10 +206,10 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
     Plan.of(config)  # an estimator by a wrong name is told here too
     with lock_target(folder):
         make_room(folder)
-        config = with_threads(config, local_world_size=1)
+        config, threads = with_threads(config, local_world_size=1)
         started = time.perf_counter()
         write_data(files, seed)
-        build_base_policy(model, seed, config.trainer.num_threads)
+        build_base_policy(model, seed, threads)
         warmed = time.perf_counter()
         train(config)
         finished = time.perf_counter()

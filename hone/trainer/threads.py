@@ -23,8 +23,10 @@ SLOWER_FROM = 1.5
 Config = TypeVar("Config")
 
 
-def with_threads(config: Config, local_world_size: int, *, tells: bool = True) -> Config:
-    """The config with `trainer.num_threads`: as given, else as the resumed run had, else by the cores.
+def with_threads(
+    config: Config, local_world_size: int, *, tells: bool = True
+) -> tuple[Config, int]:
+    """The config with `trainer.num_threads`, and the number: as given, the resumed run's, or by the cores.
 
     `tells` prints what the user should know about the number.
     """
@@ -38,7 +40,7 @@ def with_threads(config: Config, local_world_size: int, *, tells: bool = True) -
         )
     if tells and trainer.num_threads is None and (warning := busy_warning(count, trainer.device)):
         screen().line(warning)
-    return replace(config, KEY, count)
+    return replace(config, KEY, count), count
 
 
 def busy_warning(count: int, device: str) -> str | None:

@@ -72,7 +72,7 @@ class PPOTrainer:
             config.trainer.total_training_steps
             or self.loader.batches_per_epoch * config.trainer.total_epochs
         )
-        self.config = with_threads(
+        self.config, _ = with_threads(
             with_schedule_length(config, self.total_steps), config.trainer.n_gpus_per_node
         )
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)

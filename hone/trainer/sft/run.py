@@ -48,8 +48,8 @@ class SFTRun:
         self.ranks = ranks
         self._origins = origins
         self.folder = RunFolder(config.trainer.default_local_dir)
-        config = with_threads(config, ranks.local_world_size, tells=ranks.is_first)
-        fix_threads(config.trainer.num_threads)
+        config, threads = with_threads(config, ranks.local_world_size, tells=ranks.is_first)
+        fix_threads(threads)
         self.tokenizer = build_tokenizer(config.model)
         data = config.data
         self.rows = self._encoded("train rows", data, data.train_files, data.train_max_samples)
