@@ -152,11 +152,6 @@ def load_object(target: str) -> Any:
     return load_extern_object(path, name)
 
 
-def names_an_object(path: str | None) -> bool:
-    """Whether a path ends with the name of what to load from it: `file.py:Class`."""
-    return path is not None and ":" in path.removeprefix("pkg://").removeprefix("file://")
-
-
 def load_extern_object(
     module_path: str, object_name: str | None = None, *, class_name: str | None = None
 ) -> Any:

@@ -14,7 +14,6 @@ from hone.config.convert import show_value
 from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import RANGES, out_of_range
 from hone.config.schema import PPOTrainerConfig
-from hone.plugins import names_an_object
 
 TRACKERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 CHECKPOINT_PARTS = ("model", "optimizer", "extra", "hf_model")
@@ -245,11 +244,16 @@ def _data(config: PPOTrainerConfig) -> Iterator[str]:
         if any(w < 0 for w in data.dataset_weights) or sum(data.dataset_weights) <= 0:
             yield "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]"
     order = data.sampler
-    if bool(order.class_path) != bool(order.class_name) and not names_an_object(order.class_path):
+    if bool(order.class_path) != bool(order.class_name) and not _ends_with_class(order.class_path):
         yield "data.sampler needs both class_path and class_name, or neither"
     for key, own in {"custom_cls": data.custom_cls, "datagen": data.datagen}.items():
-        if own.path and not own.name and not names_an_object(own.path):
+        if own.path and not own.name and not _ends_with_class(own.path):
             yield f"data.{key}.path needs data.{key}.name, the class in that file"
+
+
+def _ends_with_class(path: str | None) -> bool:
+    """Whether a path is written `file.py:Class`."""
+    return path is not None and ":" in path.removeprefix("pkg://").removeprefix("file://")
 
 
 def _run(config: PPOTrainerConfig) -> Iterator[str]:

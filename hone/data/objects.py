@@ -7,7 +7,6 @@ from typing import Any
 from hone.data.rows import DataError
 from hone.plugins import PluginError, load_extern_object
 from hone.plugins import load_object as load_named
-from hone.plugins import names_an_object
 
 
 def load_object(path: str, name: str | None, key: str) -> Any:
@@ -15,7 +14,7 @@ def load_object(path: str, name: str | None, key: str) -> Any:
 
     Without a name, the path ends with it: `dir/file.py:Class` or `pkg.mod:Class`.
     """
-    if not name and not names_an_object(path):
+    if not name and ":" not in path.removeprefix("pkg://").removeprefix("file://"):
         raise DataError(f"{key}: {path} needs the name of the class in it; write {path}:Class")
     try:
         return load_extern_object(path, name) if name else load_named(path)
