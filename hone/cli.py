@@ -18,7 +18,8 @@ PROGRAMS = {
 """Verbs with a command line of their own: `key=value` overrides of a config tree."""
 TREES = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
 EPILOG = (
-    "hone VERB --help says more. train, sft, generate and eval take key=value overrides; "
+    "hone VERB --help says more. train, sft, generate, eval and quickstart take key=value "
+    "overrides; "
     "`hone config explain KEY` explains a key."
 )
 
@@ -89,8 +90,13 @@ def _verb(verbs: Any, name: str, run: Callable[[Any, list[str]], int | None], te
 
 
 def _add_quickstart(verbs: Any) -> None:
-    text = "watch a small policy learn sums, on this machine (key=value overrides)"
+    text = "watch a small policy learn sums, on this machine"
     added = _verb(verbs, "quickstart", _quickstart, text)
+    added.usage = "hone quickstart [--seed N] [--out FOLDER] [key=value ...]"
+    added.epilog = (
+        "key=value changes the RL run, as in algorithm.adv_estimator=rloo or "
+        "trainer.total_training_steps=200; `hone config explain KEY` explains a key."
+    )
     added.set_defaults(takes_more=True)
     added.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
     added.add_argument("--out", default="quickstart", help="folder to write to")

@@ -47,6 +47,16 @@ def test_a_program_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str
     assert f"usage: hone {verb}" in capsys.readouterr().out
 
 
+def test_the_help_of_quickstart_shows_how_to_change_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["quickstart", "--help"])
+    shown = capsys.readouterr().out
+    assert "usage: hone quickstart [--seed N] [--out FOLDER] [key=value ...]" in shown
+    assert "algorithm.adv_estimator=rloo" in shown
+
+
 NOWHERE = ["data.path=/nowhere.parquet"]
 
 

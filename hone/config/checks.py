@@ -243,11 +243,17 @@ def _data(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"data.dataset_weights has {weights} numbers for {files} data.train_files; give one each"
         if any(w < 0 for w in data.dataset_weights) or sum(data.dataset_weights) <= 0:
             yield "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]"
-    if bool(data.sampler.class_path) != bool(data.sampler.class_name):
+    order = data.sampler
+    if bool(order.class_path) != bool(order.class_name) and not _ends_with_class(order.class_path):
         yield "data.sampler needs both class_path and class_name, or neither"
     for key, own in {"custom_cls": data.custom_cls, "datagen": data.datagen}.items():
-        if own.path and not own.name:
+        if own.path and not own.name and not _ends_with_class(own.path):
             yield f"data.{key}.path needs data.{key}.name, the class in that file"
+
+
+def _ends_with_class(path: str | None) -> bool:
+    """Whether a path is written `file.py:Class`."""
+    return path is not None and ":" in path.removeprefix("pkg://").removeprefix("file://")
 
 
 def _run(config: PPOTrainerConfig) -> Iterator[str]:

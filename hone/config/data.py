@@ -17,9 +17,9 @@ class CustomClassConfig(Block):
     """A user's own class, in a file or module."""
 
     path: str | None = None
-    """File (or `pkg://module`) that holds the class; null uses the built-in one."""
+    """File or module that holds the class, or `file.py:Class`; null uses the built-in one."""
     name: str | None = None
-    """Name of the class."""
+    """Name of the class, where the path does not end with it."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class SamplerConfig(Block):
     """A user's own order of rows (curriculum)."""
 
     class_path: str | None = None
-    """File (or `pkg://module`) that holds the sampler; null shuffles or goes in order."""
+    """File or module that holds the sampler, or `file.py:Class`; null shuffles or goes in order."""
     class_name: str | None = None
-    """Name of the sampler class."""
+    """Name of the sampler class, where the path does not end with it."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class OptimConfig(Block):
     """Optimizer and learning-rate schedule."""
 
     optimizer: str = "AdamW"
-    """Class name of the optimizer, looked up in `optimizer_impl`."""
+    """Class name of the optimizer, looked up in `optimizer_impl`; or `pkg.mod:Class` of your own."""
     optimizer_impl: str = "torch.optim"
     """Module that holds the optimizer class; any importable module works."""
     lr: float = 1e-6
@@ -37,8 +37,8 @@ class OptimConfig(Block):
     """Floor of the cosine and WSD schedules, as a share of `lr`."""
     num_cycles: float = 0.5
     """Cosine waves over the run; 0.5 falls once from the peak to the floor."""
-    lr_scheduler_type: Literal["constant", "cosine", "wsd"] = "constant"
-    """Shape of the schedule after warm-up."""
+    lr_scheduler_type: str = "constant"
+    """Shape of the schedule after warm-up: constant, cosine, wsd, or `pkg.mod:function` of your own."""
     lr_decay_steps_ratio: float = 0.1
     """Share of all updates in the final decay of the `wsd` schedule."""
     override_optimizer_config: dict[str, Any] | None = None

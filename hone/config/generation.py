@@ -150,6 +150,8 @@ class GenerationTrainerConfig(Block):
     """Processes a machine, one a device; prompts are shared out over them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU when there is one."""
+    num_threads: int | None = None
+    """CPU threads of each process; null: OMP_NUM_THREADS, or its share of the cores."""
     controller: Literal["auto", "local", "ray"] = "auto"
     """auto and local: this process, or one plain process a rank; ray is refused, torchrun spans machines."""
     seed: int = 1

@@ -70,6 +70,7 @@ RANGES: dict[str, Range] = {
     "data.val_max_samples": SAMPLES,
     "trainer.nnodes": POSITIVE,
     "trainer.n_gpus_per_node": POSITIVE,
+    "trainer.num_threads": POSITIVE,
     "trainer.total_epochs": POSITIVE,
     "trainer.total_training_steps": POSITIVE,
     "trainer.critic_warmup": NOT_NEGATIVE,

@@ -129,6 +129,8 @@ class SFTTrainerSection(Block):
     """Processes a machine, one a device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU when there is one."""
+    num_threads: int | None = None
+    """CPU threads of each process; null: the resumed run's, OMP_NUM_THREADS, or its share of the cores."""
     controller: Literal["auto", "local", "ray"] = "auto"
     """auto and local: this process, or one plain process a rank; ray is refused, torchrun spans machines."""
     max_ckpt_to_keep: int | None = None

@@ -96,6 +96,11 @@ ENGINE_RULES: tuple[Rule, ...] = (
     ),
     neutral("**.fused_kernel_options.impl_backend", "there is one chunked implementation"),
     only("**.ulysses_sequence_parallel_size", (1,), "sequences are not split over ranks; use 1"),
+    works_named(
+        "**.optim.lr_scheduler_type",
+        ("constant", "cosine", "wsd"),
+        "there is no such schedule; use constant, cosine, wsd, or your own as pkg.mod:function",
+    ),
     only("**.optim.zero_indexed_step", (True,), "the first update is step 0"),
     only("**.checkpoint.async_save", (False,), "checkpoints are written before the next step"),
     only("**.checkpoint.strict", (True,), "a checkpoint must match the model"),

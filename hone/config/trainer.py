@@ -47,6 +47,8 @@ class TrainerConfig(Block):
     """Processes a machine, one a device (on CPU: one a rank)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU when there is one."""
+    num_threads: int | None = None
+    """CPU threads of each process; null: the resumed run's, OMP_NUM_THREADS, or its share of the cores."""
     controller: Literal["auto", "local", "ray"] = "auto"
     """local runs in this process, ray on a cluster; auto is local for one rank, else ray."""
     save_freq: int = -1

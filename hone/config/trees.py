@@ -119,6 +119,7 @@ SFT_RANGES = {
     "trainer.total_training_steps": POSITIVE,
     "trainer.nnodes": POSITIVE,
     "trainer.n_gpus_per_node": POSITIVE,
+    "trainer.num_threads": POSITIVE,
     "optim.lr": NOT_NEGATIVE,
     "optim.weight_decay": NOT_NEGATIVE,
     "optim.clip_grad": Range(above=0),
@@ -135,6 +136,7 @@ GENERATION_RANGES = {
     "rollout.max_num_seqs": POSITIVE,
     "trainer.nnodes": POSITIVE,
     "trainer.n_gpus_per_node": POSITIVE,
+    "trainer.num_threads": POSITIVE,
 }
 EVALUATION_RANGES = {
     "metrics.confidence": Range(above=0, most=1),

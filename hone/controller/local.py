@@ -37,8 +37,8 @@ class LocalCrew(Crew):
 
     world_size = 1
 
-    def __init__(self, made_of: ClassWithInitArgs, role: str) -> None:
-        self._host: WorkerHost | None = WorkerHost(made_of, Placement(role=role), thread_count())
+    def __init__(self, made_of: ClassWithInitArgs, role: str, threads: int) -> None:
+        self._host: WorkerHost | None = WorkerHost(made_of, Placement(role=role), threads)
         self._role = role
 
     @property
@@ -74,6 +74,7 @@ class LocalWorkerGroup(WorkerGroup):
         start_deadline_s: float | None = None,
         deadlines: PhaseDeadlines | None = None,
         liveness_deadline_s: float | None = None,
+        threads: int | None = None,
     ) -> None:
         """Made like a Ray group; the deadlines are moot, as nothing is waited for here."""
         if ray_cls_with_init is None:
@@ -85,7 +86,8 @@ class LocalWorkerGroup(WorkerGroup):
                 "trainer.n_gpus_per_node=1 trainer.nnodes=1"
             )
         name = name_prefix or ray_cls_with_init.name
-        super().__init__(LocalCrew(ray_cls_with_init, name), ray_cls_with_init, name)
+        crew = LocalCrew(ray_cls_with_init, name, threads or thread_count())
+        super().__init__(crew, ray_cls_with_init, name)
 
     def local_worker(self, role: str = "") -> Any:
         """The worker itself: there is only one, and it is here."""

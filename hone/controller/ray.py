@@ -160,9 +160,11 @@ class RayCrew(Crew):
         deadlines: PhaseDeadlines,
         liveness_deadline_s: float,
         worker_env: Mapping[str, str],
+        threads: int | None,
     ) -> None:
         self.world_size = pool.world_size
         self.name = name
+        self._threads = threads
         self._deadlines = deadlines
         self._liveness_deadline_s = liveness_deadline_s
         self._seats: tuple[Seat, ...] = ()
@@ -185,7 +187,7 @@ class RayCrew(Crew):
         deadline_s: float,
         env: Mapping[str, str],
     ) -> None:
-        threads = [thread_count(count) for count in pool.local_world_size_list()]
+        threads = [self._threads or thread_count(n) for n in pool.local_world_size_list()]
         self._actors = self._make_actors(pool, made_of, threads, env)
         ask = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
         told = ask([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
@@ -225,9 +227,7 @@ class RayCrew(Crew):
         actor_class = ray.remote(_SeatActor)
         actors = []
         for (group, bundle), count in zip(slots, threads, strict=True):
-            fixed = {
-                name: str(count) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", THREADS_ENV)
-            }
+            fixed = {name: str(count) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
             options: dict[str, Any] = {
                 "num_cpus": share,
                 "num_gpus": share if pool.use_gpu else 0,
@@ -277,11 +277,14 @@ class RayWorkerGroup(WorkerGroup):
         deadlines: PhaseDeadlines | None = None,
         liveness_deadline_s: float = TrainerConfig.liveness_deadline_s,
         worker_env: Mapping[str, str] | None = None,
+        threads: int | None = None,
     ) -> None:
+        """`threads` of each process; None shares out the cores."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         start_ray({})
-        fix_threads(thread_count())  # the loop's own maths, as under the local controller
+        # The loop's own maths, as under the local controller.
+        fix_threads(threads or thread_count())
         name = name_prefix or ray_cls_with_init.name
         crew = RayCrew(
             resource_pool or ResourcePool([1]),
@@ -291,6 +294,7 @@ class RayWorkerGroup(WorkerGroup):
             deadlines or PhaseDeadlines(_FLOOR_S, _FACTOR),
             liveness_deadline_s,
             worker_env or {},
+            threads,
         )
         super().__init__(crew, ray_cls_with_init, name)
 

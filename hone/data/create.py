@@ -25,17 +25,13 @@ def dataset_class(config: DataConfig, is_train: bool) -> type:
     """The class that data.custom_cls names; else one that grows by data.datagen; else plain."""
     if not config.custom_cls.path:
         return DynamicGenDataset if config.datagen.path and is_train else RLHFDataset
-    if not config.custom_cls.name:
-        raise DataError(
-            f"data.custom_cls.path={config.custom_cls.path} needs data.custom_cls.name, the class"
-        )
     found = load_object(config.custom_cls.path, config.custom_cls.name, "data.custom_cls")
     if not (
         isinstance(found, type) and hasattr(found, "__getitem__") and hasattr(found, "__len__")
     ):
         raise DataError(
-            f"data.custom_cls.name={config.custom_cls.name} must be a class with __len__ and"
-            " __getitem__ (a subclass of hone.data.RLHFDataset is the easy way)"
+            f"data.custom_cls: {config.custom_cls.name or config.custom_cls.path} must be a class"
+            " with __len__ and __getitem__ (a subclass of hone.data.RLHFDataset is the easy way)"
         )
     return found
 
@@ -100,8 +96,6 @@ def create_sft_dataset(
     """Conversations where data.multiturn.enable says so (unset: where the file has the column)."""
     chosen = data_config.custom_cls
     if chosen.path:
-        if not chosen.name:
-            raise DataError(f"data.custom_cls.path={chosen.path} needs data.custom_cls.name")
         cls = load_object(chosen.path, chosen.name, "data.custom_cls")
     else:
         is_multi_turn = data_config.multiturn.enable
@@ -122,14 +116,12 @@ def create_rl_sampler(data_config: DataConfig, dataset: Any, run_seed: int | Non
     """The user's sampler, a mixture by weights, or None for the loader's own order."""
     chosen = data_config.sampler
     if chosen is not None and chosen.class_path:
-        if not chosen.class_name:
-            raise DataError(f"data.sampler.class_path={chosen.class_path} needs class_name")
         if data_config.dataset_weights:
             raise DataError("data.sampler and data.dataset_weights both decide the order; set one")
         cls = load_object(chosen.class_path, chosen.class_name, "data.sampler")
         sampler = cls(data_source=dataset, data_config=data_config)
         if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
-            raise DataError(f"data.sampler: {chosen.class_name} needs __iter__ and __len__")
+            raise DataError(f"data.sampler: {cls.__name__} needs __iter__ and __len__")
         return sampler
     if not data_config.dataset_weights:
         return None

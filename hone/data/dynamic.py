@@ -52,9 +52,11 @@ class DynamicGenDataset(RLHFDataset):
 
 def _generator(config: DataConfig) -> Any:
     path, name = config.datagen.path, config.datagen.name
-    if not path or not name:
-        raise DataError("data.datagen needs path (a file or module) and name (the class in it)")
+    if not path:
+        raise DataError(
+            "data.datagen needs path, a file or module with the class, or file.py:Class"
+        )
     generator = load_object(path, name, "data.datagen")(config.datagen)
     if not hasattr(generator, "generate"):
-        raise DataError(f"data.datagen.name={name} needs a method generate(dataset) -> rows")
+        raise DataError(f"data.datagen: {name or path} needs a method generate(dataset) -> rows")
     return generator

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hone.engine.optimizer import Optimizer
-from hone.engine.saved_state import TABLE, load_state, read_table
+from hone.engine.saved_state import TABLE, alone_without_warning, load_state, read_table
 from hone.models.lora import is_lora
 
 _STRICT = StateDictOptions(strict=True)
@@ -52,7 +52,8 @@ def save_checkpoint(
     # Asking torch for state that does not exist yet would make it, by a step: skip it then.
     skip = {"moments"} if optimizer is not None and not optimizer.inner.state else set()
     if state := _state(module, optimizer, _sections(contents) - skip):
-        dcp.save(state, checkpoint_id=str(folder))
+        with alone_without_warning():
+            dcp.save(state, checkpoint_id=str(folder))
 
 
 def load_checkpoint(

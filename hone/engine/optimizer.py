@@ -146,12 +146,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
-    path = f"{config.optimizer_impl}:{config.optimizer}"
+    named = ":" in config.optimizer  # pkg.mod:Class stands for itself
+    path = config.optimizer if named else f"{config.optimizer_impl}:{config.optimizer}"
     try:
         cls = load_object(path)
     except PluginError as error:
         raise PluginError(
-            f"optim.optimizer={config.optimizer} was not found in {config.optimizer_impl}: {error}"
+            f"optim.optimizer={config.optimizer} was not found (optimizer_impl="
+            f"{config.optimizer_impl}): {error}"
         ) from error
     known = inspect.signature(cls).parameters
     arguments: dict[str, Any] = {"lr": config.lr}

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +116,20 @@ class DataPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
+@contextmanager
+def alone_without_warning() -> Iterator[None]:
+    """torch warns of a single process that saves or loads alone; here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        yield
+
+
 def load_state(state: dict[str, Any], folder: Path) -> None:
     """Fill a state with what a checkpoint holds, in place."""
     read_table(folder)  # torch would bury its error under two of its own
     try:
-        dcp.load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())
+        with alone_without_warning():
+            dcp.load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())
     except CheckpointException as error:
         for failure in error.failures.values():
             cause = failure[0]

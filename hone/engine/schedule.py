@@ -1,10 +1,26 @@
-"""Learning-rate schedules as pure functions of the update number."""
+"""Learning-rate schedules as pure functions of the update number, by name or as the user's own."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hone.config.engine import OptimConfig
+from hone.plugins import Table
+
+Schedule = Callable[[int, int, OptimConfig], float]
+"""From an update (0 is the first, warm-up is over), the number of all and the settings to a share of `lr`."""
+
+_HERE = "hone.engine.schedule"
+
+SCHEDULES = Table(
+    "learning-rate schedule",
+    {
+        "constant": f"{_HERE}:constant",
+        "cosine": f"{_HERE}:cosine",
+        "wsd": f"{_HERE}:warmup_stable_decay",
+    },
+)
 
 
 def warmup_updates(config: OptimConfig, total: int) -> int:
@@ -18,13 +34,27 @@ def lr_factor(update: int, total: int, config: OptimConfig) -> float:
     warmup = warmup_updates(config, total)
     if update < warmup:
         return (update + 1) / (warmup + 1)
-    if config.lr_scheduler_type == "constant" or total <= 0:
+    if total <= 0:
         return 1.0
-    floor = config.min_lr_ratio
-    if config.lr_scheduler_type == "cosine":
-        progress = min(1.0, (update - warmup) / max(1, total - warmup))
-        wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
-        return floor + (1.0 - floor) * wave
+    schedule: Schedule = SCHEDULES.get(config.lr_scheduler_type)
+    return schedule(update, total, config)
+
+
+def constant(update: int, total: int, config: OptimConfig) -> float:
+    """The peak to the end."""
+    return 1.0
+
+
+def cosine(update: int, total: int, config: OptimConfig) -> float:
+    """From the peak to the floor along a cosine."""
+    warmup, floor = warmup_updates(config, total), config.min_lr_ratio
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+    return floor + (1.0 - floor) * wave
+
+
+def warmup_stable_decay(update: int, total: int, config: OptimConfig) -> float:
+    """The peak, then a straight line to the floor."""
     decay = max(1, int(config.lr_decay_steps_ratio * total))
     progress = min(1.0, max(0, update - (total - decay)) / decay)
-    return 1.0 - (1.0 - floor) * progress
+    return 1.0 - (1.0 - config.min_lr_ratio) * progress

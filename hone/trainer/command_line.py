@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from traceback import format_exception
@@ -167,8 +166,6 @@ def announce(composed: Composed) -> None:
 
 def finish(program: Callable[[], int | None]) -> int:
     """Run a program; the exit code, with a user's mistake told in a sentence."""
-    # One process saves its checkpoint as one process: nothing to warn of.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
     _latest.clear()
     die_with_launcher()
     try:

@@ -20,7 +20,7 @@ from typing import Any
 from hone.agents.loop_thread import run_beside
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
-from hone.controller.threads import fix_threads, thread_count
+from hone.controller.threads import fix_threads
 from hone.data.loader import row_uid
 from hone.data.prompts import PromptError, render_prompt
 from hone.data.rows import (
@@ -44,6 +44,7 @@ from hone.tracking.console import Bar, screen
 from hone.trainer.generated import GenerationError, Output, Parts, files_of
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
+from hone.trainer.threads import with_threads
 from hone.workers.device import pick_device, pick_dtype
 
 
@@ -179,8 +180,10 @@ class Generation:
         )
 
     def _build_engine(self, prompts: Sequence[tuple[int, list[int]]]) -> RolloutEngine:
-        config, model = self.config, self.config.model
-        fix_threads(thread_count(self.ranks.local_world_size))
+        ranks = self.ranks
+        config, threads = with_threads(self.config, ranks.local_world_size, tells=ranks.is_first)
+        model = config.model
+        fix_threads(threads)
         device = pick_device(config.trainer.device, self.ranks.local_rank)
         dtype = pick_dtype(config.rollout.dtype, device)
         lm: Any = load_causal_lm(model.path, dtype=dtype, device=device)

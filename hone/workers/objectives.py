@@ -48,6 +48,7 @@ class PolicyObjective:
         bypass = correction is not None and correction.bypass_mode
         self._loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
         self._correction = correction
+        self._needs: tuple[str, ...] = tuple(getattr(self._loss, "needs", ()))
         # The entropy is always measured: a collapse must be seen, and its sum costs little.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
@@ -58,7 +59,7 @@ class PolicyObjective:
         a filter narrowed it."""
         policy = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights")
         reference = ("ref_log_prob",) if self._config.use_kl_loss else ()
-        return ("response_mask", "loss_mask", *policy, *reference)
+        return ("response_mask", "loss_mask", *policy, *reference, *self._needs)
 
     def mask(self, batch: DataProto) -> Tensor:
         narrowed = batch.has_column("loss_mask")
@@ -88,6 +89,7 @@ class PolicyObjective:
             extra["prepared"] = {
                 n.removeprefix(_PREPARED): columns[n] for n in names if n.startswith(_PREPARED)
             }
+        extra |= {name: require(batch, name) for name in self._needs}
         policy_loss, means = self._loss(
             old,
             log_prob,

@@ -6,9 +6,9 @@ import torch
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
+from hone.agents.widths import concat_padded
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.agents.widths import concat_padded
 
 
 def batch_of(*rows: tuple[list[int], list[int]]) -> DataProto:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from hone.controller import (
     register,
 )
 from hone.controller.host import drop_padded_rows
-from hone.controller.threads import fix_threads, thread_count
 from hone.controller.worker import Placement, free_port, placed
 from hone.protocol import PADDED_ROW, DataProto, split_padded
 
@@ -160,32 +158,3 @@ class TestPaddedResults:
         kept = drop_padded_rows(result, [empty])
         assert len(kept) == 0
         assert kept.meta_info == {"t": 2}
-
-
-class TestThreads:
-    @pytest.fixture(autouse=True)
-    def _restored(self) -> Any:
-        before = torch.get_num_threads()
-        yield
-        torch.set_num_threads(before)
-
-    def test_the_environment_decides_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("OMP_NUM_THREADS", "5")
-        assert thread_count(8) == 5
-        monkeypatch.setenv("HONE_NUM_THREADS", "3")
-        assert thread_count() == 3
-        monkeypatch.setenv("HONE_NUM_THREADS", "many")
-        with pytest.raises(ValueError, match="HONE_NUM_THREADS='many'"):
-            thread_count()
-
-    def test_ranks_of_a_node_share_its_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.delenv("HONE_NUM_THREADS", raising=False)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-        assert [thread_count(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]
-
-    def test_a_group_fixes_the_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HONE_NUM_THREADS", "2")
-        fix_threads(1)
-        with LocalWorkerGroup(None, ClassWithInitArgs(Toy, 1.0)) as group:
-            assert group.whereabouts()[0]["threads"] == 2

@@ -50,7 +50,7 @@ def _two_threads() -> Iterator[None]:
     """With one thread, a controller that forgets to fix their number would compute the same bits."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HONE_NUM_THREADS", "2")
+        patch.setenv("OMP_NUM_THREADS", "2")
         yield
     torch.set_num_threads(before)
 

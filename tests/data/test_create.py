@@ -119,7 +119,7 @@ def test_mistakes_in_the_names_are_explained(
         (CustomClassConfig("no/such.py", "X"), "no such file"),
         (CustomClassConfig("no_such_module", "X"), "neither a file"),
         (CustomClassConfig(plug_in, "Shoting"), "has no 'Shoting'; it has .*Shouting"),
-        (CustomClassConfig(plug_in, None), "needs data.custom_cls.name"),
+        (CustomClassConfig(plug_in, None), "data.custom_cls: .* needs the name of the class"),
         (CustomClassConfig(plug_in, "NotAnything"), "__len__ and"),
     ]:
         with pytest.raises(DataError, match=message):

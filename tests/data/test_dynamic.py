@@ -77,7 +77,10 @@ def test_a_generator_without_generate_is_refused(
 ) -> None:
     (tmp_path / "generator.py").write_text(GENERATOR)
     path = write_jsonl(make_rows(2))
-    for chosen, message in [("Idle", "needs a method generate"), (None, "needs path")]:
+    for chosen, message in [
+        ("Idle", "needs a method generate"),
+        (None, "needs the name of the class"),
+    ]:
         settings = config(datagen=CustomClassConfig(str(tmp_path / "generator.py"), chosen))
         with pytest.raises(DataError, match=message):
             create_rl_dataset(path, settings, tokenizer)

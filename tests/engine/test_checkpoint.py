@@ -60,6 +60,13 @@ def test_a_loaded_engine_goes_on_bit_for_bit(name, tmp_path):
     assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())
 
 
+@pytest.mark.filterwarnings("error:torch.distributed is disabled:UserWarning")
+def test_one_process_saves_and_loads_without_a_warning(tmp_path):
+    made = engine(policy(), ADAM)
+    made.save(tmp_path, CONTENTS)
+    made.load(tmp_path)
+
+
 def test_masters_survive_with_the_bits_the_parameters_do_not_hold(tmp_path):
     make, optim = MODELS["bf16"]
     made = engine(make(), optim)

@@ -82,7 +82,9 @@ def test_further_arguments_reach_the_class():
 
 
 def test_an_unknown_class_is_named_in_the_error():
-    with pytest.raises(PluginError, match=r"optim\.optimizer=AdmW was not found in torch\.optim"):
+    with pytest.raises(
+        PluginError, match=r"optim\.optimizer=AdmW was not found \(optimizer_impl=torch\.optim"
+    ):
         made([[1.0]], OptimConfig(optimizer="AdmW"))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hone import cli
@@ -17,12 +20,14 @@ from hone.trainer import main_ppo, quickstart
 def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`hone quickstart` without its two minutes: the model and the run are files that stand for them."""
 
-    def base(folder: Path, seed: int) -> Path:
+    def base(folder: Path, seed: int, threads: int) -> Path:
+        assert threads >= 1
         folder.mkdir()
         (folder / "weights").write_text(f"seed {seed}")
         return folder
 
     def run(config: Any) -> None:
+        assert config.trainer.num_threads >= 1
         folder = Path(config.trainer.default_local_dir)
         folder.mkdir()
         (folder / "metrics.jsonl").touch()
@@ -87,12 +92,47 @@ def test_what_it_did_not_make_is_kept(
     assert (folder / "train.jsonl").stat().st_size > 0
 
 
-@pytest.mark.parametrize("command", quickstart.NEXT)
-def test_a_command_it_proposes_would_start_and_reads_only_the_users_files(command: str) -> None:
-    _, verb, *words = command.partition("#")[0].split()
+def words_of(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
+
+
+@pytest.mark.parametrize("command", quickstart.proposals(Path("q") / "seed-1"))
+def test_a_command_it_proposes_would_start_and_reads_only_its_own_files(command: str) -> None:
+    _, verb, *words = words_of(command)
     overrides = [word for word in words if "=" in word]
     if verb == "quickstart":
         files = {name: Path(name) for name in quickstart.DATA}
         overrides = [*quickstart.overrides(files, Path("m"), Path("r"), 1), *overrides]
     data = compose(overrides).config.data
     assert "gsm8k" not in str((data.train_files, data.val_files))
+
+
+def test_the_run_of_ones_own_that_it_proposes_starts_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the files and the base that a quickstart leaves, in a folder whose name has a blank."""
+    monkeypatch.setattr(quickstart, "SFT_STEPS", 2)
+    folder = tmp_path / "my runs" / "seed-1"
+    folder.mkdir(parents=True)
+    quickstart.write_data({name: folder / file for name, file in quickstart.DATA.items()}, seed=1)
+    quickstart.build_base_policy(folder / quickstart.BASE, seed=1, threads=1)
+    program, *words = words_of(quickstart.proposals(folder)[-1])
+    assert program == "hone"
+    assert cli.main([*words, "trainer.total_training_steps=1", "data.val_max_samples=4"]) == 0
+    assert (tmp_path / "my runs" / "seed-1-by-hand" / "global_step_1" / "actor").is_dir()
+
+
+def test_the_answers_it_shows_are_those_that_improved_most(tmp_path: Path) -> None:
+    (tmp_path / "validation").mkdir()
+    scores = {0: [1.0, 0.1, 0.0, 0.1, 0.1], 150: [1.0, 1.0, 0.1, 1.0, 0.1]}
+    for step, column in scores.items():
+        rows = [
+            {"prompt_text": f"{i}+1=", "response_text": f"{step}: {score}", "score": score}
+            for i, score in enumerate(column)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "validation" / f"step_{step}.parquet")
+    assert quickstart.sample_answers(tmp_path, 0, 150) == [
+        ("1+1=", "0: 0.1", "150: 1.0"),
+        ("3+1=", "0: 0.1", "150: 1.0"),
+        ("2+1=", "0: 0.0", "150: 0.1"),
+    ]

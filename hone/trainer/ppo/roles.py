@@ -105,6 +105,7 @@ def start_workers(
                 start_deadline_s=config.trainer.ray_wait_register_center_timeout,
                 deadlines=deadlines,
                 liveness_deadline_s=config.trainer.liveness_deadline_s,
+                threads=config.trainer.num_threads,
             )
         running.callback(shared.shutdown)
         for name, group in shared.spawn(prefix_set=members).items():

@@ -39,6 +39,7 @@ from hone.trainer.ppo.samples import sample_rows
 from hone.trainer.ppo.scoring import check_rows, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
 from hone.trainer.ppo.validation import Attempts, validation_rows
+from hone.trainer.threads import with_threads
 
 
 class PPOTrainer:
@@ -72,7 +73,9 @@ class PPOTrainer:
             config.trainer.total_training_steps
             or self.loader.batches_per_epoch * config.trainer.total_epochs
         )
-        self.config = with_schedule_length(config, self.total_steps)
+        self.config, _ = with_threads(
+            with_schedule_length(config, self.total_steps), config.trainer.n_gpus_per_node
+        )
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
         check_rows(self.reward_fn, self.train_dataset, config)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hone.config import config_to_dict, replace
 from hone.config.sft import SFTConfig, SFTDataConfig
-from hone.controller.threads import fix_threads, thread_count
+from hone.controller.threads import fix_threads
 from hone.data.create import create_sft_dataset
 from hone.data.rows import DataError
 from hone.data.sft import SFTDataset
@@ -31,6 +31,7 @@ from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.order import batches_in
 from hone.trainer.sft.trainer import SFTTrainer
+from hone.trainer.threads import with_threads
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class SFTRun:
         self.ranks = ranks
         self._origins = origins
         self.folder = RunFolder(config.trainer.default_local_dir)
-        fix_threads(thread_count(ranks.local_world_size))
+        config, threads = with_threads(config, ranks.local_world_size, tells=ranks.is_first)
+        fix_threads(threads)
         self.tokenizer = build_tokenizer(config.model)
         data = config.data
         self.rows = self._encoded("train rows", data, data.train_files, data.train_max_samples)

@@ -9,7 +9,7 @@ from hone.rewards.managers import AbstractRewardManager, get_reward_manager_cls,
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.MANAGERS, "_entries", dict(registry.MANAGERS._entries))
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ def test_a_name_that_is_taken_is_refused() -> None:
 
 
 def test_an_unknown_name_says_what_was_meant() -> None:
-    with pytest.raises(ValueError, match=r"'naiv'.*Did you mean 'naive'.*importlib"):
+    with pytest.raises(ValueError, match=r"'naiv'.*Did you mean 'naive'.*pkg.mod:object"):
         get_reward_manager_cls("naiv")
