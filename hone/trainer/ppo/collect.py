@@ -94,12 +94,14 @@ class DynamicSampling:
         told = Rounds(self._config)
         told_rounds = 0
         while (accepted := self._accepted()) is None:
-            while self._needs_a_round(told):
+            while self._needs_a_round():
                 self._begin_round()
             self._judge(self._score(self._take(self._chunk_size())))
             while told_rounds < len(self._rounds) and self._is_over(self._rounds[told_rounds]):
                 told.add(*self._groups_of(self._rounds[told_rounds]))
                 told_rounds += 1
+                if told.groups_kept < self._wanted:
+                    told.stop_if_hopeless()
         self._source.abort()
         needed = next(n for n, r in enumerate(self._rounds, 1) if max(accepted) in r.numbers)
         if self._filters.order == "submission":
@@ -112,12 +114,10 @@ class DynamicSampling:
         numbers = self._submit(self._loader.next_batch())
         self._rounds.append(_Round(numbers, self._loader.state_dict()))
 
-    def _needs_a_round(self, told: Rounds) -> bool:
+    def _needs_a_round(self) -> bool:
         """Whether another round is needed, or likely to be and there is room beside those under way."""
         under_way = [r for r in self._rounds if not self._is_over(r)]
         if not under_way:
-            if self._rounds:
-                told.stop_if_hopeless()
             return True
         together = self._filters.max_inflight_gen_batches if self._source.decodes_beside else 1
         limit = self._filters.max_num_gen_batches

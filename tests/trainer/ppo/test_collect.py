@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hone.config import load_config
 from hone.protocol import DataProto
-from hone.trainer.ppo.collect import NotEnoughSignal, collect
+from hone.trainer.ppo.collect import DynamicSampling, NotEnoughSignal
 
 from ..runs import Run, task_row
 
-COUNT = itertools.count()
 FILTERED = ("algorithm.filter_groups.enable=true", "custom_reward_function.name=by_row")
 
 
@@ -149,34 +150,129 @@ def test_rounds_that_keep_nothing_end_without_a_limit_too(
     assert f"round {rounds}: kept 0 of 4 groups; 0 of the 4 needed" in lines[-1]
 
 
-def test_a_limit_that_some_groups_pass_ends_with_what_was_seen() -> None:
-    scores = iter([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
-    batches = (of_scores(values) for values in scores)
+class Script:
+    """A source and a loader whose groups are known beforehand: which vary, and in which order they end."""
+
+    decodes_beside = True
+
+    def __init__(self, varies: list[bool], per_round: int, seed: int = 0) -> None:
+        self._varies, self._per_round = varies, per_round
+        self._order = random.Random(seed)
+        self._running: list[int] = []
+        self.drawn = self.submitted = self.aborted = 0
+
+    # -- the loader
+
+    def next_batch(self) -> dict[str, np.ndarray]:
+        self.drawn += 1
+        return {}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+    # -- the source
+
+    def submit(self, _: object) -> range:
+        first = self.submitted
+        self.submitted += self._per_round
+        self._running += range(first, self.submitted)
+        return range(first, self.submitted)
+
+    def take(self, n_groups: int | None) -> DataProto:
+        self._order.shuffle(self._running)
+        count = len(self._running) if n_groups is None else n_groups
+        taken, self._running = sorted(self._running[:count]), self._running[count:]
+        scores = [value for n in taken for value in (0.0, 1.0 if self._varies[n] else 0.0)]
+        uids = np.array([f"{n}" for n in taken for _ in range(2)], dtype=object)
+        batch = DataProto.from_dict(
+            {
+                "prompts": torch.zeros(len(uids), 1, dtype=torch.long),
+                "responses": torch.zeros(len(uids), 1, dtype=torch.long),
+                "token_level_scores": torch.tensor(scores)[:, None],
+            },
+            non_tensors={"uid": uids},
+        )
+        batch.meta_info["group_numbers"] = taken
+        return batch
+
+    def abort(self) -> None:
+        self.aborted, self._running = len(self._running), []
+
+
+def collected(script: Script, wanted: int, *more: str) -> tuple[list[int], float]:
+    """The numbers of the groups of one step, and how many rounds it needed."""
     config = load_config(
         [
             "algorithm.filter_groups.enable=true",
-            "algorithm.filter_groups.max_num_gen_batches=3",
-            "data.train_batch_size=3",
+            "algorithm.filter_groups.max_num_gen_batches=0",
+            f"data.train_batch_size={wanted}",
             "actor_rollout_ref.rollout.n=2",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={wanted}",
+            *more,
         ]
     )
+    sampling = DynamicSampling(
+        config,
+        script,  # type: ignore[arg-type]
+        script,  # type: ignore[arg-type]
+        submit=script.submit,
+        take=script.take,
+        score=lambda batch: batch,
+    )
+    batch = sampling.collect()
+    rounds = batch.meta_info["metrics"]["training/num_gen_batches"]
+    return [int(uid) for uid in batch.non_tensor_batch["uid"][::2]], rounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(0, 999),
+)
+def test_overlapping_rounds_give_what_rounds_one_by_one_give(
+    varies: list[bool], wanted: int, per_round: int, seed: int
+) -> None:
+    varies = [*varies, *[True] * 80]
+    one_by_one, overlapping = Script(varies, per_round, seed), Script(varies, per_round, seed + 1)
+    expected = collected(one_by_one, wanted, "algorithm.filter_groups.max_inflight_gen_batches=1")
+    found = collected(overlapping, wanted, "algorithm.filter_groups.max_inflight_gen_batches=3")
+    assert found == expected
+    assert overlapping.drawn == one_by_one.drawn == expected[1]
+
+
+def test_a_round_that_is_likely_needed_starts_before_the_last_one_ends() -> None:
+    script = Script([False] * 12 + [True] * 40, per_round=8)
+    assert collected(script, 8)[0] == list(range(12, 20))
+    assert script.submitted == 24
+
+
+def test_a_round_that_turns_out_not_to_be_needed_leaves_no_trace() -> None:
+    scripts = [Script([False] * 2 + [True] * 40, per_round=8, seed=seed) for seed in range(9)]
+    for script in scripts:
+        assert collected(script, 6) == (list(range(2, 8)), 1.0)
+        assert script.drawn == 1
+    assert any(script.submitted > 8 and script.aborted > 0 for script in scripts)
+
+
+def test_the_first_to_end_fill_the_batch_where_that_is_asked_for() -> None:
+    script = Script([True] * 40, per_round=8, seed=3)
+    numbers, _ = collected(script, 2, "algorithm.filter_groups.order=finish")
+    assert numbers != [0, 1]
+
+
+def test_a_limit_that_some_groups_pass_ends_with_what_was_seen() -> None:
+    script = Script([False, False, True, False, False, False], per_round=2)
     with pytest.raises(NotEnoughSignal) as caught:
-        collect(lambda: next(batches), config)
+        collected(script, 3, "algorithm.filter_groups.max_num_gen_batches=3")
     said = str(caught.value)
     assert "3 generation rounds gave 1 groups with signal, 3 are needed" in said
     assert "In 5 of 6 groups" in said
-    assert "0 in 58 % of the responses, 1 in 42 %" in said
-
-
-def of_scores(values: list[float]) -> DataProto:
-    """Two groups of two responses."""
-    uids = np.array([f"{next(COUNT)}-{i // 2}" for i in range(4)], dtype=object)
-    uids[1::2] = uids[::2]
-    return DataProto.from_dict(
-        {"token_level_scores": torch.tensor(values, dtype=torch.float32)[:, None]},
-        non_tensors={"uid": uids},
-    )
+    assert "0 in 92 % of the responses, 1 in 8 %" in said
 
 
 @pytest.mark.parametrize("name", ["remove_extreme", "interquartile"])
