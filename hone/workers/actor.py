@@ -34,7 +34,7 @@ class ActorWorker(TrainWorker):
         sharding = [config.actor.fsdp_config, config.ref.fsdp_config]
         prepare_process(device, self.world_size, config.nccl_timeout, sharding)
         self.tokenizer = build_tokenizer(config.model)
-        self.engine = build_strategy(config.actor.strategy, actor_spec(whole, self, device))
+        self.hold(build_strategy(config.actor.strategy, actor_spec(whole, self, device)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -93,7 +93,7 @@ class ActorWorker(TrainWorker):
             shared = shared_with_the_row_before(data.batch["prompts"], seen)
             epochs = self.config.actor_rollout_ref.actor.ppo_epochs
             share = roofline.update_share(seen.sum(1).tolist(), shared, seconds)
-            found["perf/mfu"] = epochs * share
+            found["perf/mfu"] = epochs * share / self.engine.mesh.ranks_per_slot
         return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -113,7 +113,7 @@ class ReferenceWorker(TrainWorker):
         config, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         device = pick_device(self.config.trainer.device, self.local_rank)
         prepare_process(device, self.world_size, config.nccl_timeout, [ref.fsdp_config])
-        self.engine = build_strategy(ref.strategy, reference_spec(self.config, self, device))
+        self.hold(build_strategy(ref.strategy, reference_spec(self.config, self, device)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

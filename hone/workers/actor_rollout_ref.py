@@ -12,10 +12,13 @@ from hone.agents.collate import collate_outputs, join_ranks, with_verl_columns
 from hone.agents.trajectory import loop_metrics
 from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
+from hone.controller.modes import DATA_PARALLEL
+from hone.engine.contract import Mesh
 from hone.protocol import DataProto
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.loading import whole_config
 from hone.workers.rollout_worker import Finished, RolloutWorker
+from hone.workers.train import TrainWorker
 from hone.workers.verl_rows import in_call, numbered, sampling_of, split_numbered
 
 
@@ -60,6 +63,20 @@ class ActorRolloutRefWorker(Worker):
             member.init_model()
         if "ref" in self.members:
             self.reference.init_model()
+        mesh = self.engine_mesh
+        self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
+
+    @property
+    def engine_mesh(self) -> Mesh:
+        """Of the engines in this process, which must stand alike: one call goes to them all."""
+        trained = [m for m in self.members.values() if isinstance(m, TrainWorker)]
+        meshes = {worker.engine.mesh for worker in trained}
+        if len(meshes) != 1:
+            raise ValueError(
+                f"actor and reference stand on different meshes ({meshes}); give both the same strategy, "
+                "or workers of their own"
+            )
+        return meshes.pop()
 
     @register(
         dispatch_mode=replace(

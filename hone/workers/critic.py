@@ -27,7 +27,7 @@ class CriticWorker(TrainWorker):
         sharding = [config.model.fsdp_config]
         prepare_process(device, self.world_size, whole.actor_rollout_ref.nccl_timeout, sharding)
         import_external(config.model.external_lib)
-        self.engine = build_strategy(config.strategy, critic_spec(whole, self, device))
+        self.hold(build_strategy(config.strategy, critic_spec(whole, self, device)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -49,12 +49,13 @@ class RolloutWorker(Worker):
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
         self.config = config
+        policy = config.actor_rollout_ref
+        refuse_inexact(policy.rollout, policy.model.path)  # before any role loads its model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         whole, config = self.config, self.config.actor_rollout_ref
         self.device = pick_device(whole.trainer.device, self.local_rank)
-        refuse_inexact(config.rollout, config.model.path)
         tokenizer = build_tokenizer(config.model)
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None

@@ -12,8 +12,16 @@ from collections.abc import Sequence
 import torch
 
 from hone.columns import write
+from hone.config import ConfigError, PPOTrainerConfig
+from hone.config.checks import uneven_batches
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.protocol import DataProto
+
+
+def refuse_uneven(config: PPOTrainerConfig, ranks: int) -> None:
+    """Checked again once the engine says how many data-parallel ranks its processes are."""
+    if problems := list(uneven_batches(config, ranks)):
+        raise ConfigError(problems)
 
 
 def balance(

@@ -26,7 +26,7 @@ from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics, roles
-from hone.trainer.ppo.balance import balance
+from hone.trainer.ppo.balance import balance, refuse_uneven
 from hone.trainer.ppo.collect import collect
 from hone.trainer.ppo.group_signal import GroupSignal
 from hone.trainer.ppo.memory import collector_spared, memory_explained
@@ -107,6 +107,7 @@ class PPOTrainer:
         )
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
+        refuse_uneven(self.config, self.actor.data_parallel_size)
         self.critic = groups.get(Role.Critic)
         self.reward_model = groups.get(Role.RewardModel)
         rollout = self.config.actor_rollout_ref.rollout
@@ -261,7 +262,7 @@ class PPOTrainer:
             drawn = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
             shared, spread = balance(
                 drawn,
-                ranks=self.actor.world_size,
+                ranks=self.actor.data_parallel_size,
                 rows_per_update=self.plan.rows_per_update,
                 by_length=trainer.balance_batch,
             )
