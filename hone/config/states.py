@@ -148,7 +148,7 @@ PROFILER_RULES: tuple[Rule, ...] = (
 )
 
 ROLLOUT_RULES: tuple[Rule, ...] = (
-    works_only(
+    works_named(
         f"{ROLLOUT}.name",
         ("native", "hf"),
         "its adapter is not built; use native, which decodes with the actor's own parameters",

@@ -149,8 +149,8 @@ class ActorRolloutRefWorker(Worker):
         return self.rollout.weight_path()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def announce_weights(self, version: int) -> None:
-        self.rollout.announce_weights(version)
+    def announce_weights(self, version: int) -> int:
+        return self.rollout.announce_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Publisher:
                 raise
             receiving.get()
         else:
-            self._rollout.announce_weights(version)
+            sent = sum(self._rollout.announce_weights(version))
         self.published += 1
         self._numbers[version] = self.published
         return {"perf/weight_bytes": float(sent)}
