@@ -69,8 +69,8 @@ def check_loops(dataset: Any, loops: LoopNames) -> None:
 
 
 def check_media(dataset: Any, config: PPOTrainerConfig, *, default_loop: str) -> None:
-    """Rows with images or videos are refused: our engines and loops read text, and would drop them."""
-    keys = (config.data.image_key, config.data.video_key)
+    """Rows with images, videos or audio are refused: our engines and loops read text alone."""
+    keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     kept = set(dataset.positions)
     own_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in enumerate(dataset.store.scan((*keys, "agent_name"))):

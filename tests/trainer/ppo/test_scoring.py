@@ -314,7 +314,7 @@ def test_a_reward_model_may_be_the_only_judge(train: Callable[..., Run], judge: 
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("column", ["images", "videos"])
+@pytest.mark.parametrize("column", ["images", "videos", "audios"])
 def test_rows_with_pictures_are_refused_before_models_load(
     tmp_path: Path, suffix: str, column: str
 ) -> None:
