@@ -339,7 +339,7 @@ def test_every_long_part_of_a_step_is_shown_while_it_lasts(
     shown: list[str] = []
 
     @contextmanager
-    def bar(description: str, total: float | None = None) -> Any:
+    def bar(description: str, total: float | None = None, **_: Any) -> Any:
         shown.append(description)
         nothing = lambda *_, **__: None  # noqa: E731
         yield SimpleNamespace(advance=nothing, update=nothing)
