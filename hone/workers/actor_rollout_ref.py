@@ -105,17 +105,20 @@ class ActorRolloutRefWorker(Worker):
         return with_verl_columns(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        return self.actor.compute_log_prob(data)
+    def compute_log_prob(self, data: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
+        return self.actor.compute_log_prob(
+            data, with_sum_pi_squared=with_sum_pi_squared, temperature=_temperature(data)
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        return self.reference.compute_ref_log_prob(data)
+        return self.reference.compute_ref_log_prob(data, temperature=_temperature(data))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto) -> DataProto:
+    def update_actor(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
         """Every update of this step; the rollout has the new weights afterwards, as in verl."""
-        out = self.actor.update_actor(data)
+        temperature = _temperature(data)
+        out = self.actor.update_actor(data, step_rows=step_rows, temperature=temperature)
         self.rollout.announce_weights(self.actor.version())
         return out
 
@@ -157,3 +160,8 @@ class ActorRolloutRefWorker(Worker):
         """Stop the rollout engine, if there is one."""
         if "rollout" in self.members:
             self.rollout.close()
+
+
+def _temperature(data: DataProto) -> float | None:
+    """verl's loops hand it over with the batch."""
+    return data.meta_info.get("temperature")

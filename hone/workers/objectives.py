@@ -206,14 +206,18 @@ def update_in_minibatches(
     batch: DataProto,
     objective: Objective,
     *,
+    step_rows: int | None = None,
     rows_per_update: int,
     epochs: int,
     shuffle_seed: int | None,
 ) -> dict[str, float]:
-    """All updates of one step; metrics are means over the updates, counts their largest."""
+    """All updates of one step; metrics are means over the updates, counts their largest.
+
+    With `step_rows` the column `step_row` numbers these rows among those of all ranks.
+    """
     seen: dict[str, list[float]] = {}
-    if batch.has_column("step_row"):
-        numbers, total = batch.batch["step_row"], batch.meta_info["step_rows"]
+    if step_rows is not None:
+        numbers, total = require(batch, "step_row"), step_rows
     else:  # a loop that shares rows out itself: each rank takes its part of every mini-batch
         numbers, total = torch.arange(len(batch)), len(batch)
         rows_per_update //= engine.mesh.data_parallel_size

@@ -30,10 +30,9 @@ class TrainWorker(Worker):
         """What of this role is saved and read."""
         raise NotImplementedError
 
-    def temperature_of(self, data: DataProto) -> float:
-        """The rollout's, unless the loop says another."""
-        own = self.config.actor_rollout_ref.rollout.temperature
-        return float(data.meta_info.get("temperature", own))
+    def temperature(self, asked: float | None) -> float:
+        """The rollout's, unless the caller asks for another."""
+        return self.config.actor_rollout_ref.rollout.temperature if asked is None else asked
 
     def hold(self, engine: TrainEngine) -> None:
         """Take the engine; rows are dispatched over its mesh from now on."""

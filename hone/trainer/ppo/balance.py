@@ -29,7 +29,6 @@ def balance(
 ) -> tuple[DataProto, dict[str, float]]:
     """Reorder so that rank r's contiguous share holds its part of every role's mini-batches."""
     write(batch, "step_row", torch.arange(len(batch)))
-    batch.meta_info["step_rows"] = len(batch)
     lengths = batch.batch["attention_mask"].sum(1)
     if ranks == 1 or len(batch) % ranks:
         return batch, {}

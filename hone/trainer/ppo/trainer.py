@@ -206,9 +206,7 @@ class PPOTrainer:
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
         with self.phase("gen_max" if greedy else "gen"):
             self.source.submit(prompts, samples=samples, sampling=sampling)
-            batch = self.source.take()
-        batch.meta_info["temperature"] = rollout.temperature
-        return batch
+            return self.source.take()
 
     def score(self, batch: DataProto) -> DataProto:
         """Each reward part in its own column; `token_level_scores` is their configured sum."""
@@ -225,8 +223,9 @@ class PPOTrainer:
         credit.derive(batch, self.plan.columns)
         if self.plan.log_prob_pass:
             with self.phase("old_log_prob"):
-                batch.meta_info["with_sum_pi_squared"] = self.plan.sum_pi_squared
-                computed = self.actor.compute_log_prob(batch)
+                computed = self.actor.compute_log_prob(
+                    batch, with_sum_pi_squared=self.plan.sum_pi_squared
+                )
                 if not self.plan.old_log_probs:
                     computed.pop(batch_keys=["old_log_probs"])
                 batch = batch.union(computed)
@@ -275,11 +274,11 @@ class PPOTrainer:
         if self.plan.critic:
             with self.phase("update_critic"):
                 assert self.critic is not None
-                out = self.critic.update_critic(batch)
+                out = self.critic.update_critic(batch, step_rows=len(batch))
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                out = self.actor.update_actor(batch)
+                out = self.actor.update_actor(batch, step_rows=len(batch))
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
             measured |= self.publish()
         self.skipped_updates.check(measured, self.global_step)
