@@ -61,10 +61,6 @@ def counted(counts: BatchCounts) -> Iterator[None]:
         _counts.reset(token)
 
 
-def current_counts() -> BatchCounts | None:
-    return _counts.get()
-
-
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,

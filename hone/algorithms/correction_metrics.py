@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.rejection import EXPONENT_BOUND, Verdict
-from hone.ops.masked import masked_mean, masked_sum, masked_var
+from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum, masked_var
 
 Metrics = dict[str, Tensor]
+
+
+def gap_metrics(ours: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics, Metrics]:
+    """(means, maxima) per token of how far the rollout's log-probs are from the trainer's."""
+    mask = mask.bool()
+    gap = masked_fill_zero(ours - rollout, mask)
+    means = {"kl": -masked_mean(gap, mask), "log_prob_abs_diff_mean": masked_mean(gap.abs(), mask)}
+    return means, {"log_prob_abs_diff_max": gap.abs().max() if gap.numel() else gap.new_zeros(())}
 
 
 def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
@@ -26,7 +34,7 @@ def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     difference = train_log_ppl - rollout_log_ppl  # [B]
     of_row = masked_sum(log_ratio, mask, -1)
     return {
-        "kl": masked_mean(-log_ratio, mask),
+        "kl": gap_metrics(old, rollout, mask)[0]["kl"],
         "k3_kl": masked_mean(_exp(log_ratio) - log_ratio - 1, mask),
         "training_ppl": masked_mean(_exp(train_log_ppl), rows),
         "training_log_ppl": masked_mean(train_log_ppl, rows),

@@ -1,5 +1,5 @@
-"""Changes to a batch's rewards or rows that are no estimator: overlong penalty, PF-PPO resampling,
-whitening of any estimator's advantages.
+"""Changes to a batch's rewards or rows that are no estimator: PF-PPO resampling, whitening of any
+estimator's advantages. The overlong penalty is the dapo reward manager's.
 """
 
 from __future__ import annotations
@@ -10,19 +10,6 @@ from torch import Tensor
 from hone.ops.masked import masked_whiten
 
 _FLOOR = 1e-8
-
-
-def overlong_penalty(
-    lengths: Tensor, max_resp_len: int, buffer_len: int, penalty_factor: float
-) -> Tensor:
-    """[B] 0 up to max − buffer, then falling linearly to −penalty_factor at max (2503.14476)."""
-    if not 0 < buffer_len <= max_resp_len:
-        raise ValueError(
-            f"overlong_buffer.len={buffer_len} must be above 0 and at most "
-            f"max_resp_len={max_resp_len}"
-        )
-    over = lengths.to(torch.get_default_dtype()) - (max_resp_len - buffer_len)
-    return -(over / buffer_len * penalty_factor).clamp(min=0)
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:

@@ -156,16 +156,6 @@ class ActorConfig(Block):
         return {"dp_size": 1, **announced.get(), "loss_scale_factor": self.loss_scale_factor}
 
     @property
-    def low_clip(self) -> float:
-        """Distance below 1 at which the ratio is clipped."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def high_clip(self) -> float:
-        """Distance above 1 at which the ratio is clipped."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
-    @property
     def forms_micro_batches_by_tokens(self) -> bool:
         """True when the token budget, not a sequence count, cuts a mini-batch."""
         sizes = (self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size)
@@ -183,10 +173,6 @@ class ActorConfig(Block):
         """Sequences in one update over all ranks."""
         n = self.rollout_n if responses_per_prompt is None else responses_per_prompt
         return self.ppo_mini_batch_size * n
-
-    def updates_per_step(self, prompts_per_step: int) -> int:
-        """Optimizer steps one batch gives, all epochs together."""
-        return -(-prompts_per_step // self.ppo_mini_batch_size) * self.ppo_epochs
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,14 @@ def divisors(value: int, near: int) -> str:
 
 
 def _batches(config: PPOTrainerConfig) -> Iterator[str]:
+    """Our engines make every rank a data-parallel one; another's mesh is known when it is built."""
+    if ":" not in config.actor_rollout_ref.actor.strategy:
+        yield from uneven_batches(config, config.world_size)
+
+
+def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
+    """Batches that do not divide over so many data-parallel ranks."""
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    ranks = config.world_size
     unit = ranks // math.gcd(ranks, n)
     if prompts % unit:
         rows = f" times rollout.n={n}" if n > 1 else ""
@@ -59,12 +65,14 @@ def _batches(config: PPOTrainerConfig) -> Iterator[str]:
         )
         return
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    yield from mini_batch_problems(config, "actor_rollout_ref.actor", mini)
+    yield from mini_batch_problems(config, "actor_rollout_ref.actor", mini, ranks)
 
 
-def mini_batch_problems(config: PPOTrainerConfig, block: str, mini: int) -> Iterator[str]:
+def mini_batch_problems(
+    config: PPOTrainerConfig, block: str, mini: int, ranks: int
+) -> Iterator[str]:
     """Whether a role's mini-batch, in prompts, divides the step and divides over the ranks."""
-    prompts, ranks = config.data.train_batch_size, config.world_size
+    prompts = config.data.train_batch_size
     unit = ranks // math.gcd(ranks, config.actor_rollout_ref.rollout.n)
     key = f"{block}.ppo_mini_batch_size={mini}"
     if mini > prompts:

@@ -95,11 +95,11 @@ class DataConfig(Block):
     filter_overlong_prompts_workers: int = 1
     """Processes for that filter."""
     image_key: str = "images"
-    """Column of the images."""
+    """Column of the images; training refuses rows that fill it, as no model here reads it."""
     video_key: str = "videos"
-    """Column of the videos."""
+    """Column of the videos; training refuses rows that fill it, as no model here reads it."""
     audio_key: str = "audios"
-    """Column of the audio clips."""
+    """Column of the audio clips; training refuses rows that fill it, as no model here reads it."""
     trust_remote_code: bool = field(default=follows("actor_rollout_ref.model.trust_remote_code"))
     """Run code that ships with the tokenizer; follows the model."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)

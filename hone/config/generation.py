@@ -63,8 +63,8 @@ class GenerationRolloutConfig(SamplingConfig):
     """Keep the k likeliest tokens; -1 keeps all."""
     top_p: float = 0.7
     """Keep the likeliest tokens that together reach this probability."""
-    name: Literal["native", "hf", "scripted", "vllm", "sglang", "trtllm"] = "native"
-    """Engine: native is ours, hf is the slow reference."""
+    name: str = "native"
+    """Engine: native is ours, hf is the slow reference; your own is pkg.mod:Class."""
     mode: Literal["async", "sync"] = "async"
     """Requests always run as coroutines; both values give that."""
     prompt_length: int = 1536

@@ -187,8 +187,9 @@ class SamplingConfig(Block):
 class RolloutConfig(SamplingConfig):
     """Producing trajectories."""
 
-    name: Literal["native", "hf", "scripted", "vllm", "sglang", "trtllm"] = "native"
-    """Engine: native decodes with the actor's own parameters, hf is the slow reference."""
+    name: str = "native"
+    """Engine: native decodes with the actor's own parameters, hf is the slow reference; your own is
+    pkg.mod:Class."""
     mode: Literal["async", "sync"] = "async"
     """Loops always run as coroutines; both values give that."""
     prompt_length: int = field(default=follows("data.max_prompt_length"))

@@ -147,7 +147,7 @@ PROFILER_RULES: tuple[Rule, ...] = (
 )
 
 ROLLOUT_RULES: tuple[Rule, ...] = (
-    works_only(
+    works_named(
         f"{ROLLOUT}.name",
         ("native", "hf"),
         "its adapter is not built; use native, which decodes with the actor's own parameters",
@@ -259,8 +259,6 @@ OTHER_RULES: tuple[Rule, ...] = (
     neutral("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
     neutral("critic.model.trust_remote_code", "models are opened with the code of transformers"),
     only("data.tokenizer", (None,), "use actor_rollout_ref.model.tokenizer_path"),
-    neutral("data.image_key", "images stay in the row; no vision model reads them"),
-    neutral("data.video_key", "videos stay in the row; no vision model reads them"),
     refused("**.router_replay.*", "expert routing is not replayed"),
     refused(
         "actor_rollout_ref.model.mtp.*", "multi-token prediction heads are not trained or decoded"
@@ -279,7 +277,6 @@ OTHER_RULES: tuple[Rule, ...] = (
     neutral("data.return_full_prompt", "rows always carry their messages"),
     neutral("data.return_multi_modal_inputs", "rows always carry their images"),
     neutral("data.image_patch_size", "images stay in the row; no vision model reads them"),
-    neutral("data.audio_key", "audio stays in the row; no model reads it"),
     refused("data.mm_processor_kwargs", "there is no multi-modal processor"),
     only("transfer_queue.enable", (False,), "batches go from worker to worker directly"),
     only("ray_kwargs.ray_init.local_mode", (False,), "use trainer.controller=local"),

@@ -49,6 +49,8 @@ class DispatchMode:
     collect_fn: CollectFn
     """(worker group, results in rank order) to what the caller gets."""
     rank_zero_only: bool = False
+    by_slot: bool = False
+    """Arguments go to data-parallel slots (`split_batches`), and `collect_fn` gets one result of each."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
@@ -68,9 +70,11 @@ _MODES: dict[str, DispatchMode] = {
         DispatchMode("ONE_TO_ALL", modes.broadcast, modes.as_list),
         DispatchMode("ALL_TO_ALL", modes.one_each, modes.as_list),
         DispatchMode("DP_COMPUTE", modes.one_each, modes.as_list),
-        DispatchMode("DP_COMPUTE_PROTO", modes.split_batches, modes.concat_batches),
-        DispatchMode("DP_COMPUTE_PROTO_WITH_FUNC", modes.split_after_func, modes.concat_batches),
-        DispatchMode("DP_COMPUTE_METRIC", modes.split_batches, modes.as_list),
+        DispatchMode("DP_COMPUTE_PROTO", modes.split_batches, modes.concat_batches, by_slot=True),
+        DispatchMode(
+            "DP_COMPUTE_PROTO_WITH_FUNC", modes.split_after_func, modes.concat_batches, by_slot=True
+        ),
+        DispatchMode("DP_COMPUTE_METRIC", modes.split_batches, modes.as_list, by_slot=True),
         DispatchMode("DIRECT_ROLLOUT_METHOD", modes.not_dispatched, modes.as_list),
     )
 }

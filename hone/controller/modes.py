@@ -19,9 +19,13 @@ DispatchFn = Callable[..., PerRank]
 CollectFn = Callable[[Any, list[Any]], Any]
 
 
+DATA_PARALLEL = ""
+"""The mesh of a worker's own engine; without one every rank is a data-parallel slot of its own."""
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """Where each rank stands on a named mesh: its data-parallel group, and whether it answers."""
+    """Where each rank stands on a named mesh: its data-parallel slot, and whether it answers."""
 
     dp_ranks: tuple[int, ...]
     collects: tuple[bool, ...]
@@ -29,6 +33,12 @@ class Mesh:
     @property
     def dp_size(self) -> int:
         return max(self.dp_ranks) + 1
+
+    @property
+    def answering(self) -> list[int]:
+        """The rank that answers for each slot, in the slots' order."""
+        ranks = [rank for rank, collects in enumerate(self.collects) if collects]
+        return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,9 @@ def one_each(group: Any, *args: Any, **kwargs: Any) -> PerRank:
 
 
 def split_batches(group: Any, *args: Any, **kwargs: Any) -> PerRank:
-    """Batches are split over all ranks, evened out with marked rows; other values go to all."""
-    return _split(args, kwargs, group.world_size, range(group.world_size))
+    """Batches are split over the data-parallel slots, evened out with marked rows; the ranks of one
+    slot get the same rows, and other values go to all."""
+    return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
 
 
 def split_after_func(group: Any, *args: Any, **kwargs: Any) -> PerRank:
@@ -90,11 +101,9 @@ def dispatch_nd_compute_dataproto(mesh_name: str, group: Any, *args: Any, **kwar
 
 
 def collect_nd_compute_dataproto(mesh_name: str, group: Any, results: list[Any]) -> Any:
-    """Results of the ranks that collect, one a data-parallel group, in the groups' order."""
+    """Results of the ranks that collect, one per data-parallel slot, in the slots' order."""
     mesh: Mesh = group.mesh(mesh_name)
-    answering = [rank for rank in range(len(results)) if mesh.collects[rank]]
-    answering.sort(key=lambda rank: mesh.dp_ranks[rank])
-    return concat_batches(group, [results[rank] for rank in answering])
+    return concat_batches(group, [results[rank] for rank in mesh.answering])
 
 
 def as_list(group: Any, results: list[Any]) -> list[Any]:
@@ -102,8 +111,19 @@ def as_list(group: Any, results: list[Any]) -> list[Any]:
     return list(results)
 
 
+@dataclass(frozen=True)
+class OfSlots:
+    """Collects one result per data-parallel slot: the others of a slot say the same."""
+
+    collect_fn: CollectFn
+    mesh: Mesh
+
+    def __call__(self, group: Any, results: list[Any]) -> Any:
+        return self.collect_fn(group, [results[rank] for rank in self.mesh.answering])
+
+
 def concat_batches(group: Any, results: list[Any]) -> DataProto:
-    """The ranks' batches one below the other."""
+    """The slots' batches one below the other."""
     for rank, result in enumerate(results):
         if not isinstance(result, DataProto):
             raise TypeError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.controller.decorator import Dispatch, register
+from hone.controller.modes import DATA_PARALLEL
 
 LOOPBACK = "127.0.0.1"
 _QUIET_PORTS = range(20_000, 32_000)  # above Ray's, below those of outgoing connections
@@ -128,7 +129,10 @@ class Worker:
         """Say where this rank stands on a named mesh, and whether its results are collected."""
         known = self._meshes.get(mesh_name)
         if known is not None and known != (dp_rank, is_collect):
-            raise ValueError(f"rank {self.rank} stands at {known} on mesh {mesh_name!r} already")
+            raise ValueError(
+                f"rank {self.rank} stands at {known} on mesh {mesh_name!r} already, and rows may have "
+                f"been sent so; it cannot move to {(dp_rank, is_collect)}: call register_mesh first"
+            )
         if dp_rank < 0:
             raise ValueError(f"data-parallel rank {dp_rank} on mesh {mesh_name!r}")
         self._meshes[mesh_name] = (dp_rank, is_collect)
@@ -138,6 +142,8 @@ class Worker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
         """This rank's (data-parallel rank, whether it collects) on a mesh."""
+        if mesh_name == DATA_PARALLEL:  # a worker that says nothing is a slot of its own
+            self._meshes.setdefault(mesh_name, (self.rank, True))
         if mesh_name not in self._meshes:
             raise ValueError(
                 f"rank {self.rank} has no place on mesh {mesh_name!r} (it has "

@@ -15,7 +15,7 @@ from typing import Any
 from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
 from hone.controller.crew import Call, Crew
 from hone.controller.decorator import Execute, MethodSpec, registered_methods
-from hone.controller.modes import Mesh
+from hone.controller.modes import DATA_PARALLEL, Mesh, OfSlots
 from hone.protocol import DataProtoFuture
 
 
@@ -72,6 +72,11 @@ class WorkerGroup:
             f"worker group {self.__dict__.get('name', '')!r} has no method {name!r}.{hint} "
             f"Registered are {sorted(bound)}"
         )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ways rows are split: the data-parallel slots of the workers' engine."""
+        return self.mesh(DATA_PARALLEL).dp_size
 
     def mesh(self, name: str) -> Mesh:
         """Where each rank stands on a named mesh; asked once."""
@@ -155,7 +160,10 @@ class WorkerGroup:
             handles.append(self._crew.submit(rank, call))
         # A future may be resolved in another process, where there is no group: it takes a view.
         group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
-        collect = _only if rank_zero else functools.partial(mode.collect_fn, group)
+        collect_fn = mode.collect_fn
+        if mode.by_slot:
+            collect_fn = OfSlots(collect_fn, self.mesh(DATA_PARALLEL))
+        collect = _only if rank_zero else functools.partial(collect_fn, group)
         future = DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
         return future.get() if spec.blocking else future
 
@@ -177,6 +185,6 @@ def _check_mesh(mesh: Mesh, name: str) -> None:
     )
     if answering != list(range(mesh.dp_size)):
         raise ValueError(
-            f"mesh {name!r}: each of {mesh.dp_size} data-parallel groups needs exactly one rank "
-            f"that collects; those that do are in groups {answering}"
+            f"mesh {name!r}: each of {mesh.dp_size} data-parallel slots needs exactly one rank "
+            f"that collects; those that do are in slots {answering}"
         )

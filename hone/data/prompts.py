@@ -92,6 +92,17 @@ def refuse_unknown_roles(messages: Sequence[Message]) -> None:
             )
 
 
+def refuse_media(messages: Sequence[Message]) -> None:
+    """A tokenizer's template would leave a picture out, or write its name: such a prompt is a bad row."""
+    for number, message in enumerate(messages):
+        parts = message["content"] if isinstance(message["content"], list) else ()
+        for part in parts:
+            if part.get("type", "text") != "text":
+                raise PromptError(
+                    f"message {number} has a part of type {shown(part['type'])}; only text is read here"
+                )
+
+
 def without_nulls(value: Any) -> Any:
     """Parquet fills every key that any row has; a template must not see those fillings."""
     if isinstance(value, Mapping):
@@ -147,7 +158,9 @@ def prompt_text(
             " data.prompt_format=raw with prompts that hold the whole text, or a tokenizer with a"
             " chat template"
         )
-    rendered = _rendered(as_messages(raw_prompt), tokenizer, tools, template_kwargs)
+    messages = as_messages(raw_prompt)
+    refuse_media(messages)
+    rendered = _rendered(messages, tokenizer, tools, template_kwargs)
     return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
 
 

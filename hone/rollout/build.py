@@ -1,46 +1,92 @@
-"""From `rollout.name` to an engine; the native one shares the policy's parameters."""
+"""From `rollout.name` to an engine: ours by name, another as `pkg.mod:Class` or `file.py:Class`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from hone.config.rollout import RolloutConfig
 from hone.models.load import load_config
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import RolloutEngine, RolloutError
+from hone.plugins import PluginError, Table
+from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
+
+if TYPE_CHECKING:
+    from hone.rollout.native.paged_core import PagedCore
+
+ENGINES = Table(
+    "rollout engine",
+    {
+        "native": "hone.rollout.build:build_native",
+        "hf": "hone.rollout.build:build_hf",
+        "scripted": "hone.rollout.build:refuse_scripted",
+    },
+)
+_MEMBERS = sorted(name for name in vars(RolloutEngine) if not name.startswith("_"))
 
 
-def build_rollout(
-    config: RolloutConfig,
-    policy: PolicyModel,
-    tokenizer: Any,
-    eos_ids: Sequence[int],
-    device: torch.device,
-) -> RolloutEngine:
-    """The configured engine over this policy."""
-    if config.name == "native":
-        from hone.rollout.native.engine import NativeRollout
-
-        if config.exact:
-            from hone.rollout.native.exact_decoder import ExactDecoder
-
-            policy.exact = exact = ExactDecoder(policy)
-            return NativeRollout(_paged_core(config, policy, tokenizer, eos_ids, exact))
-        make_core = _paged_core if device.type == "cuda" else _slot_core
-        return NativeRollout(make_core(config, policy, tokenizer, eos_ids))
-    if config.name == "hf":
-        from hone.rollout.hf import HFRollout
-
-        return HFRollout(policy, eos_ids=eos_ids, tokenizer=tokenizer)
-    if config.name == "scripted":
-        raise RolloutError(
-            "rollout.name=scripted needs a script, which no config can hold; in a test, build "
-            "hone.rollout.scripted.ScriptedRollout and give it to LoopRunner"
+def build_rollout(spec: RolloutSpec) -> RolloutEngine:
+    """The engine that `rollout.name` names, built from the spec alone; it must keep the whole contract."""
+    engine: RolloutEngine = ENGINES.get(spec.config.name)(spec)
+    if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
+        raise PluginError(
+            f"rollout.name={spec.config.name} built a {type(engine).__name__} without "
+            f"{', '.join(missing)}; an engine has every member of hone.rollout.contract.RolloutEngine"
         )
-    raise RolloutError(f"rollout.name={config.name} is not available here; use native")
+    return engine
+
+
+def build_native(spec: RolloutSpec) -> RolloutEngine:
+    """Decodes with the module it is given: slots on a CPU, pages on a GPU and in exact mode."""
+    from hone.rollout.native.engine import NativeRollout
+
+    if spec.config.exact or spec.device.type == "cuda":
+        return NativeRollout(_paged_core(spec, spec.load_policy()))
+    from hone.rollout.native.core import NativeCore
+
+    core = NativeCore(
+        spec.load_policy(),
+        eos_ids=spec.eos_ids,
+        max_num_seqs=spec.config.max_num_seqs,
+        max_num_batched_tokens=spec.config.max_num_batched_tokens,
+        tokenizer=spec.tokenizer,
+    )
+    return NativeRollout(core)
+
+
+def _paged_core(spec: RolloutSpec, policy: PolicyModel) -> PagedCore:
+    from hone.rollout.native.exact_decoder import ExactDecoder
+    from hone.rollout.native.paged_core import PagedCore
+
+    config = spec.config
+    exact = ExactDecoder(policy) if config.exact else None
+    if exact is not None:
+        policy.exact = exact
+    return PagedCore(
+        policy,
+        eos_ids=spec.eos_ids,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_total_tokens,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        tokenizer=spec.tokenizer,
+        enforce_eager=config.enforce_eager,
+        capture_sizes=config.cudagraph_capture_sizes,
+        prefix_caching=config.enable_prefix_caching,
+        exact=exact,
+    )
+
+
+def build_hf(spec: RolloutSpec) -> RolloutEngine:
+    from hone.rollout.hf import HFRollout
+
+    return HFRollout(spec.load_policy(), eos_ids=spec.eos_ids, tokenizer=spec.tokenizer)
+
+
+def refuse_scripted(spec: RolloutSpec) -> RolloutEngine:
+    raise RolloutError(
+        "rollout.name=scripted needs a script, which no config can hold; in a test, build "
+        "hone.rollout.scripted.ScriptedRollout and give it to LoopRunner"
+    )
 
 
 def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
@@ -50,41 +96,3 @@ def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
     from hone.rollout.native.exact_decoder import refuse_unless_exact
 
     refuse_unless_exact(load_config(model_path), model_path)
-
-
-def _slot_core(
-    config: RolloutConfig, policy: PolicyModel, tokenizer: Any, eos_ids: Sequence[int]
-) -> Any:
-    from hone.rollout.native.core import NativeCore
-
-    return NativeCore(
-        policy,
-        eos_ids=eos_ids,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        tokenizer=tokenizer,
-    )
-
-
-def _paged_core(
-    config: RolloutConfig,
-    policy: PolicyModel,
-    tokenizer: Any,
-    eos_ids: Sequence[int],
-    exact: Any = None,
-) -> Any:
-    from hone.rollout.native.paged_core import PagedCore
-
-    return PagedCore(
-        policy,
-        eos_ids=eos_ids,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_total_tokens,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        tokenizer=tokenizer,
-        enforce_eager=config.enforce_eager,
-        capture_sizes=config.cudagraph_capture_sizes,
-        prefix_caching=config.enable_prefix_caching,
-        exact=exact,
-    )

@@ -11,9 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hone.config.generation import GenerationRolloutConfig
+    from hone.config.rollout import RolloutConfig
+    from hone.models.policy import PolicyModel
 
 _COOLEST = 1e-5
 """Colder than this, logits divided by the temperature overflow."""
@@ -138,6 +144,23 @@ class Traits:
 
 class RolloutError(RuntimeError):
     """An engine could not do what was asked; the message says which request and why."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """What an engine is built from: the one argument of the object that `rollout.name` names."""
+
+    config: RolloutConfig | GenerationRolloutConfig
+    """The `rollout` block; both name alike what an engine reads."""
+    model_path: str
+    load_policy: Callable[[], PolicyModel]
+    """The module to decode with: the training module itself where both stand in one process, else a copy
+    of this engine's own. An engine with weights of its own loads `model_path` and never calls it."""
+    dtype: torch.dtype
+    device: torch.device
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    """Token ids that end a response."""
 
 
 @runtime_checkable

@@ -38,7 +38,13 @@ from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import trajectory_seed
 from hone.rollout.build import build_rollout
-from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOutput
+from hone.rollout.contract import (
+    RolloutEngine,
+    RolloutError,
+    RolloutSpec,
+    Sampling,
+    TokenOutput,
+)
 from hone.tracking import progress
 from hone.tracking.console import Bar, screen
 from hone.trainer.generated import GenerationError, Output, Parts, files_of
@@ -201,9 +207,17 @@ class Generation:
                 adapter_path=model.lora_adapter_path,
             )
         policy.requires_grad_(False).eval()
-        # The two blocks name their fields alike; the builder reads only those.
-        rollout: Any = config.rollout
-        return build_rollout(rollout, policy, self.tokenizer, ends, device)
+        return build_rollout(
+            RolloutSpec(
+                config.rollout,
+                model_path=model.path,
+                load_policy=lambda: policy,
+                dtype=dtype,
+                device=device,
+                tokenizer=self.tokenizer,
+                eos_ids=tuple(ends),
+            )
+        )
 
     async def _generate_all(
         self,

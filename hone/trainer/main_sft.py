@@ -39,12 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
     """Train as configured, as this rank."""
+    from hone.trainer.sft.order import refuse_uneven
+
     ranks = Ranks.here()
-    if config.data.train_batch_size % ranks.world_size:
-        raise ConfigError(
-            f"data.train_batch_size={config.data.train_batch_size} is not divisible by "
-            f"{ranks.world_size} ranks"
-        )
+    if ":" not in config.engine.strategy:  # the mesh of another engine is known when it is built
+        refuse_uneven(config.data.train_batch_size, ranks.world_size)
     require_folder(config.trainer.default_local_dir, "trainer.default_local_dir")
     # The first rank holds the folder for all: they live and die together.
     with lock_folder(config.trainer.default_local_dir) if ranks.is_first else nullcontext():

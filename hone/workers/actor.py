@@ -34,34 +34,45 @@ class ActorWorker(TrainWorker):
         sharding = [config.actor.fsdp_config, config.ref.fsdp_config]
         prepare_process(device, self.world_size, config.nccl_timeout, sharding)
         self.tokenizer = build_tokenizer(config.model)
-        self.engine = build_strategy(config.actor.strategy, actor_spec(whole, self, device))
+        self.hold(build_strategy(config.actor.strategy, actor_spec(whole, self, device)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs and entropies; with `meta_info["with_sum_pi_squared"]` also Σπ² per token."""
+    def compute_log_prob(
+        self,
+        data: DataProto,
+        *,
+        with_sum_pi_squared: bool = False,
+        temperature: float | None = None,
+    ) -> DataProto:
+        """Log-probs and entropies; Σπ² per token where that is asked for."""
         out = self.engine.infer(
             data,
-            temperature=self.temperature_of(data),
+            temperature=self.temperature(temperature),
             with_entropy=True,
-            with_sum_pi_squared=bool(data.meta_info.get("with_sum_pi_squared")),
+            with_sum_pi_squared=with_sum_pi_squared,
         )
         names = {"log_probs": "old_log_probs", "entropy": "entropys"}
         return DataProto.from_dict({names.get(name, name): x for name, x in out.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+    def compute_ref_log_prob(
+        self, data: DataProto, *, temperature: float | None = None
+    ) -> DataProto:
         """The reference of a LoRA run: the actor with its adapters off."""
-        out = self.engine.infer(data, adapters=False, temperature=self.temperature_of(data))
+        asked = self.temperature(temperature)
+        out = self.engine.infer(data, adapters=False, temperature=asked)
         return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto) -> DataProto:
-        """Every update of this step."""
+    def update_actor(
+        self, data: DataProto, *, step_rows: int | None = None, temperature: float | None = None
+    ) -> DataProto:
+        """Every update of this step; `step_rows` is how many rows all ranks have together."""
         actor = self.config.actor_rollout_ref.actor
         started = time.perf_counter()
         objective = PolicyObjective(
             actor,
-            temperature=self.temperature_of(data),
+            temperature=self.temperature(temperature),
             correction=self.config.algorithm.rollout_correction,
         )
         with self.engine.present(optimizer=True):
@@ -69,6 +80,7 @@ class ActorWorker(TrainWorker):
                 self.engine,
                 data,
                 objective,
+                step_rows=step_rows,
                 rows_per_update=actor.sequences_per_update(),
                 epochs=actor.ppo_epochs,
                 shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
@@ -93,7 +105,7 @@ class ActorWorker(TrainWorker):
             shared = shared_with_the_row_before(data.batch["prompts"], seen)
             epochs = self.config.actor_rollout_ref.actor.ppo_epochs
             share = roofline.update_share(seen.sum(1).tolist(), shared, seconds)
-            found["perf/mfu"] = epochs * share
+            found["perf/mfu"] = epochs * share / self.engine.mesh.ranks_per_slot
         return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -113,9 +125,11 @@ class ReferenceWorker(TrainWorker):
         config, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         device = pick_device(self.config.trainer.device, self.local_rank)
         prepare_process(device, self.world_size, config.nccl_timeout, [ref.fsdp_config])
-        self.engine = build_strategy(ref.strategy, reference_spec(self.config, self, device))
+        self.hold(build_strategy(ref.strategy, reference_spec(self.config, self, device)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        out = self.engine.infer(data, temperature=self.temperature_of(data))
+    def compute_ref_log_prob(
+        self, data: DataProto, *, temperature: float | None = None
+    ) -> DataProto:
+        out = self.engine.infer(data, temperature=self.temperature(temperature))
         return DataProto.from_dict({"ref_log_prob": out["log_probs"]})

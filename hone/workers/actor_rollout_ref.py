@@ -12,10 +12,13 @@ from hone.agents.collate import collate_outputs, join_ranks, with_verl_columns
 from hone.agents.trajectory import loop_metrics
 from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
+from hone.controller.modes import DATA_PARALLEL
+from hone.engine.contract import Mesh
 from hone.protocol import DataProto
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.loading import whole_config
 from hone.workers.rollout_worker import Finished, RolloutWorker
+from hone.workers.train import TrainWorker
 from hone.workers.verl_rows import in_call, numbered, sampling_of, split_numbered
 
 
@@ -60,6 +63,20 @@ class ActorRolloutRefWorker(Worker):
             member.init_model()
         if "ref" in self.members:
             self.reference.init_model()
+        mesh = self.engine_mesh
+        self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
+
+    @property
+    def engine_mesh(self) -> Mesh:
+        """Of the engines in this process, which must stand alike: one call goes to them all."""
+        trained = [m for m in self.members.values() if isinstance(m, TrainWorker)]
+        meshes = {worker.engine.mesh for worker in trained}
+        if len(meshes) != 1:
+            raise ValueError(
+                f"actor and reference stand on different meshes ({meshes}); give both the same strategy, "
+                "or workers of their own"
+            )
+        return meshes.pop()
 
     @register(
         dispatch_mode=replace(
@@ -88,17 +105,20 @@ class ActorRolloutRefWorker(Worker):
         return with_verl_columns(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        return self.actor.compute_log_prob(data)
+    def compute_log_prob(self, data: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
+        return self.actor.compute_log_prob(
+            data, with_sum_pi_squared=with_sum_pi_squared, temperature=_temperature(data)
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        return self.reference.compute_ref_log_prob(data)
+        return self.reference.compute_ref_log_prob(data, temperature=_temperature(data))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto) -> DataProto:
+    def update_actor(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
         """Every update of this step; the rollout has the new weights afterwards, as in verl."""
-        out = self.actor.update_actor(data)
+        temperature = _temperature(data)
+        out = self.actor.update_actor(data, step_rows=step_rows, temperature=temperature)
         self.rollout.announce_weights(self.actor.version())
         return out
 
@@ -132,11 +152,16 @@ class ActorRolloutRefWorker(Worker):
         return self.rollout.weight_path()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def announce_weights(self, version: int) -> None:
-        self.rollout.announce_weights(version)
+    def announce_weights(self, version: int) -> int:
+        return self.rollout.announce_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Stop the rollout engine, if there is one."""
         if "rollout" in self.members:
             self.rollout.close()
+
+
+def _temperature(data: DataProto) -> float | None:
+    """verl's loops hand it over with the batch."""
+    return data.meta_info.get("temperature")

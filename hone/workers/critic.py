@@ -27,20 +27,22 @@ class CriticWorker(TrainWorker):
         sharding = [config.model.fsdp_config]
         prepare_process(device, self.world_size, whole.actor_rollout_ref.nccl_timeout, sharding)
         import_external(config.model.external_lib)
-        self.engine = build_strategy(config.strategy, critic_spec(whole, self, device))
+        self.hold(build_strategy(config.strategy, critic_spec(whole, self, device)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         return DataProto.from_dict({"values": self.engine.infer(data)["values"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto) -> DataProto:
+    def update_critic(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
+        """Every update of this step; `step_rows` is how many rows all ranks have together."""
         config = self.config.critic
         with self.engine.present(optimizer=True):
             metrics = update_in_minibatches(
                 self.engine,
                 data,
                 ValueObjective(config),
+                step_rows=step_rows,
                 rows_per_update=config.sequences_per_update(),
                 epochs=config.ppo_epochs,
                 shuffle_seed=config.data_loader_seed if config.shuffle else None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.correction_metrics import gap_metrics
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import get_policy_loss_fn
 from hone.algorithms.value_loss import compute_value_loss
@@ -116,10 +117,9 @@ class PolicyObjective:
             loss = loss + config.kl_loss_coef * kl
         maxima: dict[str, Tensor] = {}
         if "old_log_probs" not in names and "rollout_log_probs" in names:
-            gap = (log_prob.detach() - columns["rollout_log_probs"]) * mask
-            means["rollout_corr/kl"] = -masked_mean(gap, mask)
-            means["rollout_corr/log_prob_abs_diff_mean"] = masked_mean(gap.abs(), mask)
-            maxima["rollout_corr/log_prob_abs_diff_max"] = gap.abs().max()
+            gaps = gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
+            for named, measured in zip((means, maxima), gaps, strict=True):
+                named.update({f"rollout_corr/{name}": value for name, value in measured.items()})
         return Terms(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
@@ -206,14 +206,18 @@ def update_in_minibatches(
     batch: DataProto,
     objective: Objective,
     *,
+    step_rows: int | None = None,
     rows_per_update: int,
     epochs: int,
     shuffle_seed: int | None,
 ) -> dict[str, float]:
-    """All updates of one step; metrics are means over the updates, counts their largest."""
+    """All updates of one step; metrics are means over the updates, counts their largest.
+
+    With `step_rows` the column `step_row` numbers these rows among those of all ranks.
+    """
     seen: dict[str, list[float]] = {}
-    if batch.has_column("step_row"):
-        numbers, total = batch.batch["step_row"], batch.meta_info["step_rows"]
+    if step_rows is not None:
+        numbers, total = require(batch, "step_row"), step_rows
     else:  # a loop that shares rows out itself: each rank takes its part of every mini-batch
         numbers, total = torch.arange(len(batch)), len(batch)
         rows_per_update //= engine.mesh.data_parallel_size

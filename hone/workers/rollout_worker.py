@@ -1,15 +1,16 @@
 """The rollout worker: agent loops beside their engine, and where the engine's weights come from.
 
 In the actor's process an engine that decodes with the training module borrows it (`shared` on one rank,
-`gathered` on several); an engine in another process has weights of its own (`streamed`). A borrowed module
-decodes in the thread that asks for finished groups; an engine apart decodes in a thread of its own.
+`gathered` on several), one with weights of its own gets them there (`copied`); an engine in another
+process has weights of its own (`streamed`). In the actor's process the thread that asks for finished
+groups decodes; an engine apart decodes in a thread of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +25,8 @@ from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
 from hone.protocol import DataProto
-from hone.rollout.build import build_rollout
+from hone.rollout.build import build_rollout, refuse_inexact
+from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Standing, received
 from hone.workers.actor import ActorWorker
@@ -32,7 +34,7 @@ from hone.workers.device import pick_device, pick_dtype
 from hone.workers.loading import load_policy
 from hone.workers.roofline import Roofline
 
-WeightPath = Literal["shared", "gathered", "streamed"]
+WeightPath = Literal["shared", "gathered", "copied", "streamed"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class RolloutWorker(Worker):
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
         self.config = config
+        policy = config.actor_rollout_ref
+        refuse_inexact(policy.rollout, policy.model.path)  # before any role loads its model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -57,14 +61,26 @@ class RolloutWorker(Worker):
         tokenizer = build_tokenizer(config.model)
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None
+        dtype = pick_dtype(config.actor.fsdp_config.dtype, self.device)
         if self.actor is None:
-            dtype = pick_dtype(config.actor.fsdp_config.dtype, self.device)
             policy = load_policy(whole, dtype, self.device, adapters=True).requires_grad_(False)
             self._lease = Lease(policy.eval(), 0)
-        with self._weights() as lease:
-            self.facts = model_facts(lease.policy.lm)
-            ends = tuple(dict.fromkeys((*self.facts.eos_ids, *eos_ids(None, None, tokenizer))))
-            self.engine = build_rollout(config.rollout, lease.policy, tokenizer, ends, self.device)
+            self.facts = model_facts(policy.lm)
+        else:
+            self.facts = self.actor.engine.facts
+        with ExitStack() as held:
+            spec = RolloutSpec(
+                config.rollout,
+                model_path=config.model.path,
+                load_policy=lambda: held.enter_context(self._borrowed()).policy,
+                dtype=dtype,
+                device=self.device,
+                tokenizer=tokenizer,
+                eos_ids=tuple(
+                    dict.fromkeys((*self.facts.eos_ids, *eos_ids(None, None, tokenizer)))
+                ),
+            )
+            self.engine = build_rollout(spec)
         self.runner = LoopRunner(
             whole,
             self.engine,
@@ -105,8 +121,11 @@ class RolloutWorker(Worker):
         """Drop these groups, or all; they are never handed out."""
         self.runner.abort(uids)
 
-    def _weights(self) -> AbstractContextManager[Lease]:
+    def _weights(self) -> AbstractContextManager[object]:
         """Inside, the engine's parameters are present and whole."""
+        return self._borrowed() if self.engine.traits.decodes_with_module else nullcontext()
+
+    def _borrowed(self) -> AbstractContextManager[Lease]:
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
 
     def _bandwidth(self, groups: Iterable[FinishedGroup], seconds: float) -> dict[str, float]:
@@ -127,6 +146,8 @@ class RolloutWorker(Worker):
         """How new weights get here."""
         if self.actor is None:
             return "streamed"
+        if not self.engine.traits.decodes_with_module:
+            return "copied"
         return "shared" if self.world_size == 1 else "gathered"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -135,9 +156,23 @@ class RolloutWorker(Worker):
         return Standing.here(self.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def announce_weights(self, version: int) -> None:
-        """The borrowed parameters are those of `version` from now on."""
-        run_coroutine(self._update((), version))
+    def announce_weights(self, version: int) -> int:
+        """The actor's parameters are those of `version` from now on: borrowed, or copied where the engine
+        has weights of its own. Returns the bytes that were copied."""
+        if self.actor is None or self.engine.traits.decodes_with_module:
+            run_coroutine(self._update((), version))
+            return 0
+        sizes: list[int] = []
+
+        def copied(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                sizes.append(tensor.nbytes)
+                yield name, tensor
+
+        with self.actor.engine.present():
+            weights = self.actor.engine.named_hf_weights()
+            run_coroutine(self._update(copied(weights), version))
+        return sum(sizes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: StreamAddress, version: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from hone.config.block import Block
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, Worker, register
+from hone.controller.modes import DATA_PARALLEL
 from hone.engine.contract import TrainEngine
 from hone.protocol import DataProto
 from hone.weights.contract import StreamAddress
@@ -29,10 +30,15 @@ class TrainWorker(Worker):
         """What of this role is saved and read."""
         raise NotImplementedError
 
-    def temperature_of(self, data: DataProto) -> float:
-        """The rollout's, unless the loop says another."""
-        own = self.config.actor_rollout_ref.rollout.temperature
-        return float(data.meta_info.get("temperature", own))
+    def temperature(self, asked: float | None) -> float:
+        """The rollout's, unless the caller asks for another."""
+        return self.config.actor_rollout_ref.rollout.temperature if asked is None else asked
+
+    def hold(self, engine: TrainEngine) -> None:
+        """Take the engine; rows are dispatched over its mesh from now on."""
+        self.engine = engine
+        mesh = engine.mesh
+        self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:

@@ -8,23 +8,9 @@ import torch
 
 from hone.algorithms.shaping import (
     normalise_advantages,
-    overlong_penalty,
     pf_ppo_rows,
     pf_ppo_weights,
 )
-
-
-def test_the_penalty_starts_at_the_buffer_and_grows_to_the_factor():
-    lengths = torch.tensor([0, 60, 61, 80, 100, 110])
-    penalty = overlong_penalty(lengths, max_resp_len=100, buffer_len=40, penalty_factor=0.5)
-    np.testing.assert_allclose(penalty, [0, 0, -0.0125, -0.25, -0.5, -0.625], atol=1e-7)
-
-
-def test_a_buffer_that_does_not_fit_is_refused():
-    for buffer in (0, -1, 101):
-        with pytest.raises(ValueError, match=r"overlong_buffer\.len"):
-            overlong_penalty(torch.tensor([1]), 100, buffer, 1.0)
-    assert overlong_penalty(torch.tensor([50]), 100, 100, 1.0).item() == -0.5
 
 
 def test_weights_of_the_three_methods():

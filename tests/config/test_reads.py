@@ -126,14 +126,15 @@ def test_reading_counts_directly_by_a_property_and_by_another_name() -> None:
     with recording() as watched:
         config: Any = load_config()
         _ = config.data.seed
-        _ = config.actor_rollout_ref.actor.low_clip
+        _ = config.actor_rollout_ref.actor.forms_micro_batches_by_tokens
         moved = config.critic.optim
         _ = moved.lr
     read = watched.read["ppo_trainer"]
     assert {"data.seed", "critic.optim.lr"} <= set(read)
-    assert {"actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"} <= set(
-        read
-    )
+    assert {
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+        "actor_rollout_ref.actor.ppo_micro_batch_size",
+    } <= set(read)
     assert "actor_rollout_ref.actor.optim.lr" not in read
     assert read["data.seed"].startswith(__file__)
 

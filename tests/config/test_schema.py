@@ -114,22 +114,6 @@ def test_defaults_start_on_the_machine_at_hand() -> None:
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "low", "high"),
-    [
-        ([], 0.2, 0.2),
-        (["actor_rollout_ref.actor.clip_ratio=0.3"], 0.3, 0.3),
-        (["actor_rollout_ref.actor.clip_ratio_high=0.28"], 0.2, 0.28),
-        (["actor_rollout_ref.actor.clip_ratio_low=0.1"], 0.1, 0.2),
-    ],
-)
-def test_clip_ratio_works_alone_and_under_low_and_high(
-    overrides: list[str], low: float, high: float
-) -> None:
-    actor = load_config(overrides).actor_rollout_ref.actor
-    assert (actor.low_clip, actor.high_clip) == (low, high)
-
-
 def test_batch_sizes_derive_in_sequences_and_updates() -> None:
     config = load_config(
         [
@@ -143,7 +127,6 @@ def test_batch_sizes_derive_in_sequences_and_updates() -> None:
     assert config.sequences_per_step == 512
     assert actor.sequences_per_update() == 128
     assert actor.sequences_per_update(4) == 64
-    assert actor.updates_per_step(64) == 8
     assert config.critic.sequences_per_update() == 128
 
 

@@ -20,7 +20,12 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
+from hone.controller.crew import Call, Crew
+from hone.controller.host import WorkerHost
+from hone.controller.local import Done, finished
+from hone.controller.modes import DATA_PARALLEL
 from hone.controller.phase_deadlines import PhaseDeadlines
+from hone.controller.worker import Placement, Worker
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 
 RAY, RAY2 = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("ray", "ray2"))
@@ -317,3 +322,76 @@ def test_a_users_own_mode_overrides_and_colocated_roles(kind: str) -> None:
 def test_an_error_in_the_constructor_is_raised_where_the_group_is_made(kind: str) -> None:
     with pytest.raises(TypeError, match="wrong"):
         make_group(kind, ClassWithInitArgs(Toy, wrong=1))
+
+
+class ManyRanks(Crew):
+    """Several ranks in this process, one after the other."""
+
+    def __init__(self, made_of: ClassWithInitArgs, world_size: int) -> None:
+        self.world_size = world_size
+        places = [Placement(rank=rank, world_size=world_size) for rank in range(world_size)]
+        self.hosts = [WorkerHost(made_of, place, threads=1) for place in places]
+
+    def submit(self, rank: int, call: Call) -> Done:
+        return Done(self.hosts[rank].call(call.role, call.method, call.args, call.kwargs))
+
+    def resolver(self, owner: str, method: str) -> Any:
+        return finished
+
+    def shutdown(self) -> None:
+        pass
+
+
+class OnSlots(Worker):
+    """Two ranks share a data-parallel slot; the second of them answers."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        self.seen: list[list[float]] = []
+        self.register_mesh(DATA_PARALLEL, self.rank // 2, self.rank % 2 == 1)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, data: DataProto, by: float = 2.0) -> DataProto:
+        self.seen.append(data.batch["x"].tolist())
+        answer = DataProto.from_dict({"y": by * data.batch["x"]})
+        answer.meta_info["metrics"] = {"rank": self.rank}
+        return answer
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def count(self, data: DataProto) -> int:
+        return len(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def later(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"y": data.batch["x"]})
+
+
+@pytest.fixture
+def slots() -> WorkerGroup:
+    made_of = ClassWithInitArgs(OnSlots)
+    return WorkerGroup(ManyRanks(made_of, 4), made_of, "slots")
+
+
+def test_ranks_of_one_slot_get_the_same_rows_and_answer_once(slots: WorkerGroup) -> None:
+    slots.init_model()
+    assert (slots.world_size, slots.data_parallel_size) == (4, 2)
+    result = slots.double(rows(4), by=3.0)
+    assert result.batch["y"].tolist() == [3, 6, 9, 12]
+    assert result.meta_info["metrics"]["rank"] == [1, 3]
+    crew = slots._crew
+    assert isinstance(crew, ManyRanks)
+    assert [host.worker().seen for host in crew.hosts] == [[[1, 2]]] * 2 + [[[3, 4]]] * 2
+    assert slots.count(rows(4)) == [2, 2]
+
+
+def test_rows_are_evened_out_over_slots_not_over_ranks(slots: WorkerGroup) -> None:
+    slots.init_model()
+    assert slots.double(rows(2)).batch["y"].tolist() == [2, 4]
+    assert slots.double(rows(3)).batch["y"].tolist() == [2, 4, 6]
+    assert slots.later(rows(3)).get().batch["y"].tolist() == [1, 2, 3]
+
+
+def test_a_place_that_rows_were_sent_by_is_not_changed(slots: WorkerGroup) -> None:
+    assert slots.count(rows(4)) == [1, 1, 1, 1]  # before it says otherwise, each rank is a slot
+    with pytest.raises(ValueError, match="cannot move to"):
+        slots.init_model()

@@ -208,12 +208,12 @@ def test_another_selection_of_the_same_rows_is_other_data(
         two.load_state_dict(one.state_dict())
 
 
-def test_a_prompt_that_the_template_cannot_render_is_named_or_skipped(
+def test_a_prompt_with_a_picture_is_named_or_skipped(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
 ) -> None:
     picture = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
     path = write_jsonl([{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": picture}])
-    with pytest.raises(DataError, match="row 1: the tokenizer's chat template cannot render"):
+    with pytest.raises(DataError, match="row 1: message 0 has a part of type 'image'; only text"):
         RLHFDataset(path, tokenizer, config())[1]
     settings = config(filter_overlong_prompts=True, on_bad_row="skip")
     data = RLHFDataset(path, tokenizer, settings)

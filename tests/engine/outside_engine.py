@@ -31,15 +31,15 @@ class PlainEngine:
         return self.module(packed, **options)
 
     def train_minibatch(self, batch, objective):
-        counts, total, metrics = BatchCounts.of(objective.mask(batch), self._width), 0.0, {}
-        with counted(counts):
+        metrics = {}
+        with counted(self.counts(objective.mask(batch))):
             for i in range(len(batch)):
                 row = batch.select_idxs([i])
                 terms = objective(self._forward(row, objective.options), row)
                 terms.loss.backward()
-                total += float(terms.loss.detach())
                 for name, share in terms.shares.items():
                     metrics[name] = metrics.get(name, 0.0) + float(share)
+        metrics = self.reduce(metrics)
         trained = [p for p in self.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in trained]))
         with torch.no_grad():
@@ -48,6 +48,15 @@ class PlainEngine:
                 parameter.grad = None
         self.updates += 1
         return {**metrics, "grad_norm": norm, "lr": self._lr, "skipped_updates": 0.0}
+
+    def counts(self, mask):
+        """Of the whole mini-batch, on all ranks."""
+        counts = BatchCounts.of(mask)
+        return BatchCounts(counts.tokens, counts.sequences, self._width)
+
+    def reduce(self, metrics):
+        """Gradients and metrics of all ranks."""
+        return metrics
 
     @torch.no_grad()
     def infer(self, batch, *, adapters=True, **options):
@@ -70,9 +79,6 @@ class PlainEngine:
 
     def named_adapter_weights(self):
         return iter(())
-
-    def widest(self, prompt, response):
-        return prompt, response
 
     def save(self, folder, contents):
         folder.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer
     from hone.rollout.build import build_rollout
-    from hone.rollout.contract import Sampling
+    from hone.rollout.contract import RolloutSpec, Sampling
 
     tokenizer = character_tokenizer()
     rollout = load_config(
@@ -123,7 +123,17 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
         world_size=1,
     )
     with made.present():
-        decoding = build_rollout(rollout, policy, tokenizer, [0], torch.device("cuda"))
+        decoding = build_rollout(
+            RolloutSpec(
+                rollout,
+                model_path="unused",
+                load_policy=lambda: policy,
+                dtype=torch.bfloat16,
+                device=torch.device("cuda"),
+                tokenizer=tokenizer,
+                eos_ids=(0,),
+            )
+        )
 
     def answers():
         sampling = Sampling(max_tokens=24, temperature=0.0, seed=1)

@@ -159,3 +159,20 @@ def test_a_dead_worker_is_told_with_rank_role_and_last_lines(task: Task, tmp_pat
     assert f"pid {seat.pid}" in said
     assert "last log lines" in said
     assert waited < 300  # half of what a collective waits for a lost peer
+
+
+def test_four_ranks_of_two_slots_have_the_metrics_of_two_ranks(train: Callable[..., Run]) -> None:
+    """Data-parallel size is not world size: a mesh of 2 × 2, whose slots' ranks see the same rows."""
+    shared = [
+        "actor_rollout_ref.actor.strategy=tests.engine.slot_engine:SlotEngine",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=0.5",
+        RAY,
+    ]
+    two = train(*shared, "trainer.n_gpus_per_node=2", folder="two")
+    four = train(*shared, "trainer.n_gpus_per_node=4", folder="four")
+    assert len(two.steps) == 2
+    assert two.series("actor/grad_norm") != [0.0, 0.0]
+    assert four.numbers == two.numbers
+    assert four.rollouts(2) == two.rollouts(2)

@@ -50,10 +50,23 @@ def test_rollout_log_probs_are_the_trainers(worker):
         out["old_log_probs"][mask], batch.batch["rollout_log_probs"][mask], rtol=1e-4, atol=1e-4
     )
     assert (out["entropys"][mask] > 0).all()
-    squares = batch.select()
-    squares.meta_info["with_sum_pi_squared"] = True
-    found = one.compute_log_prob(squares).batch["sum_pi_squared"][mask]
+    found = one.compute_log_prob(batch, with_sum_pi_squared=True).batch["sum_pi_squared"][mask]
     assert ((found > 0) & (found <= 1)).all()
+
+
+def test_only_verls_face_reads_a_temperature_from_the_batch(worker):
+    one = worker()
+    batch = one.generate_sequences(prompts())
+    batch.meta_info["temperature"] = 0.3
+
+    def log_probs(out):
+        return out.batch["old_log_probs"]
+
+    own = log_probs(one.actor.compute_log_prob(batch))  # rollout.temperature
+    assert torch.equal(own, log_probs(one.actor.compute_log_prob(batch, temperature=1.0)))
+    face = log_probs(one.compute_log_prob(batch))
+    assert torch.equal(face, log_probs(one.actor.compute_log_prob(batch, temperature=0.3)))
+    assert not torch.equal(face, own)
 
 
 class ForeignIds(AgentLoopBase):

@@ -12,8 +12,16 @@ from collections.abc import Sequence
 import torch
 
 from hone.columns import write
+from hone.config import ConfigError, PPOTrainerConfig
+from hone.config.checks import uneven_batches
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.protocol import DataProto
+
+
+def refuse_uneven(config: PPOTrainerConfig, ranks: int) -> None:
+    """Checked again once the engine says how many data-parallel ranks its processes are."""
+    if problems := list(uneven_batches(config, ranks)):
+        raise ConfigError(problems)
 
 
 def balance(
@@ -21,7 +29,6 @@ def balance(
 ) -> tuple[DataProto, dict[str, float]]:
     """Reorder so that rank r's contiguous share holds its part of every role's mini-batches."""
     write(batch, "step_row", torch.arange(len(batch)))
-    batch.meta_info["step_rows"] = len(batch)
     lengths = batch.batch["attention_mask"].sum(1)
     if ranks == 1 or len(batch) % ranks:
         return batch, {}

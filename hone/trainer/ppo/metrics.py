@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.algorithms.correction_metrics import gap_metrics
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
 
@@ -121,11 +122,10 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
     if gap.numel() == 0:
         return {}
     probability_gap = (ours.exp() - theirs.exp())[mask].abs()
+    means, maxima = gap_metrics(ours, theirs, mask)
     return {
-        "rollout_corr/kl": -gap.mean().item(),
+        **{f"rollout_corr/{name}": value.item() for name, value in (means | maxima).items()},
         "rollout_corr/k3_kl": (gap.exp() - 1 - gap).mean().item(),
-        "rollout_corr/log_prob_abs_diff_mean": gap.abs().mean().item(),
-        "rollout_corr/log_prob_abs_diff_max": gap.abs().max().item(),
         "training/rollout_probs_diff_mean": probability_gap.mean().item(),
         "training/rollout_probs_diff_max": probability_gap.max().item(),
     }

@@ -261,7 +261,9 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
         )
     if plan.critic:
         if config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size:
-            yield from mini_batch_problems(config, "critic", config.critic.ppo_mini_batch_size)
+            ranks = 1 if ":" in config.critic.strategy else config.world_size  # 1: not known yet
+            mini = config.critic.ppo_mini_batch_size
+            yield from mini_batch_problems(config, "critic", mini, ranks)
         if config.critic.forms_micro_batches_by_tokens:
             key, budget = (
                 "critic.ppo_max_token_len_per_gpu",

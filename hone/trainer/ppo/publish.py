@@ -42,7 +42,7 @@ class Publisher:
                 raise
             receiving.get()
         else:
-            self._rollout.announce_weights(version)
+            sent = sum(self._rollout.announce_weights(version))
         self._learns_from = self.published
         self.published += 1
         self._numbers[version] = self.published

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
@@ -84,7 +84,7 @@ CLASH_PREFIX = "extra/"
 
 def write_rollouts(path: Path, batch: DataProto, tokenizer: Any, *, step: int) -> None:
     """One row per trajectory."""
-    write_table(path, Rollouts.of(batch, step=step).table(tokenizer))
+    write_table(path, rollout_table(batch, tokenizer, step=step))
 
 
 def write_table(path: Path, table: Any) -> None:
@@ -105,73 +105,75 @@ def is_temporary(path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Rollouts:
-    """The trajectories of a step, copied out of its batch; only their texts are still to be decoded."""
+def rollout_table(batch: DataProto, tokenizer: Any, *, step: int, temporary: bool = False) -> Any:
+    """The Arrow table of a step in the order of `SCHEMA`, with its version.
 
-    columns: dict[str, Any]
-    """Arrow arrays by name."""
-    spans: Sequence[Any]
-    """What the loop said about the turns of each row, or None."""
+    It is made beside the next step: loops in Python, which hold that up, are over rows and not over tokens.
+    """
+    import pyarrow as pa
 
-    @classmethod
-    def of(cls, batch: DataProto, *, step: int) -> Rollouts:
-        import pyarrow as pa
+    columns = _columns(batch, step)
+    _add_extras(columns, batch)
+    prompts, responses = (_rows(columns[name]) for name in ("prompt_ids", "response_ids"))
+    masks = _rows(columns["response_mask"])
+    spans = batch.non_tensor_batch.get(TURN_SPANS, [None for _ in prompts])
+    turns = [_turns_as_json(*row, tokenizer) for row in zip(responses, masks, spans, strict=True)]
+    columns["prompt_text"] = _texts(_decoded(prompts, tokenizer))
+    columns["response_text"] = _texts(_decoded(responses, tokenizer))
+    columns["turns"] = _texts(turns)
+    names = [*SCHEMA, *(name for name in columns if name not in SCHEMA)]
+    metadata = {SCHEMA_KEY: str(SCHEMA_VERSION)} | ({TEMPORARY_KEY: "1"} if temporary else {})
+    return pa.table({n: columns[n] for n in names}).replace_schema_metadata(metadata)
 
-        tensors, facts = batch.batch, batch.non_tensor_batch
-        rows, nothing = len(batch), [None for _ in range(len(batch))]
-        width = tensors["prompts"].shape[1]
-        attention = tensors["attention_mask"].cpu()
-        in_prompt = _Places.of(attention[:, :width].bool())
-        length = torch.arange(attention.shape[1] - width)
-        in_response = _Places.of(length < attention[:, width:].sum(1)[:, None])
-        columns: dict[str, Any] = {
-            "step": pa.array(np.full(rows, step), pa.int64()),
-            "prompt_ids": _ragged(tensors["prompts"], in_prompt, "prompt_ids"),
-            "response_ids": _ragged(tensors["responses"], in_response, "response_ids"),
-            "score": pa.nulls(rows, pa.float64()),
-            "reward_baseline": pa.nulls(rows, pa.float64()),
-        }
-        if batch.has_column("token_level_scores"):
-            totals = tensors["token_level_scores"].sum(-1).double()
-            columns["score"] = pa.array(totals.cpu().numpy())
-        if batch.has_column("reward_baselines"):
-            columns["reward_baseline"] = pa.array(tensors["reward_baselines"].double().numpy())
-        truths = [(m or {}).get("ground_truth") for m in facts.get("reward_model", nothing)]
-        columns["ground_truth"] = _texts(map(_as_json, truths))
-        parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
-        for name in [*SCHEMA, *parts]:
-            if name in columns or name in _DECODED:
-                continue
-            if batch.has_column(name) and name not in facts:
-                columns[name] = _ragged(tensors[name], in_response, name)
-            else:
-                values = [_value(name, v) for v in facts.get(name, nothing)]
-                columns[name] = pa.array(values, type=_arrow_type(name))
-        _add_extras(columns, batch)
-        return cls(columns, list(facts.get(TURN_SPANS, nothing)))
 
-    def table(self, tokenizer: Any, *, temporary: bool = False) -> Any:
-        """The Arrow table in the order of `SCHEMA`, with its version."""
-        import pyarrow as pa
+def _columns(batch: DataProto, step: int) -> dict[str, Any]:
+    """Arrow arrays of the schema, but for texts, and of the reward parts."""
+    import pyarrow as pa
 
-        prompts = self.columns["prompt_ids"].to_pylist()
-        responses = self.columns["response_ids"].to_pylist()
-        decoded = {
-            "prompt_text": _texts(_decoded(prompts, tokenizer)),
-            "response_text": _texts(_decoded(responses, tokenizer)),
-            "turns": _texts(self._turns(responses, tokenizer)),
-        }
-        names = [*SCHEMA, *(name for name in self.columns if name not in SCHEMA)]
-        arrays = {name: decoded.get(name, self.columns.get(name)) for name in names}
-        metadata = {SCHEMA_KEY: str(SCHEMA_VERSION)} | ({TEMPORARY_KEY: "1"} if temporary else {})
-        return pa.table(arrays).replace_schema_metadata(metadata)
+    tensors, facts = batch.batch, batch.non_tensor_batch
+    rows, nothing = len(batch), [None for _ in range(len(batch))]
+    width = tensors["prompts"].shape[1]
+    attention = tensors["attention_mask"].cpu().numpy()
+    in_prompt = _Places.of(attention[:, :width] != 0)
+    length = np.arange(attention.shape[1] - width)
+    in_response = _Places.of(length < attention[:, width:].sum(1)[:, None])
+    columns: dict[str, Any] = {
+        "step": pa.array(np.full(rows, step), pa.int64()),
+        "prompt_ids": _ragged(tensors["prompts"], in_prompt, "prompt_ids"),
+        "response_ids": _ragged(tensors["responses"], in_response, "response_ids"),
+        "score": pa.nulls(rows, pa.float64()),
+        "reward_baseline": pa.nulls(rows, pa.float64()),
+    }
+    if batch.has_column("token_level_scores"):
+        columns["score"] = pa.array(_array(tensors["token_level_scores"].sum(-1)).astype(float))
+    if batch.has_column("reward_baselines"):
+        columns["reward_baseline"] = pa.array(_array(tensors["reward_baselines"]).astype(float))
+    truths = [(m or {}).get("ground_truth") for m in facts.get("reward_model", nothing)]
+    columns["ground_truth"] = _texts(map(_as_json, truths))
+    parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
+    for name in [*SCHEMA, *parts]:
+        if name in columns or name in _DECODED:
+            continue
+        if batch.has_column(name) and name not in facts:
+            columns[name] = _ragged(tensors[name], in_response, name)
+        elif name in facts:
+            columns[name] = _fact_column(name, facts[name])
+        else:
+            columns[name] = pa.nulls(rows, _arrow_type(name))
+    return columns
 
-    def _turns(self, responses: Sequence[list[int]], tokenizer: Any) -> Iterable[str | None]:
-        masks = self.columns["response_mask"].to_pylist()
-        for ids, mask, spans in zip(responses, masks, self.spans, strict=True):
-            turns = turns_of(ids, mask or [], spans, tokenizer)
-            yield _as_json(turns) if len(turns) > 1 else None
+
+def _fact_column(name: str, values: np.ndarray) -> Any:
+    import pyarrow as pa
+
+    if name in JSON_COLUMNS:
+        # Rows of one prompt share the row's own values: each is written once.
+        texts = {id(value): _writable(_as_json(value)) for value in values}
+        return pa.array([texts[id(value)] for value in values], pa.string())
+    try:
+        return pa.array(values, type=_arrow_type(name))
+    except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
+        return pa.array([_value(name, v) for v in values], type=_arrow_type(name))
 
 
 _DECODED = ("prompt_text", "response_text", "turns")
@@ -185,6 +187,16 @@ _MADE_HERE = (
     "ground_truth",
 )
 """Columns of the schema that are no columns of the batch."""
+
+
+def _turns_as_json(
+    ids: Sequence[int], mask: np.ndarray | None, spans: Any, tokenizer: Any
+) -> str | None:
+    """The turns of a response; None for a response of one."""
+    if spans is None and (mask is None or mask.all()):
+        return None
+    turns = turns_of(ids, () if mask is None else mask.tolist(), spans, tokenizer)
+    return _as_json(turns) if len(turns) > 1 else None
 
 
 def turns_of(
@@ -242,25 +254,38 @@ def _add_extras(columns: dict[str, Any], batch: DataProto) -> None:
 class _Places:
     """Where the tokens of each row lie in a padded tensor [B, T]."""
 
-    index: torch.Tensor
+    index: np.ndarray
     """Into the flattened tensor."""
     offsets: np.ndarray
     """Of each row's first token among all, and the end."""
 
     @classmethod
-    def of(cls, inside: torch.Tensor) -> _Places:
-        ends = inside.sum(1).cumsum(0).numpy()
-        return cls(inside.flatten().nonzero().flatten(), np.concatenate([[0], ends]))
+    def of(cls, inside: np.ndarray) -> _Places:
+        return cls(np.flatnonzero(inside), np.concatenate([[0], inside.sum(1).cumsum()]))
 
 
-def _ragged(values: torch.Tensor, places: _Places, name: str) -> Any:
+def _ragged(values: Tensor, places: _Places, name: str) -> Any:
     """An Arrow list per row: the values at the places."""
     import pyarrow as pa
 
-    flat = values.cpu().flatten().index_select(0, places.index)
-    flat = flat.float() if flat.is_floating_point() else flat.long()
-    items = pa.array(flat.numpy()).cast(_arrow_type(name).value_type)
-    return pa.ListArray.from_arrays(pa.array(places.offsets, pa.int32()), items)
+    items = pa.array(_array(values).reshape(-1).take(places.index))
+    kind = _arrow_type(name)
+    return pa.ListArray.from_arrays(
+        pa.array(places.offsets, pa.int32()), items.cast(kind.value_type)
+    )
+
+
+def _array(values: Tensor) -> np.ndarray:
+    values = values.detach().cpu()
+    array: np.ndarray = (values.float() if values.is_floating_point() else values.long()).numpy()
+    return array
+
+
+def _rows(column: Any) -> list[Any]:
+    """The rows of a list column as numpy arrays; None where it is null."""
+    if column.null_count:
+        return [None if row is None else np.array(row) for row in column.to_pylist()]
+    return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
 
 
 def _arrow_type(name: str) -> Any:
@@ -279,19 +304,19 @@ def _texts(texts: Iterable[str | None]) -> Any:
     return pa.array([_writable(text) for text in texts], pa.string())
 
 
-def _decoded(rows: Sequence[list[int]], tokenizer: Any) -> list[str]:
-    """The text of each row; rows of one prompt are decoded once."""
-    texts: dict[tuple[int, ...], str] = {}
-    keys = [tuple(ids) for ids in rows]
+def _decoded(rows: Sequence[np.ndarray], tokenizer: Any) -> list[str]:
+    """The text of each row; equal rows are decoded once."""
+    texts: dict[bytes, str] = {}
+    # transformers looks at each number of a list, in Python; an array it takes as it is.
+    takes_arrays = getattr(tokenizer, "is_fast", False)
+    keys = [ids.tobytes() for ids in rows]
     for key, ids in zip(keys, rows, strict=True):
         if key not in texts:
-            texts[key] = tokenizer.decode(ids)
+            texts[key] = tokenizer.decode(ids if takes_arrays else ids.tolist())
     return [texts[key] for key in keys]
 
 
 def _value(name: str, value: Any) -> Any:
-    if name in JSON_COLUMNS:
-        return _writable(_as_json(value))
     if value is None:
         return None
     if SCHEMA.get(name) == "string":

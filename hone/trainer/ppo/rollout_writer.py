@@ -16,11 +16,12 @@ from hone.config.trainer import TrainerConfig
 from hone.protocol import DataProto
 from hone.tracking import RunFolder
 from hone.tracking.run_folder import step_files
-from hone.trainer.ppo.rollout_file import Rollouts, is_temporary, write_table
+from hone.trainer.ppo.rollout_file import is_temporary, rollout_table, write_table
 
 
 class RolloutWriter:
-    """Copies what a step's file needs, then decodes and writes it in a thread, one file at a time."""
+    """Makes and writes the file of a step in a thread, one at a time; a batch that is handed over stays as
+    it is."""
 
     def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Any) -> None:
         self._all_steps = trainer.rollout_data_dir
@@ -38,7 +39,9 @@ class RolloutWriter:
         if not self._all_steps and self._keep == 0:
             return
         self.flush()
-        self._pending = self._thread.submit(self._write, Rollouts.of(batch, step=step), step)
+        columns = batch.batch.clone(recurse=False)
+        taken = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
+        self._pending = self._thread.submit(self._write, taken, step)
 
     def flush(self) -> None:
         """Wait for the last file: it is on the disk before the checkpoint of its step counts."""
@@ -57,10 +60,10 @@ class RolloutWriter:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _write(self, rollouts: Rollouts, step: int) -> None:
+    def _write(self, batch: DataProto, step: int) -> None:
         if self._own_tokenizer is None:
             self._own_tokenizer = _copied(self._tokenizer)
-        table = rollouts.table(self._own_tokenizer, temporary=not self._all_steps)
+        table = rollout_table(batch, self._own_tokenizer, step=step, temporary=not self._all_steps)
         write_table(self._folder / f"step_{step}.parquet", table)
         if not self._all_steps:
             self._remove_old(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.protocol import DataProto
-from hone.trainer.ppo.rollout_file import Rollouts
+from hone.trainer.ppo.rollout_file import rollout_table
 
 _SHOWN = ("data_source", "prompt_text", "response_text", "ground_truth", "score")
 
@@ -13,7 +13,5 @@ _SHOWN = ("data_source", "prompt_text", "response_text", "ground_truth", "score"
 def sample_rows(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str, Any]]:
     """The first `count` rows: the same prompts in every validation."""
     first = batch.select_idxs(list(range(min(count, len(batch)))))
-    rows: list[dict[str, Any]] = (
-        Rollouts.of(first, step=0).table(tokenizer).select(_SHOWN).to_pylist()
-    )
+    rows: list[dict[str, Any]] = rollout_table(first, tokenizer, step=0).select(_SHOWN).to_pylist()
     return rows

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hone.agents.collate import LOOP_SCORE
+from hone.agents.contract import LOOPS
 from hone.agents.loops.listing import LoopNames
 from hone.columns import COLUMNS, declared, reward_column, row_may_bring, write
 from hone.config import PPOTrainerConfig
@@ -23,6 +24,7 @@ from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
 from hone.rewards.scores.table import UnknownSourceError
+from hone.rollout.build import ENGINES
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 FAILURE = "reward_failure"
@@ -37,13 +39,14 @@ _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 def check_rows(
     reward_fn: Any, dataset: Any, config: PPOTrainerConfig, *, is_by_table: bool = False
 ) -> None:
-    """Stop before the first step where rows bring a column of ours, name a loop that is not known,
-    or have a source without a score. `is_by_table`: only the manager of training was given."""
+    """Stop before the first step where rows bring a column of ours, images, name a loop that is not
+    known, or have a source without a score. `is_by_table`: only the manager of training was given."""
     if not hasattr(dataset, "store"):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
     check_columns(dataset.store, config.data.prompt_key)
     check_loops(dataset, loops)
+    check_media(dataset, config, default_loop=loops.default)
     try:
         check_sources(reward_fn, dataset, default_loop=loops.default)
     except UnknownSourceError as error:
@@ -63,6 +66,26 @@ def check_loops(dataset: Any, loops: LoopNames) -> None:
             known.add(name)
         except PluginError as error:
             raise DataError(f"{dataset.store.where(position)}: {error}") from error
+
+
+def check_media(dataset: Any, config: PPOTrainerConfig, *, default_loop: str) -> None:
+    """Rows with images, videos or audio are refused: our engines and loops read text alone."""
+    keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
+    kept = set(dataset.positions)
+    own_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
+    for position, row in enumerate(dataset.store.scan((*keys, "agent_name"))):
+        media = [key for key in keys if _is_filled(row.get(key))]
+        own_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
+        if position in kept and media and not (own_engine and own_loop):
+            raise DataError(
+                f"{dataset.store.where(position)}: column {media[0]!r} is filled, and no vision model "
+                "is built here; leave such rows or the column out, or name an agent loop and a rollout "
+                "engine of your own that read it"
+            )
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
 def check_columns(store: Any, prompt_key: str) -> None:

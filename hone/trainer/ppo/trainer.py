@@ -21,13 +21,12 @@ from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_train_loader, create_val_loader, training_rows
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
-from hone.rollout.build import refuse_inexact
 from hone.tracking import RunFolder, Timers, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics, roles
-from hone.trainer.ppo.balance import balance
+from hone.trainer.ppo.balance import balance, refuse_uneven
 from hone.trainer.ppo.collect import DynamicSampling, filtered
 from hone.trainer.ppo.group_signal import GroupSignal
 from hone.trainer.ppo.memory import collector_spared, memory_explained
@@ -103,13 +102,12 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Start every role and load its model."""
-        policy = self.config.actor_rollout_ref
-        refuse_inexact(policy.rollout, policy.model.path)
         groups = roles.start_workers(
             self.config, self.roles, self.pools, self.group_cls, self._running
         )
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
+        refuse_uneven(self.config, self.actor.data_parallel_size)
         self.critic = groups.get(Role.Critic)
         self.reward_model = groups.get(Role.RewardModel)
         rollout = self.config.actor_rollout_ref.rollout
@@ -223,9 +221,7 @@ class PPOTrainer:
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
         """Finished groups: so many, or all that were submitted."""
         with self.phase(phase):
-            batch = self.source.take(n_groups)
-        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        return batch
+            return self.source.take(n_groups)
 
     def score(self, batch: DataProto) -> DataProto:
         """Each reward part in its own column; `token_level_scores` is their configured sum."""
@@ -242,8 +238,9 @@ class PPOTrainer:
         credit.derive(batch, self.plan.columns)
         if self.plan.log_prob_pass:
             with self.phase("old_log_prob"):
-                batch.meta_info["with_sum_pi_squared"] = self.plan.sum_pi_squared
-                computed = self.actor.compute_log_prob(batch)
+                computed = self.actor.compute_log_prob(
+                    batch, with_sum_pi_squared=self.plan.sum_pi_squared
+                )
                 if not self.plan.old_log_probs:
                     computed.pop(batch_keys=["old_log_probs"])
                 batch = batch.union(computed)
@@ -279,7 +276,7 @@ class PPOTrainer:
             drawn = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
             shared, spread = balance(
                 drawn,
-                ranks=self.actor.world_size,
+                ranks=self.actor.data_parallel_size,
                 rows_per_update=self.plan.rows_per_update,
                 by_length=trainer.balance_batch,
             )
@@ -292,11 +289,11 @@ class PPOTrainer:
         if self.plan.critic:
             with self.phase("update_critic"):
                 assert self.critic is not None
-                out = self.critic.update_critic(batch)
+                out = self.critic.update_critic(batch, step_rows=len(batch))
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                out = self.actor.update_actor(batch)
+                out = self.actor.update_actor(batch, step_rows=len(batch))
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
             measured |= self.publish()
         self.skipped_updates.check(measured, self.global_step)

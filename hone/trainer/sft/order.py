@@ -9,7 +9,17 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from hone.config import ConfigError
 from hone.data.rows import DataError
+
+
+def refuse_uneven(rows: int, ranks: int) -> None:
+    """Each update is shared out evenly."""
+    if rows % ranks:
+        raise ConfigError(
+            f"data.train_batch_size={rows} is not divisible by {ranks} data-parallel ranks; "
+            f"use {rows // ranks * ranks or ranks} or {(rows // ranks + 1) * ranks}"
+        )
 
 
 def batches_in(rows: int, batch_rows: int) -> int:

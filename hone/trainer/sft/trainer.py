@@ -13,7 +13,7 @@ from hone.engine.contract import TrainEngine
 from hone.ops.balancing import get_seqlen_balanced_partitions
 from hone.protocol import DataProto
 from hone.trainer.ranks import sum_over_ranks
-from hone.trainer.sft.order import RowOrder
+from hone.trainer.sft.order import RowOrder, refuse_uneven
 from hone.trainer.sft.prefetch import EncodedRow, EncodedRows, RowsAhead
 from hone.workers.objectives import SupervisedObjective
 
@@ -44,6 +44,7 @@ class SFTTrainer:
         shuffle: bool = True,
         balance_tokens: bool = True,
     ) -> None:
+        refuse_uneven(batch_rows, engine.mesh.data_parallel_size)
         self.engine = engine
         self._rows = RowsAhead(rows)
         self._pad = pad_token_id
@@ -89,7 +90,7 @@ class SFTTrainer:
             mine = list(numbers[rank::ranks])
             batch = collate([rows[i] for i in mine or [start]], self._pad)
             log_probs = self.engine.infer(batch, **SupervisedObjective().options)["log_probs"]
-            if mine:
+            if mine and mesh.collects:
                 mask = batch.batch["response_mask"]
                 total -= float((log_probs.double() * mask).sum())
                 tokens += float(mask.sum())

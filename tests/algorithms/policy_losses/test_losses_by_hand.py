@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hone.algorithms.policy_losses import get_policy_loss_fn
+from hone.algorithms.policy_losses.policy_loss import Tokens
+from hone.config import load_config
 
 CFG = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
 
@@ -284,3 +286,19 @@ def test_loss_scale_factor_of_the_config_reaches_the_aggregation():
     args = (torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2))
     loss, _ = get_policy_loss_fn("vanilla")(*args, "seq-mean-token-sum-norm", cfg)
     assert loss.item() == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bounds"),
+    [
+        ([], (0.2, 0.2)),
+        (["clip_ratio=0.3"], (0.3, 0.3)),
+        (["clip_ratio_high=0.28"], (0.2, 0.28)),
+        (["clip_ratio_low=0.1"], (0.1, 0.2)),
+    ],
+)
+def test_clip_ratio_works_alone_and_under_low_and_high(overrides, bounds):
+    config = load_config([f"actor_rollout_ref.actor.{o}" for o in overrides])
+    zeros = torch.zeros(1, 1)
+    tokens = Tokens(zeros, zeros, zeros, zeros.bool(), config.actor_rollout_ref.actor)
+    assert tokens.clip_bounds() == bounds

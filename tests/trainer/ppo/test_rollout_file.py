@@ -68,14 +68,24 @@ def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], 
     from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
     from hone.models.policy import PolicyModel
     from hone.rollout.build import build_rollout
-    from hone.rollout.contract import Sampling
+    from hone.rollout.contract import RolloutSpec, Sampling
 
     run = train("trainer.total_training_steps=1")
     config = load_config(task.overrides(run.folder)).actor_rollout_ref.rollout
     tokenizer = load_tokenizer(str(task.model))
     lm = load_causal_lm(str(task.model), dtype=torch.float32)
     ends = eos_ids(lm.config, lm.generation_config, tokenizer)
-    engine = build_rollout(config, PolicyModel(lm), tokenizer, ends, torch.device("cpu"))
+    engine = build_rollout(
+        RolloutSpec(
+            config,
+            model_path=str(task.model),
+            load_policy=lambda: PolicyModel(lm),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            tokenizer=tokenizer,
+            eos_ids=tuple(ends),
+        )
+    )
     for row in run.rollouts(1):
         sampling = Sampling(max_tokens=6, seed=row["seed"], temperature=1.0)
         out = run_beside(engine, engine.generate(row["prompt_ids"], sampling, row["trajectory_id"]))

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from hone.config import load_config
+from hone.data.dataset import RLHFDataset
 from hone.data.rows import BadRows, DataError, read_rows, write_parquet
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
-from hone.trainer.ppo.scoring import check_columns, score_parts
+from hone.trainer.ppo.scoring import check_columns, check_media, score_parts
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from .. import rewards
@@ -310,3 +311,45 @@ def test_a_reward_model_may_be_the_only_judge(train: Callable[..., Run], judge: 
     )
     for row in run.rollouts(2):
         assert row["score"] == pytest.approx(sum(row["reward/model"]), abs=1e-6)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("column", ["images", "videos", "audios"])
+def test_rows_with_pictures_are_refused_before_models_load(
+    tmp_path: Path, suffix: str, column: str
+) -> None:
+    """Also through an own loop or an own engine alone; both together may read them."""
+    rows = [task_row(i, 1) for i in range(3)]
+    for row in rows:
+        row[column] = None if row is rows[0] else []
+    rows[2][column] = [{"bytes": "png", "path": None}]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        write_parquet(rows, path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine, own = "actor_rollout_ref.rollout.name=my_pkg:Engine", loop("TwoTurns")
+    tokenizer = character_tokenizer(ALPHABET)
+    for settings, refused in (
+        ((), True),
+        ((own,), True),
+        ((engine,), True),
+        ((own, engine), False),
+    ):
+        config = load_config([f"data.train_files={path}", "data.prompt_format=raw", *settings])
+        dataset = RLHFDataset(str(path), tokenizer, config.data)
+        default = config.actor_rollout_ref.rollout.agent.default_agent_loop
+        if refused:
+            with pytest.raises(DataError, match=f"row 2: column '{column}' is filled.*vision"):
+                check_media(dataset, config, default_loop=default)
+        else:
+            check_media(dataset, config, default_loop=default)
+
+
+def test_a_run_over_rows_with_pictures_does_not_start(
+    train: Callable[..., Run], task: Task, tmp_path: Path
+) -> None:
+    path = tmp_path / "pictures.jsonl"
+    path.write_text((json.dumps({**task_row(0, 1), "images": ["a.png"]}) + "\n") * 4)
+    with pytest.raises(Exception, match="no vision model is built"):
+        train(f"data.train_files={path}")

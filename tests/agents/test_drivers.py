@@ -1,0 +1,156 @@
+"""Which thread decodes changes no bit: the caller's or one of the runner's own, loops of 1, 2 and 5 turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
+from hone.agents.runner import FinishedGroup, LoopRunner
+from hone.event_loop import run_to_end
+from hone.models.policy import PolicyModel
+from hone.models.tiny import tiny_lm
+from hone.protocol import DataProto
+from hone.rollout.native.core import NativeCore
+from hone.rollout.native.engine import NativeRollout
+
+PROMPTS = ["1+1=", "what is 7 times 8?", "x", "abc", "zz top"]
+SAMPLES = 3
+DEADLINE_S = 120.0
+
+
+class TurnsLoop(AgentLoopBase):
+    """As many turns as the row says; odd prompts write longer turns than even ones."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt, response, mask, log_probs = self.prompt_ids(row), [], [], []
+        for turn in range(row["turns"]):
+            out = await self.server_manager.generate(
+                prompt_ids=prompt + response,
+                sampling_params={**sampling_params, "max_tokens": 3 + turn + len(prompt) % 2},
+            )
+            response += [*out.token_ids, 5]
+            mask += [1] * len(out.token_ids) + [0]
+            log_probs += [*out.log_probs, 0.0]
+        return AgentLoopOutput(prompt, response, mask, log_probs, num_turns=2 * row["turns"])
+
+
+LOOPS.add("turns_for_test", TurnsLoop)
+Runner = Callable[..., Any]
+
+
+@pytest.fixture
+def running(runner: Runner, tokenizer: Any) -> Callable[[], Any]:
+    lm = tiny_lm(len(tokenizer), hidden=32, mlp=64)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6.0)
+
+    @contextmanager
+    def build() -> Iterator[LoopRunner]:
+        core = NativeCore(
+            PolicyModel(lm.eval()),
+            eos_ids=(tokenizer.eos_token_id,),
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            tokenizer=tokenizer,
+        )
+        engine = NativeRollout(core)
+        lengths = ("data.max_response_length=60", "data.max_prompt_length=24")
+        built: LoopRunner = runner(engine, *lengths)
+        yield built
+        built.close()
+        run_to_end(engine.close())
+
+    return build
+
+
+@pytest.fixture
+def submission(rows: Callable[..., DataProto]) -> Callable[[int], DataProto]:
+    def build(turns: int) -> DataProto:
+        order = range(SAMPLES * len(PROMPTS))
+        return rows(
+            [PROMPTS[i // SAMPLES] for i in order],
+            uid=[f"{turns} turns, p{i // SAMPLES}" for i in order],
+            sample_index=[i % SAMPLES for i in order],
+            agent_name=["turns_for_test"] * len(order),
+            turns=[turns] * len(order),
+        )
+
+    return build
+
+
+def bits(groups: list[FinishedGroup]) -> dict[str, list[Any]]:
+    """Tokens, masks and log-probs of each group."""
+    return {
+        group.uid: [(o.response_ids, o.response_mask, o.response_logprobs) for o in group.outputs]
+        for group in groups
+    }
+
+
+def taken(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
+    """So many groups of a runner that has a thread of its own, a few at a time."""
+    found: list[FinishedGroup] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found) < groups and time.monotonic() < deadline:
+        found += runner.finished(1, 5.0)
+    return found
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_both_drivers_give_the_same_bits(
+    running: Callable[[], Any], submission: Callable[[int], DataProto], turns: int
+) -> None:
+    with running() as here:
+        here.submit(submission(turns))
+        here.run_until(lambda: here.ready() == len(PROMPTS))
+        expected = bits(here.finished())
+    with running() as apart:
+        apart.start()
+        apart.submit(submission(turns))
+        found = bits(taken(apart, len(PROMPTS)))
+    assert found == expected
+    assert len(expected) == len(PROMPTS)
+
+
+def test_submissions_that_overlap_give_what_they_give_one_by_one(
+    running: Callable[[], Any], submission: Callable[[int], DataProto]
+) -> None:
+    with running() as one_by_one:
+        expected: dict[str, list[Any]] = {}
+        for turns in (1, 2, 5):
+            one_by_one.submit(submission(turns))
+            one_by_one.run_until(lambda: False)  # until no loop runs
+            expected |= bits(one_by_one.finished())
+    with running() as here:
+        for turns in (5, 1, 2):
+            here.submit(submission(turns))
+        here.run_until(lambda: False)
+        assert bits(here.finished()) == expected
+    with running() as apart:
+        apart.start()
+        for turns in (2, 5, 1):
+            apart.submit(submission(turns))
+        assert bits(taken(apart, 3 * len(PROMPTS))) == expected
+
+
+def test_the_rest_goes_on_after_some_groups_were_taken(
+    running: Callable[[], Any], submission: Callable[[int], DataProto]
+) -> None:
+    with running() as runner:
+        runner.submit(submission(2))
+        runner.run_until(lambda: False)
+        expected = bits(runner.finished())
+    with running() as runner:
+        runner.submit(submission(2))
+        found: list[FinishedGroup] = []
+        while runner.pending():
+            runner.run_until(lambda: runner.ready() >= 1)
+            found += runner.finished(1)
+    assert bits(found) == expected
