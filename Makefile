@@ -12,10 +12,12 @@ PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 
 setup: $(STAMP) system
 
-# torch first and pinned: a looser requirement pulls gigabytes of CUDA packages.
+# torch first, because only its index may differ. On Linux the wheel of pip's default index brings CUDA's
+# libraries, some 5 GB; TORCH_INDEX=URL of PyTorch's CPU index takes the one without them (docs/install.md).
+TORCH_INDEX ?=
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 

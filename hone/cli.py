@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, text) in PROGRAMS.items():
         verbs.add_parser(name, help=text, add_help=False)
     _add_quickstart(verbs)
+    _add_recipes(verbs)
     _add_data(verbs)
     _add_model(verbs)
     _add_config(verbs)
@@ -100,6 +101,13 @@ def _add_quickstart(verbs: Any) -> None:
     added.set_defaults(takes_more=True)
     added.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
     added.add_argument("--out", default="quickstart", help="folder to write to")
+
+
+def _add_recipes(verbs: Any) -> None:
+    text = "list the recipes and examples of this package, or copy one"
+    added = _verb(verbs, "recipes", _recipes, text)
+    added.add_argument("name", nargs="?", metavar="NAME", help="which to copy; none lists them")
+    added.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
 
 
 def _add_data(verbs: Any) -> None:
@@ -212,6 +220,15 @@ def _quickstart(chosen: Any, rest: list[str]) -> None:
     from hone.trainer.quickstart import main as quickstart
 
     quickstart(out=chosen.out, seed=chosen.seed, extra=rest)
+
+
+def _recipes(chosen: Any, rest: list[str]) -> None:
+    from hone.trainer.recipes import copy_recipe, listing
+
+    if chosen.name is None:
+        _say("\n".join(listing()))
+    else:
+        _say(f"wrote {copy_recipe(chosen.name, chosen.out)}")
 
 
 def _data_prepare(chosen: Any, rest: list[str]) -> None:

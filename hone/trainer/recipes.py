@@ -1,0 +1,65 @@
+"""`hone recipes`: the recipes and examples that come with the package, listed and copied.
+
+In a clone they lie beside the package, in an installed wheel inside it (setup.py puts them there).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import hone
+from hone.config.errors import ConfigError, did_you_mean, nearest
+
+SHIPPED = "shipped"
+EXAMPLES = "examples"
+_EXAMPLES_TITLE = "Plug-ins of your own: a reward manager, an agent loop, data preparation"
+
+
+def shipped_folder() -> Path:
+    """The folder that holds `recipes` and `examples`."""
+    package = Path(hone.__file__).resolve().parent
+    if (package / SHIPPED).is_dir():
+        return package / SHIPPED
+    if (package.parent / "pyproject.toml").is_file():
+        return package.parent
+    raise ConfigError(
+        f"{package} came without recipes; install the wheel, or run from a clone of the repository"
+    )
+
+
+def recipes() -> dict[str, Path]:
+    """Folder by name."""
+    root = shipped_folder()
+    folders = {p.parent.name: p.parent for p in sorted((root / "recipes").glob("*/README.md"))}
+    return folders | {EXAMPLES: root / EXAMPLES}
+
+
+def listing() -> list[str]:
+    """One line per recipe: its name, and the title of its README."""
+    folders = recipes()
+    width = max(map(len, folders))
+    return [f"{name:<{width}}  {_title(folder)}" for name, folder in folders.items()]
+
+
+def copy_recipe(name: str, out: str | None = None) -> Path:
+    """Copy a recipe to `out`, or to where its own commands look for it: `recipes/NAME`; the folder."""
+    folders = recipes()
+    if name not in folders:
+        hint = did_you_mean(nearest(name, folders))
+        raise ConfigError(f"there is no recipe {name!r}.{hint} Use {', '.join(folders)}")
+    usual = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
+    target = Path(out).expanduser() if out else usual
+    if target.exists():
+        raise ConfigError(
+            f"{target} is there already; name another folder: hone recipes {name} OUT"
+        )
+    shutil.copytree(folders[name], target, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+def _title(folder: Path) -> str:
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return _EXAMPLES_TITLE
+    return readme.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
