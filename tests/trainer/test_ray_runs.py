@@ -176,3 +176,45 @@ def test_four_ranks_of_two_slots_have_the_metrics_of_two_ranks(train: Callable[.
     assert two.series("actor/grad_norm") != [0.0, 0.0]
     assert four.numbers == two.numbers
     assert four.rollouts(2) == two.rollouts(2)
+
+
+APART = ("actor_rollout_ref.hybrid_engine=false", "ray_kwargs.ray_init.num_cpus=3")
+
+
+@pytest.mark.parametrize("adapters", [0, 4])
+def test_a_rollout_pool_of_its_own_gives_the_numbers_of_a_shared_one(
+    train: Callable[..., Run], adapters: int
+) -> None:
+    lora = f"actor_rollout_ref.model.lora_rank={adapters}"
+    together = train(lora, "trainer.controller=local", folder="together")
+    apart = train(lora, *APART, folder="apart")
+    sent = apart.series("perf/weight_bytes")
+    assert len(set(sent)) == 1
+    assert sent[0] > 0
+    assert set(together.series("perf/weight_bytes")) == {0.0}
+    keys = ("perf/weight_bytes",)
+    assert [_without(line, keys) for line in apart.numbers] == [
+        _without(line, keys) for line in together.numbers
+    ]
+    assert apart.rollouts(2) == together.rollouts(2)
+
+
+def _without(line: dict[str, object], keys: tuple[str, ...]) -> dict[str, object]:
+    return {name: value for name, value in line.items() if name not in keys}
+
+
+def test_groups_of_very_different_length_on_two_ranks_wait_for_nothing_but_each_other(
+    train: Callable[..., Run],
+) -> None:
+    uneven = (
+        "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:TwentyFold",
+        "data.max_response_length=20",
+        "data.shuffle=false",
+    )
+    one = train(*uneven, "trainer.controller=local", folder="one")
+    two = train(*uneven, *TWO_RANKS, folder="two")
+    lengths = [len(row["response_ids"]) for row in two.rollouts(1)]
+    assert (min(lengths), max(lengths)) == (1, 20)
+    assert [row["response_ids"] for row in two.rollouts(1)] == [
+        row["response_ids"] for row in one.rollouts(1)
+    ]

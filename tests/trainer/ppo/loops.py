@@ -54,3 +54,28 @@ class SaysMore(TwoTurns):
             "turn_scores": [0.5, None],
         }
         return output
+
+
+class ByLength(AgentLoopBase):
+    """Rows of an odd index get six tokens, the others one."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt = self.prompt_ids(row)
+        length = 1 + 5 * (row["extra_info"]["index"] % 2)
+        out = await self.server_manager.generate(
+            prompt_ids=prompt, sampling_params={**sampling_params, "max_tokens": length}
+        )
+        tokens = len(out.token_ids)
+        return AgentLoopOutput(prompt, out.token_ids, [1] * tokens, out.log_probs, num_turns=2)
+
+
+class TwentyFold(AgentLoopBase):
+    """The first half of the rows gets one token each, the other half twenty."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt = self.prompt_ids(row)
+        length = 20 if row["extra_info"]["index"] % 4 >= 2 else 1
+        params = {**sampling_params, "max_tokens": length, "ignore_eos": True}
+        out = await self.server_manager.generate(prompt_ids=prompt, sampling_params=params)
+        tokens = len(out.token_ids)
+        return AgentLoopOutput(prompt, out.token_ids, [1] * tokens, out.log_probs, num_turns=2)
