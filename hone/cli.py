@@ -340,7 +340,7 @@ def _model_get(chosen: Any, rest: list[str]) -> None:
 
 def _config_show(chosen: Any, rest: list[str]) -> None:
     from hone.config.commands import show
-    from hone.trainer.main_ppo import plan_checks
+    from hone.trainer.command_line import plan_checks
 
     _say(
         show(
@@ -362,7 +362,7 @@ def _config_explain(chosen: Any, rest: list[str]) -> None:
 
 def _config_check(chosen: Any, rest: list[str]) -> int:
     from hone.config.commands import check
-    from hone.trainer.main_ppo import plan_checks
+    from hone.trainer.command_line import plan_checks
 
     outcomes = [check(file, plan_checks) for file in chosen.files]
     for _, text in outcomes:

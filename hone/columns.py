@@ -7,6 +7,7 @@ batch itself (hone.protocol): any object with `has_column`, `column` and `set_co
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -318,6 +319,13 @@ def write(batch: DataProto, name: str, value: Any) -> None:
                 f"column {name!r} ({column.meaning}) is {column.dtype} {column.shape}; {problem}"
             )
     batch.set_column(name, value)
+
+
+def adopt(batch: DataProto, result: DataProto, names: Iterable[str] | None = None) -> None:
+    """Write the columns that a worker returned, or those of them that are named."""
+    kept = result.column_names() if names is None else [n for n in names if result.has_column(n)]
+    for name in kept:
+        write(batch, name, result.column(name))
 
 
 def _mismatch(column: Column, value: Any) -> str | None:

@@ -231,7 +231,9 @@ def played(answers: list[str], *overrides: str) -> tuple[str, str]:
     }
     rows = DataProto(batch=None, non_tensor_batch=collate_fn([row]))
     rows.meta_info["sampling_params"] = {"temperature": 1.0}
-    (output,) = runner.run(rows)
+    runner.submit(rows)
+    runner.run_until(lambda: False)  # until no loop runs
+    ((output,),) = (group.outputs for group in runner.finished())
     written = [
         t
         for t, by_policy in zip(output.response_ids, output.response_mask, strict=True)

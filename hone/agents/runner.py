@@ -84,21 +84,6 @@ class LoopRunner:
         self._settling = False
         self._closed = False
 
-    def run(self, rows: DataProto) -> list[AgentLoopOutput]:
-        """Submit the rows and decode in this thread until they have ended; outputs in their order."""
-        number = self.submit(rows)
-
-        def ended() -> bool:
-            with self._changed:
-                ready = sum(group.submission == number for group in self._ready)
-                return ready == sum(group.submission == number for group in self._groups)
-
-        self.run_until(ended)
-        with self._changed:
-            groups = self._take([g for g in self._ready if g.submission == number])
-        outputs = {row: o for g in groups for row, o in zip(g.rows, g.outputs, strict=True)}
-        return [outputs[row] for row in sorted(outputs)]
-
     def submit(self, rows: DataProto) -> int:
         """Start a loop for each row; rows of one uid are one group. Returns the submission's number.
 
@@ -134,7 +119,11 @@ class LoopRunner:
                 wait_s,
             )
             self._raise_failure()
-            return self._take(self._ready[:n_groups])
+            taken = self._ready[:n_groups]
+            del self._ready[:n_groups]
+            gone = set(taken)
+            self._groups = [group for group in self._groups if group not in gone]
+            return [group.finished() for group in taken]
 
     def ready(self) -> int:
         """How many groups `finished` would return at once."""
@@ -214,12 +203,6 @@ class LoopRunner:
         self._wait_for_loops()
         if self._driver is not None:
             self._driver.join(timeout=LOOPS_GRACE_S)
-
-    def _take(self, groups: Sequence[_Group]) -> list[FinishedGroup]:
-        taken = set(groups)
-        self._groups = [g for g in self._groups if g not in taken]
-        self._ready = [g for g in self._ready if g not in taken]
-        return [group.finished() for group in groups]
 
     def _are_ready(self, n_groups: int) -> bool:
         return self._failure is None and len(self._ready) >= n_groups

@@ -139,7 +139,7 @@ class Traits:
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False
     adapters: bool = False
-    """`load` takes LoRA tensors over the base weights."""
+    """`load` takes LoRA tensors alone where the base weights have not changed; otherwise all are merged."""
 
 
 class RolloutError(RuntimeError):

@@ -26,7 +26,7 @@ from hone.rollout.weights import load_weights
 class HFRollout:
     """A `RolloutEngine` that decodes in the event loop, one token per turn of the loop."""
 
-    traits = Traits(decodes_with_module=True)
+    traits = Traits(decodes_with_module=True, adapters=True)
 
     def __init__(self, policy: PolicyModel, *, eos_ids: Sequence[int], tokenizer: Any) -> None:
         self._policy = policy

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
@@ -129,6 +129,13 @@ def _kept_by(config: Any) -> str:
         return "nothing is saved yet, and the same command starts anew"
     goes_on = "the same command" if run.resume_mode == "auto" else "trainer.resume_mode=auto"
     return f"{saved[-1][1]} is saved, and {goes_on} goes on from there"
+
+
+def plan_checks(config: Any, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Problems and notes that follow from the columns that the algorithm reads."""
+    from hone.trainer.ppo.plan import find_problems_and_notes
+
+    return find_problems_and_notes(config, origins)
 
 
 def without_flag(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:

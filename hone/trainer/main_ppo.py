@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from hone.config import ConfigError, PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.tracking.lock import lock_folder
-from hone.trainer.command_line import announce, composed_of, finish, without_flag
+from hone.trainer.command_line import announce, composed_of, finish, plan_checks, without_flag
 from hone.trainer.folders import require_folder
 
 DRY_RUN = "--dry-run"
@@ -18,12 +17,8 @@ DRY_RUN = "--dry-run"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given, dry_run = without_flag(sys.argv[1:] if arguments is None else arguments, DRY_RUN)
-    composed = composed_of(
-        given,
-        tree="ppo_trainer",
-        program="hone.trainer.main_ppo",
-        further=plan_checks,
-    )
+    name = "hone.trainer.main_ppo"
+    composed = composed_of(given, tree="ppo_trainer", program=name, further=plan_checks)
     announce(composed)
     run(composed.config, composed.origins, dry_run=dry_run)
 
@@ -45,13 +40,6 @@ def train(arguments: Sequence[str]) -> None:
         screen().line(line)
     announce(composed)
     run(composed.config, composed.origins, dry_run=dry_run)
-
-
-def plan_checks(config: Any, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Problems and notes that follow from the columns that the algorithm reads."""
-    from hone.trainer.ppo.plan import find_problems_and_notes
-
-    return find_problems_and_notes(config, origins)
 
 
 def run(

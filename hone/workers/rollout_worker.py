@@ -150,6 +150,11 @@ class RolloutWorker(Worker):
             return "copied"
         return "shared" if self.world_size == 1 else "gathered"
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def takes_adapters(self) -> bool:
+        """Whether LoRA tensors alone may be streamed here."""
+        return self.engine.traits.adapters
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def standing(self) -> Standing:
         """Where this process stands, for the choice of a transport."""

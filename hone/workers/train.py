@@ -73,10 +73,11 @@ class TrainWorker(Worker):
         return self._sender.address
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self) -> int:
-        """Fill the stream; every rank gathers, rank 0 sends. With LoRA only the adapters travel."""
+    def send_weights(self, adapters: bool) -> int:
+        """Fill the stream; every rank gathers, rank 0 sends. Of a model with LoRA only the adapters
+        travel where the rollout takes them (`adapters`), else merged weights."""
         engine = self.engine
-        adapted = engine.facts.has_adapters
+        adapted = adapters and engine.facts.has_adapters
         weights = engine.named_adapter_weights() if adapted else engine.named_hf_weights()
         if self.rank != 0:
             for _ in weights:

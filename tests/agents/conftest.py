@@ -65,8 +65,11 @@ def rows() -> Callable[..., DataProto]:
 class CollatingRunner(LoopRunner):
     """Gives the batch that the trainer would make of its trajectories."""
 
-    def run(self, rows: DataProto) -> DataProto:  # type: ignore[override]
-        outputs = super().run(rows)
+    def run(self, rows: DataProto) -> DataProto:
+        self.submit(rows)
+        self.run_until(lambda: False)  # until no loop runs
+        found = {i: o for g in self.finished() for i, o in zip(g.rows, g.outputs, strict=True)}
+        outputs = [found[i] for i in sorted(found)]
         batch = collate_outputs(outputs, pad_token_id=TOKENIZER.pad_token_id)
         batch.meta_info["metrics"] = loop_metrics(outputs)
         return batch

@@ -362,8 +362,9 @@ def test_token_ids_beyond_the_models_vocabulary_name_the_loop(
     output = {"response_ids": [5, 11], "response_mask": [1, 1]}
     data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
     knowing = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
+    knowing.submit(data)
     with pytest.raises(AgentLoopFailed, match=r"BadLoop.* from 5 to 11; the model knows 0 to 10"):
-        knowing.run(data)
+        knowing.run_until(lambda: False)
 
 
 def test_a_column_of_the_row_that_a_loop_hands_through_is_not_written_again(

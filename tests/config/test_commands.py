@@ -11,7 +11,7 @@ from hone.config import ConfigError, config_to_dict, load_config
 from hone.config.commands import check, explain, show
 from hone.config.describe import describe_keys
 from hone.config.trees import TREES
-from hone.trainer.main_ppo import plan_checks
+from hone.trainer.command_line import plan_checks
 
 
 def lines_with(text: str, start: str) -> list[str]:

@@ -75,7 +75,7 @@ class NativeRollout:
     on. So whatever phase an error comes from, `_fail` reaches them all.
     """
 
-    traits = Traits(decodes_with_module=True)
+    traits = Traits(decodes_with_module=True, adapters=True)
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -21,6 +21,7 @@ from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.checks import mini_batch_problems, token_budget_problems
 from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import RANGES, out_of_range
+from hone.models.external import import_external
 
 ESTIMATE_STEPS = ("log_probs", "ref_log_probs", "values")
 """The steps of the verb `estimate`: each runs where one of its columns is read."""
@@ -87,6 +88,12 @@ class Plan:
         """Whether the actor runs over the batch before the update."""
         return self.old_log_probs or self.sum_pi_squared or "entropys" in self.columns
 
+    @property
+    def log_prob_columns(self) -> tuple[str, ...]:
+        """What that pass writes; entropies are reported wherever it runs."""
+        old = ("old_log_probs",) if self.old_log_probs else ()
+        return (*old, "entropys", *(("sum_pi_squared",) if self.sum_pi_squared else ()))
+
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
         """The plan, or a ConfigError that lists what stands against it."""
@@ -122,6 +129,8 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
             problems.append(str(error))
             return None
 
+    # A user's module may register the estimator or the loss that the configuration names.
+    resolved(lambda: import_external(config.actor_rollout_ref.model.external_lib))
     credit = model.credit_assignment if kind == "prm" else None
     name = algorithm.adv_estimator
     estimator = resolved(lambda: get_estimator(name, algorithm, credit_assignment=credit))

@@ -25,6 +25,7 @@ class Publisher:
         self._learns_from = 0
         self._transport = ""
         if self.path == "streamed":
+            self._adapters: bool = rollout.takes_adapters()
             places = rollout.standing()
             self._transport = transport_between(trainer.standing(), places, config.backend)
 
@@ -36,7 +37,7 @@ class Publisher:
             address = self._trainer.offer_weights(self._transport, self._rollout.world_size)
             receiving = self._rollout.receive_weights(address, version)
             try:
-                sent = sum(self._trainer.send_weights())
+                sent = sum(self._trainer.send_weights(self._adapters))
             except Exception:
                 receiving.get()  # where a receiver failed, its error is the cause
                 raise

@@ -15,7 +15,7 @@ import numpy as np
 from hone.agents.sampling import training_sampling, validation_sampling
 from hone.agents.widths import concat_padded
 from hone.algorithms.kl import get_kl_controller
-from hone.columns import require, write
+from hone.columns import adopt, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_train_loader, create_val_loader, training_rows
@@ -238,22 +238,19 @@ class PPOTrainer:
         credit.derive(batch, self.plan.columns)
         if self.plan.log_prob_pass:
             with self.phase("old_log_prob"):
-                computed = self.actor.compute_log_prob(
-                    batch, with_sum_pi_squared=self.plan.sum_pi_squared
-                )
-                if not self.plan.old_log_probs:
-                    computed.pop(batch_keys=["old_log_probs"])
-                batch = batch.union(computed)
-        if self.config.algorithm.rollout_correction.bypass_mode:
+                squares = self.plan.sum_pi_squared
+                computed = self.actor.compute_log_prob(batch, with_sum_pi_squared=squares)
+                adopt(batch, computed, self.plan.log_prob_columns)
+        if self.plan.bypass:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
         if self.plan.reference:
             with self.phase("ref"):
                 assert self.reference is not None
-                batch = batch.union(self.reference.compute_ref_log_prob(batch))
+                adopt(batch, self.reference.compute_ref_log_prob(batch))
         if self.plan.critic:
             with self.phase("values"):
                 assert self.critic is not None
-                batch = batch.union(self.critic.compute_values(batch))
+                adopt(batch, self.critic.compute_values(batch))
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:

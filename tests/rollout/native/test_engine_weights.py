@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hone.models.lora import Adapters, adapter_weights, draw_adapters
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.native.core import NativeCore
@@ -16,8 +17,8 @@ from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.requests import Request
 
-from ..engine_contract import drive, play, update
-from ..factories import NativeFactory
+from ..engine_contract import Factory, ask_all, drive, play, update
+from ..factories import HFFactory, NativeFactory
 from ..models import EOS, policy, prompts
 from .paged import paged_core
 
@@ -103,3 +104,29 @@ def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
         core.step()
     assert kept.token_ids[:10] == ours.token_ids[:10]
     assert kept.log_probs[11:] != pytest.approx(ours.log_probs[11:], abs=1e-2)
+
+
+@pytest.mark.parametrize("factory", [NativeFactory(), HFFactory()], ids=["native", "hf"])
+def test_adapters_alone_are_loaded_over_the_base(factory: Factory) -> None:
+    def adapted(seed: int) -> PolicyModel:
+        model = policy()
+        adapters = Adapters(4, 8.0, 0.0, "all-linear", None, None)
+        model.lm = draw_adapters(model.lm, adapters, seed)
+        with torch.no_grad():
+            for name, parameter in model.lm.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(generator=torch.Generator().manual_seed(seed), std=0.3)
+        return model.eval()
+
+    assert factory.engine_traits.adapters
+    rows, asked = prompts(3, seed=2), [sampling(12, i) for i in range(3)]
+    new = adapted(2)
+    with factory.engine(adapted(1)) as engine:
+        before = ask_all(engine, rows, asked)
+        play(update(engine, adapter_weights(new.lm), 1))
+        after = ask_all(engine, rows, asked)
+    with factory.engine(new) as engine:
+        wanted = ask_all(engine, rows, asked)
+    assert [o.token_ids for o in after] == [o.token_ids for o in wanted]
+    assert [o.log_probs for o in after] == [o.log_probs for o in wanted]
+    assert [o.token_ids for o in before] != [o.token_ids for o in after]

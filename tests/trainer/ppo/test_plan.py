@@ -10,7 +10,7 @@ import pytest
 
 from hone.columns import COLUMNS
 from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
-from hone.trainer.main_ppo import plan_checks
+from hone.trainer.command_line import plan_checks
 from hone.trainer.ppo.plan import Plan
 
 from ..runs import Task, opened
@@ -107,6 +107,24 @@ def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reads_nothing, "needs", {"rm_scores"})
     with pytest.raises(ConfigError, match=r"loss_mode=.*reads rm_scores, which this run does not"):
         planned(loss, "algorithm.adv_estimator=grpo")
+
+
+def test_what_an_external_library_registers_is_known_to_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registers_for_the_plan.py").write_text(
+        "from hone.algorithms.advantages import register_adv_est\n"
+        "@register_adv_est('of_the_library', needs=('values',))\n"
+        "def estimate(token_level_rewards, response_mask, **columns):\n"
+        "    return token_level_rewards, token_level_rewards\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    named = "algorithm.adv_estimator=of_the_library"
+    library = "actor_rollout_ref.model.external_lib=registers_for_the_plan"
+    with pytest.raises(ConfigError, match="unknown advantage estimator 'of_the_library'"):
+        compose([named], further=plan_checks)
+    compose([named, library], further=plan_checks)
+    assert planned(named, library).critic
 
 
 def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None:
