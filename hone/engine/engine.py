@@ -137,7 +137,8 @@ class Engine(ModelState):
         return columns
 
     def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
-        return self.module(self._pack(micro), **options)
+        outputs: dict[str, Tensor] = self.module(self._pack(micro), **options)
+        return outputs
 
     def _pack(self, micro: DataProto) -> PackedRows:
         columns = micro.batch
