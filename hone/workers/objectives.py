@@ -131,22 +131,26 @@ class PolicyObjective:
         )
 
 
-class ValueObjective:
-    """The critic's clipped squared error, over all that the policy wrote: what is rejected from the
-    policy's loss was still returned."""
+class WrittenTokens:
+    """An objective over every token that the policy wrote, without statistics of the mini-batch."""
 
     needs_batch_statistics = False
-    reads = ("response_mask", "returns", "values")
-
-    def __init__(self, config: CriticConfig) -> None:
-        self._config = config
-        self.options: Options = {}
 
     def mask(self, batch: DataProto) -> Tensor:
         return counted_tokens(batch, "response_mask")
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         return {}
+
+
+class ValueObjective(WrittenTokens):
+    """The critic's clipped squared error; what the policy's loss rejects was still returned."""
+
+    reads = ("response_mask", "returns", "values")
+
+    def __init__(self, config: CriticConfig) -> None:
+        self._config = config
+        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, mask = self._config, self.mask(batch)
@@ -164,20 +168,13 @@ class ValueObjective:
         return Terms(loss, {"critic/vf_loss": loss.detach()}, means)
 
 
-class SupervisedObjective:
+class SupervisedObjective(WrittenTokens):
     """Mean negative log-likelihood of the learnt tokens."""
 
-    needs_batch_statistics = False
     reads = ("response_mask",)
 
     def __init__(self) -> None:
         self.options: Options = {"temperature": 1.0, "with_entropy": False}
-
-    def mask(self, batch: DataProto) -> Tensor:
-        return counted_tokens(batch, "response_mask")
-
-    def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
-        return {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         loss = agg_loss(-outputs["log_probs"], self.mask(batch), "token-mean")
