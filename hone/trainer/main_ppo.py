@@ -11,8 +11,13 @@ from hone.tracking.console import progress, screen
 from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import announce, composed_of, finish, plan_checks, without_flag
 from hone.trainer.folders import require_folder
+from hone.trainer.given import require_given
 
 DRY_RUN = "--dry-run"
+MUST_BE_GIVEN = {
+    "actor_rollout_ref.model.path": "the model's folder or hub name",
+    "data.train_files": "the files to train on",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,6 +41,7 @@ def train(arguments: Sequence[str]) -> None:
             starting=starting_values,
             further=plan_checks,
         )
+    require_given(composed, MUST_BE_GIVEN)
     for line in announcement(composed):
         screen().line(line)
     announce(composed)

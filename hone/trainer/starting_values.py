@@ -31,7 +31,7 @@ def starting_values(given: Mapping[str, Any]) -> list[Setting]:
     """Settings for keys that are not in `given`, the user's own by dotted key."""
     device = _device(given.get("trainer.device", "auto"))
     model = model_facts(given.get("actor_rollout_ref.model.path"))
-    values: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
+    values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # One response per prompt is enough for an estimator that compares no groups.
     if _compares_groups(given.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
