@@ -14,6 +14,7 @@ from typing import Any
 from hone.algorithms.advantages import groups_of
 from hone.config import Composed
 from hone.config.compose import get
+from hone.config.convert import show_value
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
@@ -50,7 +51,7 @@ def announcement(composed: Composed) -> list[str]:
     keys = [key for key, origin in composed.origins.items() if origin == ORIGIN]
     if not keys:
         return []
-    words = [f"{key}={get(composed.config, key)}" for key in keys]
+    words = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
     half = math.ceil(len(words) / 2)
     return [
         "starting values for this data, model and device (give a key to change it):",

@@ -65,10 +65,7 @@ def answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _made(mistake: Mistake, model: Path, root: Path) -> tuple[int, str, str]:
-    (root / "model").symlink_to(model)
-    for name, content in {**FILES, **mistake.files}.items():
-        text = content.encode() if isinstance(content, str) else content
-        (root / name).write_bytes(text)
+    _furnish(root, model, mistake)
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -84,6 +81,13 @@ def _made(mistake: Mistake, model: Path, root: Path) -> tuple[int, str, str]:
                 code = int(end.code or 0)
     places = (str(root), str(model.parent))
     return code, *(_normalised(stream.getvalue(), places) for stream in (out, err))
+
+
+def _furnish(root: Path, model: Path, mistake: Mistake) -> None:
+    (root / "model").symlink_to(model)
+    for name, content in {**FILES, **mistake.files}.items():
+        text = content.encode() if isinstance(content, str) else content
+        (root / name).write_bytes(text)
 
 
 def _refuse_models(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +137,7 @@ def test_the_command_in_a_process_of_its_own_says_the_same(
     title: str, answers: Any, model: Path, tmp_path: Path
 ) -> None:
     mistake = next(mistake for mistake in ALL if mistake.title == title)
-    (tmp_path / "model").symlink_to(model)
+    _furnish(tmp_path, model, mistake)
     done = subprocess.run(
         [sys.executable, "-m", "hone.cli", *mistake.command],
         cwd=tmp_path,
