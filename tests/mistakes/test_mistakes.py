@@ -173,4 +173,7 @@ def test_the_page_shows_every_mistake_with_its_message(answers: Any) -> None:
     page = "".join(sections)
     if os.environ.get("HONE_WRITE_MISTAKES"):
         PAGE.write_text(page, encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page
+    told = (
+        "a message changed: HONE_WRITE_MISTAKES=1 python -m pytest tests/mistakes writes the page"
+    )
+    assert PAGE.read_text(encoding="utf-8") == page, told
