@@ -20,6 +20,10 @@ from hone.models.facts import model_facts
 from hone.plugins import PluginError
 
 ORIGIN = "hone train"
+MUST_BE_GIVEN = {
+    "actor_rollout_ref.model.path": "the model's folder or hub name",
+    "data.train_files": "the files to train on",
+}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RESPONSES_PER_PROMPT = 8
 PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
