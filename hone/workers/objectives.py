@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.algorithms.advantages.estimator import needs_of
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.algorithms.kl import kl_penalty
@@ -49,7 +50,7 @@ class PolicyObjective:
         bypass = correction is not None and correction.bypass_mode
         self._loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
         self._correction = correction
-        self._needs: tuple[str, ...] = tuple(getattr(self._loss, "needs", ()))
+        self._needs: tuple[str, ...] = needs_of(self._loss)
         # The entropy is always measured: a collapse must be seen, and its sum costs little.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
