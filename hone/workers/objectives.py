@@ -84,14 +84,13 @@ class PolicyObjective:
         names = set(columns.keys())
         # Where no pass before the update computed them, the update's own forward gives them.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {name: require(batch, name) for name in self._needs}
         if self._correction is not None and self._correction.bypass_mode:
             extra["rollout_correction"] = self._correction
         if self.needs_batch_statistics:
             extra["prepared"] = {
                 n.removeprefix(_PREPARED): columns[n] for n in names if n.startswith(_PREPARED)
             }
-        extra |= {name: require(batch, name) for name in self._needs}
         policy_loss, means = self._loss(
             old,
             log_prob,
@@ -120,7 +119,7 @@ class PolicyObjective:
         if "old_log_probs" not in names and "rollout_log_probs" in names:
             gaps = gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
             for named, measured in zip((means, maxima), gaps, strict=True):
-                named.update({f"rollout_corr/{name}": value for name, value in measured.items()})
+                named |= {f"rollout_corr/{name}": value for name, value in measured.items()}
         return Terms(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
