@@ -201,7 +201,7 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         import hone.trainer.sft.trainer  # noqa: F401 (torch and transformers: seconds)
         from hone.trainer.main_ppo import run as train
         from hone.trainer.ppo.plan import Plan
-        from hone.trainer.threads import with_threads
+        from hone.trainer.threads import resolve_threads
 
     files, model = {name: folder / file for name, file in DATA.items()}, folder / BASE
     config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
@@ -211,7 +211,7 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         screen().line(
             f"a small policy is made, then learns sums by reward alone; all of it goes to {folder}"
         )
-        config, threads = with_threads(config, local_world_size=1)
+        config, threads = resolve_threads(config, local_world_size=1)
         started = time.perf_counter()
         write_data(files, seed)
         build_base_policy(model, seed, threads)
