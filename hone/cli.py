@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     if rest and not chosen.takes_more:
-        parser.error(f"{chosen.verb}: unknown argument {rest[0]}")
+        parser.error(
+            f"{chosen.verb}: unknown argument {rest[0]}; `hone {chosen.verb} --help` lists what it takes"
+        )
     return _finish(lambda: chosen.run(chosen, rest))
 
 

@@ -198,6 +198,8 @@ def place_and_reason(error: Exception, file: Path | None = None) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
+    if file is None and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
+        return f"{type(error).__name__}: {error}"  # our own line says nothing to the user
     inside = [frame for frame in frames if file is None or frame.filename == str(file)] or frames
     return f"{inside[-1].filename}, line {inside[-1].lineno}: {type(error).__name__}: {error}"
 

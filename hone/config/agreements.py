@@ -31,7 +31,7 @@ def _agents(config: PPOTrainerConfig) -> Iterator[str]:
     others = (turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)
     if turns.enable and not any(others):
         yield (
-            f"{key}.enable=true has nobody to talk with; give {key}.tool_config_path, "
+            f"{key}.enable=true has neither tools nor interactions; give {key}.tool_config_path, "
             f"{key}.function_tool_path or {key}.interaction_config_path, or use {key}.enable=false"
         )
     own = agent.agent_loop_config_path or config.actor_rollout_ref.model.external_lib

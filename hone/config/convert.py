@@ -179,8 +179,9 @@ def _build(
         try:
             values[field.name] = fit(value, annotation)
         except _NoFit:
+            what = f"{key}" if value is None else f"{key}={show_value(value)}"
             problems[key] = (
-                f"{key}={show_value(value)} is {_kind(value)}; "
+                f"{what} is {_kind(value)}; "
                 f"expected {describe_type(annotation)} ({origins.get(key, 'default')})"
             )
             values[field.name] = value

@@ -104,7 +104,7 @@ def read_file(path: Path, package: str = "") -> list[Setting]:
     try:
         loaded = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
     tree = OmegaConf.to_container(loaded, resolve=False)
@@ -166,7 +166,9 @@ def _defaults_list(name: str, folder: Path, schemas: Sequence[str]) -> list[tupl
             loader = GlobalHydra.instance().config_loader()
             listed = loader.compute_defaults_list(name, [], run_mode=RunMode.RUN)
     except YAMLError as error:
-        raise ConfigError(f"{name}.yaml is not valid YAML: {error}") from None
+        raise ConfigError(
+            f"{name}.yaml is not valid YAML: {' '.join(str(error).split())}"
+        ) from None
     except HydraException as error:
         raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {error}") from None
     return [

@@ -289,8 +289,8 @@ def _judged(
     unknown = [name for name in sorted(findings.ruled) if not _is_known(name, known_sources)]
     if unknown:
         errors.append(
-            f"no scorer knows data_source {', '.join(map(repr, unknown))}; rename it, or give"
-            " custom_reward_function.path"
+            f"no scorer knows data_source {', '.join(map(repr, unknown))}; rename it, or name"
+            " your score function: --reward FILE.py (in a run, custom_reward_function.path)"
         )
     if findings.duplicates:
         extra = sum(len(numbers) - 1 for numbers in findings.duplicates)

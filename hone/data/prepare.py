@@ -140,7 +140,10 @@ def find_recipe(name: str) -> Recipe:
         return RECIPES[known]
     close = difflib.get_close_matches(name, [*RECIPES, *ALIASES], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise DataError(f"no data set is called {name!r}.{hint} Known: {', '.join(sorted(RECIPES))}")
+    raise DataError(
+        f"no data set is called {name!r}.{hint} `hone data prepare` lists all {len(RECIPES)}, such as "
+        "gsm8k, math and countdown"
+    )
 
 
 def prepare(

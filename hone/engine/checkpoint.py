@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.optimizer import Optimizer
 from hone.engine.saved_state import TABLE, alone_without_warning, load_state, read_table
@@ -53,7 +53,7 @@ def save_checkpoint(
     skip = {"moments"} if optimizer is not None and not optimizer.inner.state else set()
     if state := _state(module, optimizer, _sections(contents) - skip):
         with alone_without_warning():
-            dcp.save(state, checkpoint_id=str(folder))
+            save(state, checkpoint_id=str(folder))
 
 
 def load_checkpoint(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,6 @@ class Engine(ModelState):
         self._share_prompts = True  # equal prompts of a micro-batch are computed once
         self._seed = seed
         self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
-        self._group = shards.group if shards is not None else None
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
@@ -137,7 +136,8 @@ class Engine(ModelState):
         return columns
 
     def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
-        return self.module(self._pack(micro), **options)
+        outputs: dict[str, Tensor] = self.module(self._pack(micro), **options)
+        return outputs
 
     def _pack(self, micro: DataProto) -> PackedRows:
         columns = micro.batch
@@ -167,20 +167,6 @@ class Engine(ModelState):
         counts = BatchCounts.of(mask)
         totals = self._sum_over_ranks({"tokens": counts.tokens, "sequences": counts.sequences})
         return BatchCounts(totals["tokens"], totals["sequences"], float(self._response_width))
-
-    def _sum_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
-        return self._over_ranks(values, dist.ReduceOp.SUM)
-
-    def _max_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
-        return self._over_ranks(values, dist.ReduceOp.MAX)
-
-    def _over_ranks(self, values: dict[str, float], how: Any) -> dict[str, float]:
-        if self._group is None or not values:
-            return values
-        names = sorted(values)
-        total = torch.tensor([values[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(total, how, group=self._group)
-        return dict(zip(names, total.tolist(), strict=True))
 
 
 def _selected(batch: DataProto, columns: Collection[str]) -> DataProto:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hone.engine.checkpoint import load_checkpoint, save_checkpoint
@@ -49,6 +50,7 @@ class ModelState:
         self.offload = offload
         self.mesh = Mesh(shards.rank, shards.ranks) if shards is not None else Mesh()
         self._shards = shards
+        self._group = shards.group if shards is not None else None
         self._gathers = self._loads = 0
 
     @functools.cached_property
@@ -132,3 +134,19 @@ class ModelState:
                 adapter = on_host(self.named_adapter_weights(), keep=keep)
         if keep:
             write_export(folder, self._lm, tokenizer, weights, adapter)
+
+    def _sum_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
+        return self._over_ranks(values, dist.ReduceOp.SUM)
+
+    def _max_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
+        return self._over_ranks(values, dist.ReduceOp.MAX)
+
+    def _over_ranks(
+        self, values: dict[str, float], how: dist.ReduceOp.RedOpType
+    ) -> dict[str, float]:
+        if self._group is None or not values:
+            return values
+        names = sorted(values)
+        total = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(total, how, group=self._group)
+        return dict(zip(names, total.tolist(), strict=True))

@@ -165,4 +165,5 @@ def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
         offered["fused"] = True
     arguments.update({name: value for name, value in offered.items() if name in known})
     arguments.update(overrides)
-    return cls(parameters, **arguments)
+    made: torch.optim.Optimizer = cls(parameters, **arguments)
+    return made

@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
 
 STORE_FILE = "HONE_RENDEZVOUS_FILE"
 """Environment variable of the ranks of one machine: a file needs no port that others could reach."""
 
 
-def meeting_place(world_size: int, timeout: timedelta) -> dict[str, Any]:
+class MeetingPlace(TypedDict, total=False):
+    """Arguments of `init_process_group`."""
+
+    store: Store
+
+
+def meeting_place(world_size: int, timeout: timedelta) -> MeetingPlace:
     """Arguments of `init_process_group` beside rank and size."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     if file := os.environ.get(STORE_FILE):
-        store = dist.FileStore(file, world_size)
+        store = FileStore(file, world_size)
         store.set_timeout(timeout)
         return {"store": store}
     if "TORCHELASTIC_RUN_ID" in os.environ or "MASTER_ADDR" not in os.environ:
@@ -24,9 +33,9 @@ def meeting_place(world_size: int, timeout: timedelta) -> dict[str, Any]:
     return {"store": _store_at_address(world_size, timeout)}
 
 
-def _store_at_address(world_size: int, timeout: timedelta) -> Any:
+def _store_at_address(world_size: int, timeout: timedelta) -> TCPStore:
     """A store that listens on MASTER_ADDR alone; torch's own would listen on every interface."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     first = os.environ["RANK"] == "0"
@@ -34,7 +43,7 @@ def _store_at_address(world_size: int, timeout: timedelta) -> Any:
     if first:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=1024).detach()
-    return dist.TCPStore(
+    return TCPStore(
         address,
         port,
         world_size,

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 
 TABLE = ".metadata"
 _DESCRIPTIONS = {
@@ -70,7 +70,7 @@ def read_table(folder: Path) -> Metadata:
     """The table of what a checkpoint holds."""
     file = folder / TABLE
     try:
-        table = _TableUnpickler(io.BytesIO(file.read_bytes())).load()
+        table: Metadata = _TableUnpickler(io.BytesIO(file.read_bytes())).load()
         _check(table)
     except OSError:
         raise
@@ -96,7 +96,7 @@ def _check(table: object) -> None:
             raise ForeignState(f"it names the file {name!r} outside of the folder")
 
 
-class DataReader(dcp.FileSystemReader):
+class DataReader(filesystem.FileSystemReader):
     """Reads the table with `read_table`; tensors are loaded as data by torch itself."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -129,7 +129,7 @@ def load_state(state: dict[str, Any], folder: Path) -> None:
     read_table(folder)  # torch would bury its error under two of its own
     try:
         with alone_without_warning():
-            dcp.load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())
+            load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())
     except CheckpointException as error:
         for failure in error.failures.values():
             cause = failure[0]

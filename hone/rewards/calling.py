@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from hone.event_loop import run_coroutine
@@ -111,6 +111,7 @@ def check_signature(
             f"the score function is {function!r:.80}, which cannot be called; "
             "name a function with custom_reward_function.name"
         )
+    _refuse_bound(function)
     names = accepted_names(function)
     taken = taken_arguments(function, dict.fromkeys(arguments), options)
     try:
@@ -130,6 +131,19 @@ def check_signature(
             f"{place_of(function) or describe(function)}: the score function {name}{signature} "
             f"cannot be called with {', '.join(arguments)} ({problem}); write it as "
             f"def {name}({', '.join(arguments[:-1])}, {arguments[-1]}=None){_hint(signature, arguments)}"
+        )
+
+
+def _refuse_bound(function: Callable[..., Any]) -> None:
+    """Arguments of `custom_reward_function.reward_kwargs` that the function does not take."""
+    if not isinstance(function, partial):
+        return
+    names = accepted_names(function.func)
+    unknown = [] if names is None else sorted(set(function.keywords) - names)
+    if unknown:
+        raise ScorerSignatureError(
+            f"{place_of(function) or describe(function)}: the score function takes no argument "
+            f"{', '.join(map(repr, unknown))}; check custom_reward_function.reward_kwargs"
         )
 
 

@@ -20,6 +20,10 @@ class SetupError(Exception):
     """The run is set up wrongly (a scorer, an option, the sandbox): raised under every policy."""
 
 
+class WrongSetting(SetupError, ValueError):
+    """A setting of the rewards that cannot be used."""
+
+
 class RewardError(RuntimeError):
     """A row could not be scored and the policy is to stop."""
 
@@ -34,12 +38,12 @@ class FailurePolicy:
 
     def __post_init__(self) -> None:
         if self.on_failure not in POLICIES:
-            raise ValueError(
+            raise WrongSetting(
                 f"reward_model.reward_kwargs.on_failure={self.on_failure!r} is not known; "
                 "use 'raise' or 'score'"
             )
         if not self.timeout_s > 0:
-            raise ValueError(
+            raise WrongSetting(
                 f"reward_model.reward_kwargs.timeout_s={self.timeout_s} must be positive"
             )
 

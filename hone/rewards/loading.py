@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hone.config.reward import RewardModelConfig
-from hone.plugins import load_extern_object, load_object
+from hone.plugins import PluginError, load_extern_object, load_object
 from hone.protocol import DataProto
 from hone.rewards.calling import (
     FORMAT_ARGUMENTS,
@@ -23,7 +23,7 @@ from hone.rewards.calling import (
     check_signature,
     explicit_names,
 )
-from hone.rewards.failures import FailurePolicy
+from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
@@ -85,7 +85,10 @@ def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
     custom = config.custom_reward_function
     if not custom.path:
         return None
-    function: Callable[..., Any] = load_extern_object(custom.path, custom.name)
+    try:
+        function: Callable[..., Any] = load_extern_object(custom.path, custom.name)
+    except PluginError as error:
+        raise PluginError(f"custom_reward_function.path={custom.path}: {error}") from error
     bound = dict(custom.reward_kwargs)
     return functools.partial(function, **bound) if bound else function
 
@@ -107,7 +110,7 @@ def _manager_class(config: Any) -> type[AbstractRewardManager]:
             chosen.module.path, chosen.module.name
         )
         return found
-    raise ValueError(
+    raise WrongSetting(
         f"reward_manager.source={chosen.source!r} is not known; use 'register' (a name) or "
         "'importlib' (reward_manager.module.path and .name)"
     )

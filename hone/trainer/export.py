@@ -97,7 +97,9 @@ def find_model_folder(folder: Path) -> Path:
     """The folder with the policy's weights in a run, a `global_step_N` or a role's folder."""
     folder = folder.resolve()  # the run is found by the parents, and "." has none
     if not folder.is_dir():
-        raise ExportError(f"there is no checkpoint folder {folder}")
+        raise ExportError(
+            f"there is no checkpoint folder {folder}; name a run folder, or a global_step_N in it"
+        )
     run = RunFolder(folder)
     is_run = bool(run.checkpoints())
     if is_run:

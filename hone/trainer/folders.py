@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hone.config.errors import ConfigError
+from hone.tracking.lock import lock_folder
 
 
 def require_folder(path: str, key: str) -> None:
@@ -14,6 +16,15 @@ def require_folder(path: str, key: str) -> None:
     if folder.is_file():
         raise ConfigError(f"{key}={path} is a file; name a folder, new or of an earlier run")
     _require_writable(folder, f"{key}={path}")
+
+
+def lock_run(folder: str) -> AbstractContextManager[object]:
+    """The lock of a run folder; where there can be none, the checks that follow say why."""
+    try:
+        require_folder(folder, "trainer.default_local_dir")
+    except ConfigError:
+        return nullcontext()
+    return lock_folder(folder)
 
 
 def require_file(path: str, key: str) -> None:

@@ -50,7 +50,7 @@ from hone.tracking.console import Bar, screen
 from hone.trainer.generated import GenerationError, Output, Parts, files_of
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
-from hone.trainer.threads import with_threads
+from hone.trainer.threads import resolve_threads
 from hone.workers.device import pick_device, pick_dtype
 
 
@@ -187,7 +187,7 @@ class Generation:
 
     def _build_engine(self, prompts: Sequence[tuple[int, list[int]]]) -> RolloutEngine:
         ranks = self.ranks
-        config, threads = with_threads(self.config, ranks.local_world_size, tells=ranks.is_first)
+        config, threads = resolve_threads(self.config, ranks.local_world_size, tells=ranks.is_first)
         model = config.model
         fix_threads(threads)
         device = pick_device(config.trainer.device, self.ranks.local_rank)

@@ -1,4 +1,4 @@
-"""Keys that a program cannot choose for its user: their defaults are only the family's examples.
+"""Keys that a program cannot choose for its user: their defaults are only examples.
 
 The values stay in the tree, for `hone config show`; a run asks that they be given.
 """
@@ -6,10 +6,8 @@ The values stay in the tree, for `hone config show`; a run asks that they be giv
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 
 from hone.config import Composed
-from hone.config.convert import show_value
 from hone.config.errors import ConfigError
 
 
@@ -18,9 +16,5 @@ def require_given(composed: Composed, keys: Mapping[str, str]) -> None:
     missing = [key for key in keys if key not in composed.origins]
     if missing:
         raise ConfigError(
-            "; ".join(
-                f"{key} was not given: set it to {keys[key]} (the family's default, "
-                f"{show_value(attrgetter(key)(composed.config))}, is only an example)"
-                for key in missing
-            )
+            "; ".join(f"{key} was not given: set it to {keys[key]}" for key in missing)
         )

@@ -16,6 +16,7 @@ from hone.config import load_config
 from hone.config.errors import ConfigError
 from hone.config.evaluation import EvaluationConfig
 from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.folders import require_file, require_folder
 from hone.trainer.given import require_given
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ def run(config: EvaluationConfig, title: str = "scores") -> Evaluation:
     """Score as configured; show the table, write what was asked for."""
     from hone.trainer.evaluation import evaluate
 
+    for name in ("json_path", "plot_path", "scores_path"):
+        if path := getattr(config.output, name):
+            require_file(path, f"output.{name}")
     result = evaluate(config)
     show(result, config, title)
     output = config.output
@@ -100,6 +104,7 @@ def run_benchmarks(chosen: argparse.Namespace, overrides: Sequence[str]) -> dict
             "hone eval --bench is one process that starts the others itself: run it without torchrun, "
             "with trainer.n_gpus_per_node=N"
         )
+    require_folder(chosen.out, "--out")
     with lock_folder(chosen.out):
         return _run_benchmarks(chosen, *split_overrides(overrides))
 

@@ -11,6 +11,7 @@ from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.tracking.lock import lock_target
 from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.folders import require_file
 from hone.trainer.given import require_given
 from hone.trainer.launcher import launch
 from hone.trainer.ranks import Ranks, must_launch
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(config: GenerationConfig) -> Path:
     """Generate as configured, as this rank; the file that was written."""
     ranks = Ranks.here()
+    require_file(config.data.output_path, "data.output_path")
     with lock_target(config.data.output_path) if ranks.is_first else nullcontext():
         from hone.trainer.generation import Generation
 

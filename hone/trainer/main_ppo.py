@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
-from hone.config import ConfigError, PPOTrainerConfig
+from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
-from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import announce, composed_of, finish, plan_checks, without_flag
-from hone.trainer.folders import require_folder
+from hone.trainer.folders import lock_run
+from hone.trainer.given import require_given
 
 DRY_RUN = "--dry-run"
 
@@ -27,7 +27,7 @@ def train(arguments: Sequence[str]) -> None:
     """`hone train`: the same program, with starting values for what the command line leaves out."""
     given, dry_run = without_flag(arguments, DRY_RUN)
     with progress("load libraries"):
-        from hone.trainer.starting_values import announcement, starting_values
+        from hone.trainer.starting_values import MUST_BE_GIVEN, announcement, starting_values
 
         composed = composed_of(
             given,
@@ -36,6 +36,7 @@ def train(arguments: Sequence[str]) -> None:
             starting=starting_values,
             further=plan_checks,
         )
+    require_given(composed, MUST_BE_GIVEN)
     for line in announcement(composed):
         screen().line(line)
     announce(composed)
@@ -50,7 +51,7 @@ def run(
     `dry_run` stops before models load and prints what would run.
     """
     # The lock comes before imports and models, which take minutes; a dry run writes no folder.
-    with nullcontext() if dry_run else _locked(config.trainer.default_local_dir):
+    with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
         with progress("check data, model and plug-ins"):
@@ -63,15 +64,6 @@ def run(
                 trainer.fit(origins)
         finally:
             trainer.shutdown()
-
-
-def _locked(folder: str) -> AbstractContextManager[object]:
-    """The lock of a run folder; where there can be none, the checks that follow say why."""
-    try:
-        require_folder(folder, "trainer.default_local_dir")
-    except ConfigError:
-        return nullcontext()
-    return lock_folder(folder)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ T = TypeVar("T")
 class PreflightError(ValueError):
     """Everything that would stop the run later, one sentence per line."""
 
+    changes_nothing = True
+    """Nothing of the run has begun: no log of the error goes to its folder."""
+
     def __init__(self, problems: list[str]) -> None:
         count = f"{len(problems)} problems"
         text = problems[0] if len(problems) == 1 else "\n- ".join([count, *problems])
@@ -56,6 +59,7 @@ class Problems:
         if not self.sentences:
             return
         if len(self.sentences) == len(self._errors) == 1:
+            self._errors[0].changes_nothing = True  # type: ignore[attr-defined]
             raise self._errors[0]
         cause = self._errors[0] if self._errors else None
         raise PreflightError(self.sentences) from cause

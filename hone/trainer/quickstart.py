@@ -196,17 +196,22 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
 
 def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
     """Build, train, compare. Nothing is touched before the whole configuration is known to be good."""
-    from hone.trainer.main_ppo import run as train
-    from hone.trainer.ppo.plan import Plan
-    from hone.trainer.threads import with_threads
-
     folder = Path(out) / f"seed-{seed}"
+    with progress("load libraries"):
+        import hone.trainer.sft.trainer  # noqa: F401 (torch and transformers: seconds)
+        from hone.trainer.main_ppo import run as train
+        from hone.trainer.ppo.plan import Plan
+        from hone.trainer.threads import resolve_threads
+
     files, model = {name: folder / file for name, file in DATA.items()}, folder / BASE
     config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
     Plan.of(config)  # an estimator by a wrong name is told here too
     with lock_target(folder):
         make_room(folder)
-        config, threads = with_threads(config, local_world_size=1)
+        screen().line(
+            f"a small policy is made, then learns sums by reward alone; all of it goes to {folder}"
+        )
+        config, threads = resolve_threads(config, local_world_size=1)
         started = time.perf_counter()
         write_data(files, seed)
         build_base_policy(model, seed, threads)

@@ -14,11 +14,16 @@ from typing import Any
 from hone.algorithms.advantages import groups_of
 from hone.config import Composed
 from hone.config.compose import get
+from hone.config.convert import show_value
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
 
 ORIGIN = "hone train"
+MUST_BE_GIVEN = {
+    "actor_rollout_ref.model.path": "the model's folder or hub name",
+    "data.train_files": "the files to train on",
+}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RESPONSES_PER_PROMPT = 8
 PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
@@ -31,7 +36,7 @@ def starting_values(given: Mapping[str, Any]) -> list[Setting]:
     """Settings for keys that are not in `given`, the user's own by dotted key."""
     device = _device(given.get("trainer.device", "auto"))
     model = model_facts(given.get("actor_rollout_ref.model.path"))
-    values: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
+    values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # One response per prompt is enough for an estimator that compares no groups.
     if _compares_groups(given.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
@@ -50,7 +55,7 @@ def announcement(composed: Composed) -> list[str]:
     keys = [key for key, origin in composed.origins.items() if origin == ORIGIN]
     if not keys:
         return []
-    words = [f"{key}={get(composed.config, key)}" for key in keys]
+    words = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
     half = math.ceil(len(words) / 2)
     return [
         "starting values for this data, model and device (give a key to change it):",

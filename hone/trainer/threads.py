@@ -23,7 +23,12 @@ SLOWER_FROM = 1.5
 Config = TypeVar("Config")
 
 
-def with_threads(
+def with_threads(config: Config) -> Config:
+    """The config with `trainer.num_threads` of each of the `n_gpus_per_node` processes of a machine."""
+    return resolve_threads(config, vars(config)["trainer"].n_gpus_per_node)[0]
+
+
+def resolve_threads(
     config: Config, local_world_size: int, *, tells: bool = True
 ) -> tuple[Config, int]:
     """The config with `trainer.num_threads`, and the number: as given, the resumed run's, or by the cores.

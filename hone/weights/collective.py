@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hone.weights.buckets import Bucket, Piece, read, written
 from hone.weights.contract import StreamAddress, WeightStreamBroken
@@ -58,9 +59,7 @@ def received_broadcasts(
     timeout = timedelta(seconds=timeout_s)
     host, _, port = address.place.rpartition(":")
     with _explained():
-        store = dist.TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
-        )
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         group = _group(store, address, rank, timeout)
     while True:
         with _explained():
@@ -78,11 +77,11 @@ def received_broadcasts(
     store.set(f"{address.token}/read/{rank}", "")
 
 
-def _listening_store(host: str, timeout: timedelta) -> dist.TCPStore:
+def _listening_store(host: str, timeout: timedelta) -> TCPStore:
     """On a port that the system chooses; torch alone would listen on every interface."""
     listening = socket.create_server((host, 0))
     port, descriptor = listening.getsockname()[1], listening.detach()
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         is_master=True,
@@ -92,8 +91,8 @@ def _listening_store(host: str, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def _group(store: dist.Store, address: StreamAddress, rank: int, timeout: timedelta) -> Any:
-    own, size = dist.PrefixStore(address.token, store), address.receivers + 1
+def _group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) -> Any:
+    own, size = PrefixStore(address.token, store), address.receivers + 1
     if address.transport == "gloo":
         return dist.ProcessGroupGloo(own, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.algorithms.advantages.estimator import needs_of
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.algorithms.kl import kl_penalty
@@ -49,7 +50,7 @@ class PolicyObjective:
         bypass = correction is not None and correction.bypass_mode
         self._loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
         self._correction = correction
-        self._needs: tuple[str, ...] = tuple(getattr(self._loss, "needs", ()))
+        self._needs: tuple[str, ...] = needs_of(self._loss)
         # The entropy is always measured: a collapse must be seen, and its sum costs little.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
@@ -83,14 +84,13 @@ class PolicyObjective:
         names = set(columns.keys())
         # Where no pass before the update computed them, the update's own forward gives them.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {name: require(batch, name) for name in self._needs}
         if self._correction is not None and self._correction.bypass_mode:
             extra["rollout_correction"] = self._correction
         if self.needs_batch_statistics:
             extra["prepared"] = {
                 n.removeprefix(_PREPARED): columns[n] for n in names if n.startswith(_PREPARED)
             }
-        extra |= {name: require(batch, name) for name in self._needs}
         policy_loss, means = self._loss(
             old,
             log_prob,
@@ -119,7 +119,7 @@ class PolicyObjective:
         if "old_log_probs" not in names and "rollout_log_probs" in names:
             gaps = gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
             for named, measured in zip((means, maxima), gaps, strict=True):
-                named.update({f"rollout_corr/{name}": value for name, value in measured.items()})
+                named |= {f"rollout_corr/{name}": value for name, value in measured.items()}
         return Terms(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
@@ -131,22 +131,26 @@ class PolicyObjective:
         )
 
 
-class ValueObjective:
-    """The critic's clipped squared error, over all that the policy wrote: what is rejected from the
-    policy's loss was still returned."""
+class WrittenTokens:
+    """An objective over every token that the policy wrote, without statistics of the mini-batch."""
 
     needs_batch_statistics = False
-    reads = ("response_mask", "returns", "values")
-
-    def __init__(self, config: CriticConfig) -> None:
-        self._config = config
-        self.options: Options = {}
 
     def mask(self, batch: DataProto) -> Tensor:
         return counted_tokens(batch, "response_mask")
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         return {}
+
+
+class ValueObjective(WrittenTokens):
+    """The critic's clipped squared error; what the policy's loss rejects was still returned."""
+
+    reads = ("response_mask", "returns", "values")
+
+    def __init__(self, config: CriticConfig) -> None:
+        self._config = config
+        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, mask = self._config, self.mask(batch)
@@ -164,20 +168,13 @@ class ValueObjective:
         return Terms(loss, {"critic/vf_loss": loss.detach()}, means)
 
 
-class SupervisedObjective:
+class SupervisedObjective(WrittenTokens):
     """Mean negative log-likelihood of the learnt tokens."""
 
-    needs_batch_statistics = False
     reads = ("response_mask",)
 
     def __init__(self) -> None:
         self.options: Options = {"temperature": 1.0, "with_entropy": False}
-
-    def mask(self, batch: DataProto) -> Tensor:
-        return counted_tokens(batch, "response_mask")
-
-    def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
-        return {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         loss = agg_loss(-outputs["log_probs"], self.mask(batch), "token-mean")

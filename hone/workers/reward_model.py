@@ -82,4 +82,5 @@ class RewardModelWorker(FrozenClassifier):
         base = getattr(self.model, self.model.base_model_prefix)
         hidden = base(input_ids=ids, attention_mask=mask).last_hidden_state
         last = hidden[torch.arange(len(rows), device=self.device), lengths - 1]
-        return self.model.score(last).float().squeeze(-1).cpu()
+        scores: Tensor = self.model.score(last).float()
+        return scores.squeeze(-1).cpu()

@@ -79,6 +79,47 @@ def test_a_users_function_is_given_what_its_signature_takes():
     assert FunctionEstimator(verls, {"a": 1})(batch) == ({"a": 1}, (["p"], ["trajectory_id"]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Demanding(Estimator):
+    strength: float
+
+    def __call__(self, batch):
+        return batch.rewards, batch.rewards
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle(Estimator):
+    """Forgot what it computes."""
+
+
+THREE = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("THREE", "3 is no advantage estimator; name a function"),
+        ("PluginError", "PluginError is no advantage estimator"),
+        ("Idle", r"Idle must define __call__"),
+        ("Demanding", "option 'strength' without a default, and algorithm has no key"),
+    ],
+)
+def test_an_object_that_cannot_estimate_is_refused_when_it_is_named(name, sentence):
+    with pytest.raises(PluginError, match=sentence):
+        advantages.get_estimator(f"{__name__}:{name}")
+
+
+def test_a_function_may_name_one_column_as_a_string_and_must_return_a_pair():
+    def lone(token_level_rewards, response_mask, **columns):
+        return token_level_rewards
+
+    lone.needs = "values"
+    estimator = FunctionEstimator(lone, {})
+    assert estimator.requires == ("values",)
+    with pytest.raises(PluginError, match=r"lone returned a int; return \(advantages, returns\)"):
+        estimator(Trajectories(1, 0))
+
+
 def test_an_unknown_name_gets_a_proposal_and_the_list():
     with pytest.raises(ValueError, match=r"Did you mean 'grpo'.*Known: .*rloo"):
         advantages.get_adv_estimator_fn("gropo")

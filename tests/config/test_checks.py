@@ -22,7 +22,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "a talk needs somebody to talk with": (
         [f"{ROLLOUT}.multi_turn.enable=true"],
-        f"{ROLLOUT}.multi_turn.enable=true has nobody to talk with; give "
+        f"{ROLLOUT}.multi_turn.enable=true has neither tools nor interactions; give "
         f"{ROLLOUT}.multi_turn.tool_config_path, {ROLLOUT}.multi_turn.function_tool_path or "
         f"{ROLLOUT}.multi_turn.interaction_config_path, or use {ROLLOUT}.multi_turn.enable=false",
         [f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"],

@@ -70,7 +70,7 @@ def test_a_key_like_nothing_else_is_still_an_error() -> None:
         ),
         (
             "data.train_files=null",
-            "data.train_files=null is null; expected a list of strings (command line)",
+            "data.train_files is null; expected a list of strings (command line)",
         ),
         (
             "actor_rollout_ref.rollout.stop_token_ids=[a]",

@@ -411,9 +411,7 @@ def test_a_missing_file_names_the_key_it_came_from(settings: list[str], tmp_path
 @pytest.mark.parametrize("key", ["model.path", "data.path", "data.output_path"])
 def test_a_key_without_a_sensible_default_must_be_given(settings: list[str], key: str) -> None:
     others = [setting for setting in settings if not setting.startswith(f"{key}=")]
-    with pytest.raises(
-        ConfigError, match=f"^{key} was not given: set it to the .*family's default"
-    ):
+    with pytest.raises(ConfigError, match=f"^{key} was not given: set it to the "):
         main_generation.main(others)
 
 

@@ -38,6 +38,7 @@ def test_batch_lengths_and_learning_rate_follow_data_model_and_device(
     given: dict[str, Any],
 ) -> None:
     assert values(given) == {
+        "data.val_files": [],
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.rollout.n": 8,
         "data.train_batch_size": 8,

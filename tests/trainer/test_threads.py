@@ -12,7 +12,7 @@ import yaml
 
 from hone.config import compose, replace
 from hone.trainer import threads
-from hone.trainer.threads import busy_warning, with_threads
+from hone.trainer.threads import busy_warning, resolve_threads
 
 from .runs import Run
 
@@ -64,16 +64,16 @@ def test_a_busy_machine_is_told_once_with_what_helps(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     given = compose(["trainer.device=cpu"], config_name=tree).config
-    resolved, count = with_threads(given, 1)
+    resolved, count = resolve_threads(given, 1)
     told = " ".join(capsys.readouterr().out.split())
     assert told == (
         "2 threads are 9.6 times slower than one here: other programs use the cores (load average 5.0 "
         "on 2 cores); trainer.num_threads=1 helps"
     )
     assert resolved.trainer.num_threads == count == 2
-    assert with_threads(resolved, 1) == (resolved, 2)
-    with_threads(given, 1, tells=False)
-    assert with_threads(replace(given, "trainer.num_threads", 1), 1)[1] == 1
+    assert resolve_threads(resolved, 1) == (resolved, 2)
+    resolve_threads(given, 1, tells=False)
+    assert resolve_threads(replace(given, "trainer.num_threads", 1), 1)[1] == 1
     assert capsys.readouterr().out == ""
 
 
@@ -107,7 +107,7 @@ def test_a_config_that_says_no_number_leaves_it_to_the_machine(
     (tmp_path / "global_step_1").mkdir()
     (tmp_path / "config.yaml").write_text(text)
     config = compose([f"trainer.default_local_dir={tmp_path}"]).config
-    assert with_threads(config, 1)[1] == 1
+    assert resolve_threads(config, 1)[1] == 1
 
 
 def test_a_run_resumed_from_elsewhere_takes_the_number_of_that_run(
@@ -121,4 +121,4 @@ def test_a_run_resumed_from_elsewhere_takes_the_number_of_that_run(
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={tmp_path / 'there' / 'global_step_1'}",
     ]
-    assert with_threads(compose(overrides).config, 1)[1] == 3
+    assert resolve_threads(compose(overrides).config, 1)[1] == 3

@@ -60,18 +60,24 @@ def _listed(path: str | None) -> list[BaseTool]:
             raise ToolError(
                 f"{path}: tool type {kind!r} is not built; use `type: native` with a class of yours"
             )
-        schema = entry.get("tool_schema")
         cls = load_object(str(entry["class_name"]))
-        tool = cls(
-            config=config,
-            tool_schema=OpenAIFunctionToolSchema.model_validate(schema) if schema else None,
-        )
+        tool = cls(config=config, tool_schema=_schema(entry, path))
         if not hasattr(tool, "execute") or not getattr(tool, "name", None):
             raise ToolError(
                 f"{path}: {entry['class_name']} is no tool; derive from hone.tools.base_tool.BaseTool"
             )
         tools.append(tool)
     return tools
+
+
+def _schema(entry: Mapping[str, Any], path: str) -> OpenAIFunctionToolSchema | None:
+    schema = entry.get("tool_schema")
+    if not schema:
+        return None
+    try:
+        return OpenAIFunctionToolSchema.model_validate(schema)
+    except (ToolError, AttributeError) as error:
+        raise ToolError(f"{path}, {entry['class_name']}: {error}") from error
 
 
 def _functions(path: str | None) -> list[BaseTool]:

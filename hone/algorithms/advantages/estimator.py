@@ -19,6 +19,7 @@ from hone.algorithms.keywords import refuse_unknown
 from hone.algorithms.settings import has, setting
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
+from hone.plugins import PluginError
 
 Pair = tuple[Tensor, Tensor]  # advantages and returns, both [B, T] and 0 outside response_mask
 Groups = Literal["ignored", "compared", "required"]
@@ -81,6 +82,11 @@ class Estimator:
                 has(config, name) or name in AlgorithmConfig.__dataclass_fields__
             ):
                 values[name] = setting(config, name, AlgorithmConfig)
+            elif option.default is dataclasses.MISSING:
+                raise PluginError(
+                    f"the estimator {cls.__name__} has an option {name!r} without a default, and "
+                    "algorithm has no key of that name; give it a default"
+                )
         return cls(**values)
 
 
@@ -96,7 +102,7 @@ class FunctionEstimator(Estimator):
 
     @property
     def requires(self) -> tuple[str, ...]:
-        return tuple(getattr(self.function, "needs", ()))
+        return needs_of(self.function)
 
     def __call__(self, batch: Trajectories) -> Pair:
         values = {"index": batch.uid, "config": self.config, **batch.columns}
@@ -110,8 +116,13 @@ class FunctionEstimator(Estimator):
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             taken = {*parameters, *self.requires}
             values = {name: value for name, value in values.items() if name in taken}
-        advantages, returns = self.function(*positions, **values)
-        return advantages, returns
+        result = self.function(*positions, **values)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise PluginError(
+                f"the estimator {_name_of(self.function)} returned a {type(result).__name__}; "
+                "return (advantages, returns), both [B, T]"
+            )
+        return result
 
 
 class VerlForm:
@@ -163,11 +174,29 @@ def _is_column(name: str) -> bool:
     )
 
 
+def needs_of(function: Any) -> tuple[str, ...]:
+    """The columns that a user's function names in its attribute `needs`."""
+    needs = getattr(function, "needs", ())
+    return (needs,) if isinstance(needs, str) else tuple(needs)
+
+
+def _name_of(entry: Any) -> str:
+    return getattr(entry, "__name__", repr(entry))
+
+
 def estimator_of(entry: Any, config: Any, **options: Any) -> Estimator:
     """The estimator of an entry of the table: an estimator class, its verl form, or a function."""
     if isinstance(entry, VerlForm):
         entry = entry.estimator
-    if isinstance(entry, type) and issubclass(entry, Estimator):
+    of_base = isinstance(entry, type) and issubclass(entry, Estimator)
+    if (isinstance(entry, type) and not of_base) or not callable(entry):
+        raise PluginError(
+            f"{_name_of(entry)} is no advantage estimator; name a function, or a dataclass that "
+            "inherits from hone.algorithms.advantages.estimator.Estimator"
+        )
+    if of_base and entry.__call__ is Estimator.__call__:
+        raise PluginError(f"the estimator {entry.__name__} must define __call__(self, batch)")
+    if of_base:
         known = entry.__dataclass_fields__
         return entry.of(config, **{name: v for name, v in options.items() if name in known})
     if isinstance(entry, Estimator):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.config.reward import OverlongBufferConfig
-from hone.rewards.failures import FailurePolicy
+from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.abstract import RawRewardFn
 from hone.rewards.managers.naive import NaiveRewardManager
 
@@ -44,7 +44,7 @@ class DAPORewardManager(NaiveRewardManager):
         self.buffer = overlong_buffer_cfg or OverlongBufferConfig()
         self.max_resp_len = max_resp_len
         if self.buffer.enable and (not max_resp_len or not 0 < self.buffer.len <= max_resp_len):
-            raise ValueError(
+            raise WrongSetting(
                 f"overlong_buffer_cfg.len={self.buffer.len} with max_resp_len={max_resp_len}: the "
                 "buffer must have at least one token and fit into the response. Set "
                 "reward_model.reward_kwargs.{max_resp_len,overlong_buffer_cfg.len}."

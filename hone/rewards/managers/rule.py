@@ -114,11 +114,8 @@ class RuleRewardManager(AbstractRewardManager):
 
     def score_known(self, rows: Sequence[Row]) -> list[Scored | Failed]:
         """Score the rows that have what their rule needs; the others fail without a call."""
-        lacking = {
-            index
-            for index, row in enumerate(rows)
-            if self.lacks_ground_truth(row.data_source, row.ground_truth)
-        }
+        lacks = self.lacks_ground_truth
+        lacking = {i for i, row in enumerate(rows) if lacks(row.data_source, row.ground_truth)}
         scored = iter(self.score_rows([r for i, r in enumerate(rows) if i not in lacking]))
         return [
             Failed("no_ground_truth", f"reward_model.ground_truth is {row.ground_truth!r:.80}")

@@ -182,7 +182,9 @@ def named(path: str | None) -> tuple[int, Path]:
             f"trainer.resume_from_path={path} must name a folder global_step_N (resume_mode=resume_path)"
         )
     if not folder.is_dir():
-        raise CheckpointError(f"trainer.resume_from_path={path} does not exist")
+        raise CheckpointError(
+            f"trainer.resume_from_path={path} does not exist; name a global_step_N"
+        )
     return int(number[1]), folder
 
 

@@ -13,6 +13,7 @@ import torch
 
 from hone.agents.widths import concat_padded
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
+from hone.columns import require
 from hone.config import PPOTrainerConfig
 from hone.data.loader import PromptLoader
 from hone.protocol import DataProto
@@ -265,7 +266,8 @@ def first_groups(batch: DataProto, count: int) -> DataProto:
 def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> np.ndarray | torch.Tensor:
     """[B] what groups are judged by: the score, or a number that the scorer gave beside it."""
     if name in ("reward", "score", "seq_reward", "seq_final_reward"):
-        return batch.batch["token_level_scores"].sum(-1)
+        scores: torch.Tensor = require(batch, "token_level_scores")
+        return scores.sum(-1)
     if name not in batch.non_tensor_batch and not said_of_rows(batch, name):
         raise KeyError(
             f"algorithm.filter_groups.metric={name} is no column of the batch; use reward, or one of "

@@ -15,6 +15,7 @@ from hone.algorithms.shaping import normalise_advantages, pf_ppo_rows
 from hone.columns import REWARD_PREFIX, require, write
 from hone.config.algorithm import AlgorithmConfig
 from hone.ops.counter_rng import fold_seed
+from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.trainer.ppo.scoring import numbers_of, said_of_rows
 
@@ -76,6 +77,12 @@ def estimate_advantages(
     rewards = require(batch, "token_level_rewards")
     uid = batch.non_tensor_batch["uid"]
     advantage, returns = estimator(Trajectories(rewards, mask, uid, columns))
+    for name, values in (("advantages", advantage), ("returns", returns)):
+        if tuple(values.shape) != tuple(mask.shape):
+            raise PluginError(
+                f"the estimator returned {name} of shape {tuple(values.shape)} for a response mask of "
+                f"{tuple(mask.shape)}; give one number per token, 0 outside the mask"
+            )
     if whiten:
         advantage = normalise_advantages(advantage, mask)
     write(batch, "advantages", advantage)

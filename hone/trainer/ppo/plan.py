@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hone.algorithms.advantages import get_estimator
-from hone.algorithms.advantages.estimator import Estimator
+from hone.algorithms.advantages.estimator import Estimator, needs_of
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import get_kl_estimator
 from hone.algorithms.policy_losses import get_policy_loss_fn
@@ -163,7 +163,7 @@ def _readers(config: PPOTrainerConfig, estimator: Estimator, loss: Any) -> Itera
     correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
     mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
-    yield Reader(mode, tuple(getattr(loss, "needs", ())), updates=True)
+    yield Reader(mode, needs_of(loss), updates=True)
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     if not one_update:
         # The first update's own forward gives them to itself alone.

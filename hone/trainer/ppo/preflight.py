@@ -91,7 +91,7 @@ class _Preflight:
         assert earlier is not None
         self.warnings += [
             *earlier.changes(trainer.total_steps),
-            *self._lone_responses(trainer.plan),
+            *self._odd_settings(trainer.plan),
         ]
         lines = lines_of(trainer, needs, self.lengths)
         return trainer, Preview(tuple(lines), tuple(self.warnings))
@@ -190,9 +190,17 @@ class _Preflight:
             )
         )
 
-    def _lone_responses(self, plan: Plan) -> Iterator[str]:
-        """An estimator over groups that has none; those that could not learn at all are refused."""
+    def _odd_settings(self, plan: Plan) -> Iterator[str]:
+        """KL that counts twice; an estimator over groups that has none."""
         estimator = self.config.algorithm.adv_estimator
+        if (
+            self.config.algorithm.use_kl_in_reward
+            and self.config.actor_rollout_ref.actor.use_kl_loss
+        ):
+            yield (
+                "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true: the KL to "
+                "the reference counts twice, in the reward and in the loss; one of them is enough"
+            )
         compares = plan.estimator.groups == "compared"
         alone = self.config.actor_rollout_ref.rollout.n == 1 and not self.config.trainer.val_only
         if compares and alone:

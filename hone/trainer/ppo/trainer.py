@@ -72,9 +72,7 @@ class PPOTrainer:
             config.trainer.total_training_steps
             or self.loader.batches_per_epoch * config.trainer.total_epochs
         )
-        self.config, _ = with_threads(
-            with_schedule_length(config, self.total_steps), config.trainer.n_gpus_per_node
-        )
+        self.config = with_threads(with_schedule_length(config, self.total_steps))
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
         check_rows(self.reward_fn, self.train_dataset, config)

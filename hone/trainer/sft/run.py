@@ -31,7 +31,7 @@ from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.order import batches_in
 from hone.trainer.sft.trainer import SFTTrainer
-from hone.trainer.threads import with_threads
+from hone.trainer.threads import resolve_threads
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class SFTRun:
         self.ranks = ranks
         self._origins = origins
         self.folder = RunFolder(config.trainer.default_local_dir)
-        config, threads = with_threads(config, ranks.local_world_size, tells=ranks.is_first)
+        config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
         fix_threads(threads)
         self.tokenizer = build_tokenizer(config.model)
         data = config.data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_sum_pi_squared_is_that_of_the_whole_distribution(task: Task, tmp_path: 
         "algorithm.rollout_correction.bypass_mode=true",
     )
     with opened(overrides) as trainer:
-        batch = trainer.estimate(trainer.score(trainer.generate(trainer.loader.next_batch())))
+        batch = trainer.estimate(trainer.collect())
     model = AutoModelForCausalLM.from_pretrained(task.model, attn_implementation="eager")
     for row in range(len(batch)):
         kept = batch.batch["attention_mask"][row].bool()
@@ -262,14 +263,14 @@ def test_rejected_tokens_leave_the_loss_and_nothing_else(
 ) -> None:
     from hone.trainer.ppo import trainer
 
-    generate = trainer.PPOTrainer.generate
+    take = trainer.PPOTrainer.take
 
-    def doubtful(self: object, prompts: object) -> object:
-        batch = generate(self, prompts)  # type: ignore[arg-type]
+    def doubtful(self: Any, *arguments: Any, **options: Any) -> DataProto:
+        batch = take(self, *arguments, **options)
         batch.batch["rollout_log_probs"][:, 0] -= 3.0  # as if the engine had thought otherwise
         return batch
 
-    monkeypatch.setattr(trainer.PPOTrainer, "generate", doubtful)
+    monkeypatch.setattr(trainer.PPOTrainer, "take", doubtful)
     run = train(
         "algorithm.rollout_correction.rollout_rs=token_k2",
         "algorithm.rollout_correction.rollout_rs_threshold=0.5",

@@ -10,6 +10,7 @@ import pytest
 
 from hone.columns import COLUMNS
 from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
+from hone.plugins import PluginError
 from hone.trainer.command_line import plan_checks
 from hone.trainer.ppo.plan import Plan
 
@@ -107,6 +108,21 @@ def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reads_nothing, "needs", {"rm_scores"})
     with pytest.raises(ConfigError, match=r"loss_mode=.*reads rm_scores, which this run does not"):
         planned(loss, "algorithm.adv_estimator=grpo")
+
+
+def shorter(token_level_rewards, response_mask, **columns):  # type: ignore[no-untyped-def]
+    return token_level_rewards[:, :1], token_level_rewards
+
+
+def test_advantages_of_another_shape_are_refused(task: Task, tmp_path: Path) -> None:
+    named = f"algorithm.adv_estimator={__name__}:shorter"
+    with (
+        opened(task.overrides(tmp_path, named)) as trainer,
+        pytest.raises(
+            PluginError, match=r"advantages of shape \(8, 1\) for a response mask of \(8, 6\)"
+        ),
+    ):
+        trainer.step()
 
 
 def test_what_an_external_library_registers_is_known_to_the_checks(
