@@ -14,9 +14,15 @@ from typing import Any
 
 from hone.config.trainer import TrainerConfig
 from hone.protocol import DataProto
-from hone.tracking import RunFolder
+from hone.tracking import RunFolder, Tracking
 from hone.tracking.run_folder import step_files
-from hone.trainer.ppo.rollout_file import is_temporary, rollout_table, write_table
+from hone.trainer.ppo.rollout_file import (
+    is_temporary,
+    rollout_table,
+    write_rollouts,
+    write_table,
+)
+from hone.trainer.ppo.samples import sample_rows
 
 
 class RolloutWriter:
@@ -24,6 +30,7 @@ class RolloutWriter:
     it is."""
 
     def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Any) -> None:
+        self._run, self._trainer = run, trainer
         self._all_steps = trainer.rollout_data_dir
         self._folder = RunFolder(self._all_steps).path if self._all_steps else run.rollouts
         self._keep = trainer.rollout_steps_to_keep
@@ -42,6 +49,16 @@ class RolloutWriter:
         columns = batch.batch.clone(recurse=False)
         taken = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
         self._pending = self._thread.submit(self._write, taken, step)
+
+    def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
+        """The file of a validation, and some of its rows to the trackers that show tables."""
+        folder = self._trainer.validation_data_dir
+        file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
+        file = file or self._run.validation_file(step)
+        write_rollouts(file, batch, self._tokenizer, step=step)
+        if tracking is not None and self._trainer.log_val_generations > 0:
+            samples = sample_rows(batch, self._tokenizer, self._trainer.log_val_generations)
+            tracking.log_samples("val/generations", samples, step)
 
     def flush(self) -> None:
         """Wait for the last file: it is on the disk before the checkpoint of its step counts."""

@@ -213,3 +213,8 @@ def write_scores(
     for name, values in {FAILURE: [None] * len(batch), **extras}.items():
         batch.set_column(name, object_array(list(values)))
     batch.meta_info["reward_extra_names"] = sorted(extras)
+
+
+def pop_metrics(manager: Any) -> dict[str, float]:
+    """What a reward manager counted since it was last asked; one of the user's may count nothing."""
+    return manager.pop_metrics() if hasattr(manager, "pop_metrics") else {}

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from hone.agents.sampling import training_sampling, validation_sampling
-from hone.agents.widths import concat_padded
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import adopt, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
@@ -32,12 +31,11 @@ from hone.trainer.ppo.group_signal import GroupSignal
 from hone.trainer.ppo.memory import collector_spared, memory_explained
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.publish import Publisher
-from hone.trainer.ppo.rollout_file import write_rollouts
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
-from hone.trainer.ppo.scoring import check_rows, score_parts, write_scores
+from hone.trainer.ppo.scoring import check_rows, pop_metrics, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
-from hone.trainer.ppo.validation import Attempts, validation_rows
+from hone.trainer.ppo.validation import attempts_at, validation_rows
 from hone.trainer.threads import with_threads
 
 
@@ -315,9 +313,7 @@ class PPOTrainer:
             **self.publisher.staleness(batch),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
-        if hasattr(self.reward_fn, "pop_metrics"):
-            measured |= self.reward_fn.pop_metrics()
-        return measured
+        return measured | pop_metrics(self.reward_fn)
 
     # -- around a step ------------------------------------------------------------------------
 
@@ -338,33 +334,15 @@ class PPOTrainer:
             return {}
         rollout = self.config.actor_rollout_ref.rollout
         samples, sampling = rollout.val_kwargs.n, validation_sampling(rollout)
-        attempts, batches = Attempts(), []
-        with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
-            for prompts in self.val_loader.one_epoch():
-                self.source.submit(prompts, samples=samples, sampling=sampling)
-                batch = self._scored(self.source.take(), self.val_reward_fn)
-                attempts.add(batch)
-                batches.append(batch)
-                bar.advance(len(batch) // samples)
-        self._keep_validation(concat_padded(batches))
-        failures = (
-            self.val_reward_fn.pop_metrics() if hasattr(self.val_reward_fn, "pop_metrics") else {}
-        )
-        return attempts.metrics() | {f"val-aux/{name}": n for name, n in failures.items()}
 
-    def _keep_validation(self, batch: DataProto) -> None:
-        trainer = self.config.trainer
-        folder = trainer.validation_data_dir
-        file = RunFolder(folder).path / f"step_{self.global_step}.parquet" if folder else None
-        write_rollouts(
-            file or self.run.validation_file(self.global_step),
-            batch,
-            self.tokenizer,
-            step=self.global_step,
-        )
-        if self.tracking is not None and trainer.log_val_generations > 0:
-            samples = sample_rows(batch, self.tokenizer, trainer.log_val_generations)
-            self.tracking.log_samples("val/generations", samples, self.global_step)
+        def attempt(prompts: Mapping[str, np.ndarray]) -> DataProto:
+            self.source.submit(prompts, samples=samples, sampling=sampling)
+            return self._scored(self.source.take(), self.val_reward_fn)
+
+        with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
+            measured, batch = attempts_at(self.val_loader.one_epoch(), attempt, samples, bar)
+        self.rollouts.write_validation(batch, self.global_step, self.tracking)
+        return measured | {f"val-aux/{n}": x for n, x in pop_metrics(self.val_reward_fn).items()}
 
     # -- state --------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from hone.agents.widths import concat_padded
 from hone.config.data import DataConfig
 from hone.data.create import create_rl_dataset, given_dataset
 from hone.data.rows import DataError
@@ -24,6 +25,7 @@ from hone.ops.at_n import (
 )
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
+from hone.tracking.console import Bar
 from hone.trainer.ppo.metrics import are_numbers, spread
 
 _CORE_STATISTICS = ("mean", "best", "maj")
@@ -64,6 +66,22 @@ class Attempts:
     def metrics(self) -> dict[str, float]:
         turns = spread("val-aux/num_turns", torch.tensor(self.turns))
         return validation_metrics(self.sources, self.uids, self.variables) | turns
+
+
+def attempts_at(
+    prompts: Iterable[Mapping[str, np.ndarray]],
+    attempt: Callable[[Mapping[str, np.ndarray]], DataProto],
+    samples: int,
+    bar: Bar,
+) -> tuple[dict[str, float], DataProto]:
+    """Every batch of prompts attempted and scored: the metrics, and all trajectories."""
+    attempts, batches = Attempts(), []
+    for some in prompts:
+        batch = attempt(some)
+        attempts.add(batch)
+        batches.append(batch)
+        bar.advance(len(batch) // samples)
+    return attempts.metrics(), concat_padded(batches)
 
 
 @dataclass
