@@ -60,21 +60,21 @@ KINDS = {
 CALLED = {
     # the functions of each file that a run must have called
     "Advantage estimator": {"centred"},
-    "Advantage estimator that reads columns": {"EntropyBonus.requires", "EntropyBonus.__call__"},
+    "Advantage estimator that reads columns": {"requires", "__call__"},
     "Policy loss": {"anchored"},
     "KL estimator": {"squared"},
     "Score function": {"compute_score"},
-    "Reward manager": {"LengthManager.__call__"},
-    "Agent loop": {"TwiceLoop.run"},
+    "Reward manager": {"__call__"},
+    "Agent loop": {"run"},
     "Tool": {"day_of_week"},
-    "Parser of tool calls": {"EveryDigitCalls.calls"},
-    "Interaction": {"AsksAgain.generate_response"},
-    "Data set": {"Shouting.__getitem__"},
-    "Sampler": {"Backwards.__iter__"},
-    "Tracker": {"TextFile.log"},
-    "Optimizer": {"SignSGD.step"},
+    "Parser of tool calls": {"calls"},
+    "Interaction": {"generate_response"},
+    "Data set": {"__getitem__"},
+    "Sampler": {"__iter__"},
+    "Tracker": {"log"},
+    "Optimizer": {"step"},
     "Learning-rate schedule": {"halves"},
-    "Rollout engine": {"Counting.__init__", "Counting.generate"},
+    "Rollout engine": {"__init__", "generate"},
     "Training engine": {"clipped_harder"},
 }
 BESIDE = {
@@ -97,7 +97,7 @@ def calls_into(folder: Path) -> Iterator[set[tuple[str, str]]]:
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(str(folder)):
-            seen.add((Path(code.co_filename).name, code.co_qualname))
+            seen.add((Path(code.co_filename).name, code.co_name))
 
     threading.setprofile(note)
     sys.setprofile(note)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 
@@ -16,7 +16,19 @@ from hone.protocol import DataProto, DataProtoFuture, split_padded
 
 PerRank = tuple[tuple[list[Any], ...], dict[str, list[Any]]]
 DispatchFn = Callable[..., PerRank]
-CollectFn = Callable[[Any, list[Any]], Any]
+
+
+class Group(Protocol):
+    """What dispatch and collect functions ask of a worker group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, name: str) -> Mesh:
+        """Where each rank stands on a named mesh."""
+
+
+CollectFn = Callable[[Group, list[Any]], Any]
 
 
 DATA_PARALLEL = ""
@@ -48,16 +60,16 @@ class OnMesh:
     mesh_name: str
     function: Callable[..., Any]
 
-    def __call__(self, group: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, group: Group, *args: Any, **kwargs: Any) -> Any:
         return self.function(self.mesh_name, group, *args, **kwargs)
 
 
-def broadcast(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+def broadcast(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """Every rank gets the same arguments."""
     return _each(lambda value: [value] * group.world_size, args, kwargs)
 
 
-def one_each(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+def one_each(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """Every argument is a list with one entry a rank."""
 
     def checked(value: Any) -> list[Any]:
@@ -72,13 +84,13 @@ def one_each(group: Any, *args: Any, **kwargs: Any) -> PerRank:
     return _each(checked, args, kwargs)
 
 
-def split_batches(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+def split_batches(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """Batches are split over the data-parallel slots, evened out with marked rows; the ranks of one
     slot get the same rows, and other values go to all."""
     return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
 
 
-def split_after_func(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+def split_after_func(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """The first argument is a function, sent to all; the rest as `split_batches`."""
     if not args or not callable(args[0]):
         raise TypeError("the first argument of this method is the function each rank runs")
@@ -86,7 +98,7 @@ def split_after_func(group: Any, *args: Any, **kwargs: Any) -> PerRank:
     return ([args[0]] * group.world_size, *rest), named
 
 
-def not_dispatched(group: Any, *args: Any, **kwargs: Any) -> PerRank:
+def not_dispatched(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """Methods the rollout calls directly have no driver side."""
     raise RuntimeError(
         "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
@@ -94,19 +106,21 @@ def not_dispatched(group: Any, *args: Any, **kwargs: Any) -> PerRank:
     )
 
 
-def dispatch_nd_compute_dataproto(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> PerRank:
+def dispatch_nd_compute_dataproto(
+    mesh_name: str, group: Group, *args: Any, **kwargs: Any
+) -> PerRank:
     """Batches are split over the data-parallel groups of a mesh."""
-    mesh: Mesh = group.mesh(mesh_name)
+    mesh = group.mesh(mesh_name)
     return _split(args, kwargs, mesh.dp_size, mesh.dp_ranks)
 
 
-def collect_nd_compute_dataproto(mesh_name: str, group: Any, results: list[Any]) -> Any:
+def collect_nd_compute_dataproto(mesh_name: str, group: Group, results: list[Any]) -> Any:
     """Results of the ranks that collect, one per data-parallel slot, in the slots' order."""
-    mesh: Mesh = group.mesh(mesh_name)
+    mesh = group.mesh(mesh_name)
     return concat_batches(group, [results[rank] for rank in mesh.answering])
 
 
-def as_list(group: Any, results: list[Any]) -> list[Any]:
+def as_list(group: Group, results: list[Any]) -> list[Any]:
     """What each rank returned, in rank order."""
     return list(results)
 
@@ -118,11 +132,11 @@ class OfSlots:
     collect_fn: CollectFn
     mesh: Mesh
 
-    def __call__(self, group: Any, results: list[Any]) -> Any:
+    def __call__(self, group: Group, results: list[Any]) -> Any:
         return self.collect_fn(group, [results[rank] for rank in self.mesh.answering])
 
 
-def concat_batches(group: Any, results: list[Any]) -> DataProto:
+def concat_batches(group: Group, results: list[Any]) -> DataProto:
     """The slots' batches one below the other."""
     for rank, result in enumerate(results):
         if not isinstance(result, DataProto):

@@ -1,4 +1,4 @@
-"""How far a wait for ranks is: told to a listener while processes start and models load.
+"""Progress of a wait for ranks, for a listener: how many processes have started or loaded their model.
 
 Leaves out how it is shown: the controller knows no console.
 """

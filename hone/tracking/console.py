@@ -150,7 +150,7 @@ class Screen:
         if wanted and self._live is None:
             self._live = _live_region(self)
             self._live.start()
-            atexit.register(self._live.stop)  # a terminal without its cursor helps nobody
+            atexit.register(self._live.stop)  # the terminal gets its cursor back
         elif not wanted and self._live is not None:
             self._live.stop()
             atexit.unregister(self._live.stop)

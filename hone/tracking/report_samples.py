@@ -149,7 +149,7 @@ def _number(value: Any) -> float | None:
 
 
 def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
-    """The best and the worst scored responses of a run, one a prompt; of equals, the latest."""
+    """The best and the worst scored responses of a run, one per prompt; of equals, the latest."""
     scores, steps, rows, numbers = [], [], [], []
     for number, (step, path) in enumerate(files):
         table = _columns(path, ("score",), notes)
@@ -214,7 +214,7 @@ def _numbers(column: Sequence[Any], name: str, path: Path, notes: list[str]) -> 
 
 
 def _total(part: Any) -> float | None:
-    """A reward part: one number, or one a token."""
+    """A reward part: one number, or one per token."""
     numbers = part if isinstance(part, list) else [part]
     if not all(isinstance(number, int | float) for number in numbers):
         return None

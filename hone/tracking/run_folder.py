@@ -107,7 +107,7 @@ class RunFolder:
     def cut_back(self, step: int) -> None:
         """Forget everything logged after `step`: what a run resumed from its checkpoint redoes.
 
-        Checkpoints are left alone: which of them is sound is for whoever resumes to judge.
+        Checkpoints are left alone: the caller that resumes judges which of them is sound.
         """
         for folder in (self.path, self.rollouts, self.validation):
             remove_leftovers(folder)
