@@ -55,7 +55,9 @@ def main() -> dict[str, Any]:
                     kept[together].append(list(batch.non_tensor_batch["uid"]))
     assert kept[1] == kept[2], "both ways must train on the same groups"
     ratio = statistics.median(seconds[1]) / statistics.median(seconds[2])
-    print(f"one by one {statistics.median(seconds[1]):.2f} s, overlapping {ratio:.2f} times as fast")
+    print(
+        f"one by one {statistics.median(seconds[1]):.2f} s, overlapping {ratio:.2f} times as fast"
+    )
     return {
         "one_by_one_s": round(statistics.median(seconds[1]), 3),
         "overlapping_s": round(statistics.median(seconds[2]), 3),

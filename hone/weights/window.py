@@ -213,6 +213,7 @@ def _cuda_handle(window: Tensor) -> dict[str, Any]:
 
 
 def _of_cuda_handle(handle: dict[str, Any]) -> Tensor:
+    torch.cuda.init()  # torch opens the handle in the context of this process, which must be there
     parts = [_of_text(part) for part in handle["parts"]]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", int(parts[0]))
