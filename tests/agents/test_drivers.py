@@ -40,7 +40,12 @@ class TurnsLoop(AgentLoopBase):
         return AgentLoopOutput(prompt, response, mask, log_probs, num_turns=2 * row["turns"])
 
 
-LOOPS.add("turns_for_test", TurnsLoop)
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop has a name while a test of this file runs."""
+    monkeypatch.setitem(LOOPS._entries, "turns_for_test", TurnsLoop)
+
+
 Runner = Callable[..., Any]
 
 

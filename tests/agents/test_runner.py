@@ -205,8 +205,13 @@ def test_a_row_may_name_the_default_loop_whatever_it_is_called(
 
 
 def test_a_registered_loop_is_found_by_its_name(
-    runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
+    runner: Runner,
+    rows: Rows,
+    echo: ScriptedRollout,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(LOOPS, "_entries", dict(LOOPS._entries))  # forgotten after the test
     LOOPS.add("fixed_for_test", FixedLoop)
     batch = runner(echo).run(rows(["a"], agent_name=["fixed_for_test"]))
     assert decode(tokenizer, batch) == ["mine"]
