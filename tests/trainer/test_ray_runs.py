@@ -155,7 +155,7 @@ def test_a_dead_worker_is_told_with_rank_role_and_last_lines(task: Task, tmp_pat
         waited = time.monotonic() - started
     said = str(caught.value)
     assert "rank 1" in said
-    assert "actor_rollout" in said
+    assert "'rollout'" in said
     assert f"pid {seat.pid}" in said
     assert "last log lines" in said
     assert waited < 300  # half of what a collective waits for a lost peer
