@@ -37,7 +37,7 @@ def test_anything_but_a_pair_is_refused_by_name(result) -> None:
 
 
 def test_arguments_are_given_by_name_where_the_function_has_verls_names() -> None:
-    def reversed_order(response_mask, token_level_rewards):
+    def reversed_order(response_mask, token_level_rewards, index=None):
         return token_level_rewards, response_mask
 
     def other_names(rewards, mask):
@@ -68,5 +68,5 @@ def test_an_entry_is_an_estimator_class_one_of_them_or_a_function() -> None:
 
 @pytest.mark.parametrize("entry", [5, "grpo", dict, Estimator])
 def test_an_entry_that_cannot_estimate_is_refused(entry) -> None:
-    with pytest.raises(PluginError, match="is no advantage estimator|must define __call__"):
+    with pytest.raises(PluginError, match=r"is no advantage estimator|must define __call__"):
         estimator_of(entry, None)
