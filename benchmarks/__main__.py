@@ -9,7 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-ALL = ("algorithms", "rewards", "sandbox", "assertions", "logprobs", "rollout", "grpo_step", "sft")
+ALL = (
+    "algorithms",
+    "rewards",
+    "sandbox",
+    "assertions",
+    "logprobs",
+    "rollout",
+    "dynamic_sampling",
+    "grpo_step",
+    "sft",
+)
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 
 
