@@ -15,7 +15,7 @@ from hone.ops.packing import shared_with_the_row_before
 from hone.protocol import DataProto
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec, reference_spec
-from hone.workers.objectives import PolicyObjective, update_in_minibatches
+from hone.workers.objectives import PolicyObjective
 from hone.workers.roofline import Roofline
 from hone.workers.train import TrainWorker, measured
 
@@ -75,19 +75,7 @@ class ActorWorker(TrainWorker):
             temperature=self.temperature(temperature),
             correction=self.config.algorithm.rollout_correction,
         )
-        with self.engine.present(optimizer=True):
-            metrics = update_in_minibatches(
-                self.engine,
-                data,
-                objective,
-                step_rows=step_rows,
-                rows_per_update=actor.sequences_per_update(),
-                epochs=actor.ppo_epochs,
-                shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
-            )
-        self.engine.advance_schedule()
-        for name in ("grad_norm", "lr", "skipped_updates"):
-            metrics[f"actor/{name}"] = metrics.pop(name)
+        metrics = self.all_updates(data, objective, actor, step_rows, role="actor")
         return measured(metrics | self._device_metrics(data, time.perf_counter() - started))
 
     def _device_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:

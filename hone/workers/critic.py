@@ -9,7 +9,7 @@ from hone.models.external import import_external
 from hone.protocol import DataProto
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import critic_spec
-from hone.workers.objectives import ValueObjective, update_in_minibatches
+from hone.workers.objectives import ValueObjective
 from hone.workers.train import TrainWorker, measured
 
 
@@ -37,17 +37,6 @@ class CriticWorker(TrainWorker):
     def update_critic(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
         """Every update of this step; `step_rows` is how many rows all ranks have together."""
         config = self.config.critic
-        with self.engine.present(optimizer=True):
-            metrics = update_in_minibatches(
-                self.engine,
-                data,
-                ValueObjective(config),
-                step_rows=step_rows,
-                rows_per_update=config.sequences_per_update(),
-                epochs=config.ppo_epochs,
-                shuffle_seed=config.data_loader_seed if config.shuffle else None,
-            )
-        self.engine.advance_schedule()
-        for name in ("grad_norm", "lr", "skipped_updates"):
-            metrics[f"critic/{name}"] = metrics.pop(name)
-        return measured(metrics)
+        return measured(
+            self.all_updates(data, ValueObjective(config), config, step_rows, role="critic")
+        )

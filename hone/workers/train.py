@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hone.config.actor import ActorConfig
 from hone.config.block import Block
+from hone.config.critic import CriticConfig
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.modes import DATA_PARALLEL
-from hone.engine.contract import TrainEngine
+from hone.engine.contract import Objective, TrainEngine
 from hone.protocol import DataProto
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Sender, Standing, open_sender, send
 from hone.workers.loading import whole_config
+from hone.workers.objectives import update_in_minibatches
 
 
 class TrainWorker(Worker):
@@ -86,6 +89,31 @@ class TrainWorker(Worker):
         assert self._sender is not None, "offer_weights comes before send_weights"
         bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
         return send(self._sender, weights, bucket)
+
+    def all_updates(
+        self,
+        data: DataProto,
+        objective: Objective,
+        config: ActorConfig | CriticConfig,
+        step_rows: int | None,
+        *,
+        role: str,
+    ) -> dict[str, float]:
+        """Every update of one step, then the schedule moves on; the optimizer's numbers by role."""
+        with self.engine.present(optimizer=True):
+            metrics = update_in_minibatches(
+                self.engine,
+                data,
+                objective,
+                step_rows=step_rows,
+                rows_per_update=config.sequences_per_update(),
+                epochs=config.ppo_epochs,
+                shuffle_seed=config.data_loader_seed if config.shuffle else None,
+            )
+        self.engine.advance_schedule()
+        for name in ("grad_norm", "lr", "skipped_updates"):
+            metrics[f"{role}/{name}"] = metrics.pop(name)
+        return metrics
 
 
 def measured(metrics: dict[str, float]) -> DataProto:

@@ -241,7 +241,6 @@ class PPOTrainer:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
         if self.plan.reference:
             with self.phase("ref"):
-                assert self.reference is not None
                 adopt(batch, self.reference.compute_ref_log_prob(batch))
         if self.plan.critic:
             with self.phase("values"):
