@@ -209,7 +209,8 @@ class RolloutEngine(Protocol):
     async def sleep(self) -> None:
         """Give back the memory that only generation needs."""
 
-    async def wake_up(self) -> None: ...
+    async def wake_up(self) -> None:
+        """Ready to decode after `sleep`, or after the parameters of a leased module have moved."""
 
     async def close(self) -> None:
         """End every request; later ones raise."""

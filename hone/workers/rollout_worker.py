@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,6 +81,7 @@ class RolloutWorker(Worker):
                 ),
             )
             self.engine = build_rollout(spec)
+        self._generation: int | None = None  # of the lease the engine last woke up to
         self.runner = LoopRunner(
             whole,
             self.engine,
@@ -108,12 +109,15 @@ class RolloutWorker(Worker):
         if self.actor is None:
             return Finished(self.runner.finished(n_groups, wait_s))
         runner, started = self.runner, time.perf_counter()
-        run_coroutine(self.engine.wake_up())
-        with self._weights():  # on several ranks all begin here together
+        with self._weights() as generation:  # on several ranks all begin here together
+            if generation != self._generation:
+                run_coroutine(self.engine.wake_up())
+                self._generation = generation
             runner.run_until(lambda: n_groups is not None and runner.ready() >= n_groups)
         groups = runner.finished(n_groups)
         if self.config.actor_rollout_ref.rollout.free_cache_engine and not runner.pending():
             run_coroutine(self.engine.sleep())
+            self._generation = None
         return Finished(groups, self._bandwidth(groups, time.perf_counter() - started))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -121,9 +125,15 @@ class RolloutWorker(Worker):
         """Drop these groups, or all; they are never handed out."""
         self.runner.abort(uids)
 
-    def _weights(self) -> AbstractContextManager[object]:
-        """Inside, the engine's parameters are present and whole."""
-        return self._borrowed() if self.engine.traits.decodes_with_module else nullcontext()
+    @contextmanager
+    def _weights(self) -> Iterator[int]:
+        """Inside, the engine's parameters are present and whole. Gives the lease's generation, or 0 where
+        the engine has weights of its own."""
+        if not self.engine.traits.decodes_with_module:
+            yield 0
+            return
+        with self._borrowed() as lease:
+            yield lease.generation
 
     def _borrowed(self) -> AbstractContextManager[Lease]:
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
