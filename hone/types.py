@@ -6,9 +6,9 @@ Use one of these instead of `Any`. Where the package does know the type, write t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
-JsonValue: TypeAlias = Union[None, bool, int, float, str, list["JsonValue"], dict[str, "JsonValue"]]
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 """Anything JSON holds."""
 
 JsonObject: TypeAlias = dict[str, JsonValue]
