@@ -8,11 +8,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.sandbox.client import run_job
 from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
-from hone.sandbox.result import Job, SandboxResult
+from hone.sandbox.result import Job, JobFields, SandboxResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def run_python(
@@ -21,7 +24,7 @@ def run_python(
     minimum: Collection[str] = DEFAULT_MINIMUM,
     interpreter: str | None = None,
     caller: socket.socket | None = None,
-    **limits: Any,
+    **limits: Unpack[JobFields],
 ) -> SandboxResult:
     """Run untrusted Python and wait for the verdict. Keyword arguments are the fields of Job.
 

@@ -22,7 +22,7 @@ from hone.sandbox.descriptors import Descriptors
 from hone.sandbox.ending import Ending
 from hone.sandbox.plan import Order, box_environment
 from hone.sandbox.resident import resident_bytes
-from hone.sandbox.result import Status
+from hone.sandbox.result import Reply, Status
 from hone.sandbox.rights import raised
 from hone.sandbox.spawn import Standard, execute, fork, limit
 
@@ -372,7 +372,7 @@ class Box(Descriptors):
             out_of_memory=self._group is not None and self._group.out_of_memory(),
             stderr=bytes(stderr),
         )
-        header = {
+        header: Reply = {
             "error": self.error,
             "again": self._started is None and self._exit is not None and self._exit < 0,
             "status": ended.status.value,

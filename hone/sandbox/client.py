@@ -16,14 +16,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hone.sandbox import sealed
 from hone.sandbox.box import SETUP_S
 from hone.sandbox.cgroups import sweep
 from hone.sandbox.hang_up import wait_for
 from hone.sandbox.plan import Order, Plan
-from hone.sandbox.result import Job, SandboxError, SandboxResult, Status
+from hone.sandbox.result import Job, Reply, SandboxError, SandboxResult, Status
 from hone.sandbox.spares import KEEP_S
 from hone.sandbox.warden import LENT, MAX_MESSAGE
 
@@ -256,7 +255,7 @@ def _parse(data: bytes) -> SandboxResult:
     header, _, output = data.partition(b"\n")
     if not header:
         raise SandboxError("sandbox: the warden ended before the run did; run it again")
-    facts: dict[str, Any] = json.loads(header)
+    facts: Reply = json.loads(header)
     if facts["error"]:
         kind = _NotStarted if facts.get("again") else SandboxError
         raise kind(f"sandbox: the box could not be built: {facts['error']}")

@@ -62,7 +62,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(target)
 
 
-def _call(number: int, *arguments: object) -> int:
+def _call(number: int, *arguments: int | bytes | ctypes.c_size_t) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(libc.syscall(number, *arguments))
     if result < 0:

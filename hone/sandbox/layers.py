@@ -135,7 +135,7 @@ def _variants(
         yield None, False, False
 
 
-def _probe(plan: Plan) -> dict[str, object]:
+def _probe(plan: Plan) -> dict[str, str | int]:
     result = run_job(Job(_PROBE, timeout_s=30.0), plan)
     if not result.ok:
         raise SandboxError(f"sandbox: the probe ended with {result.status.value}: {result.stderr}")
@@ -144,7 +144,7 @@ def _probe(plan: Plan) -> dict[str, object]:
 
 def _states(
     plan: Plan | None,
-    facts: dict[str, object],
+    facts: dict[str, str | int],
     refusals: list[str],
     cgroup_detail: str,
     landlock_abi: int,

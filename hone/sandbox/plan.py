@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from hone.sandbox.cgroups import Parents
 from hone.sandbox.interpreter import Interpreter
@@ -75,7 +74,7 @@ class Order:
 
     @classmethod
     def from_json(cls, text: bytes) -> Order:
-        raw: dict[str, Any] = json.loads(text)
+        raw = json.loads(text)
         plan = raw["plan"]
         interpreter, cgroup = plan["interpreter"], plan["cgroup"]
         plan["interpreter"] = Interpreter(

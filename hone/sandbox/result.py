@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import TypedDict
 
 MAX_TIMEOUT_S = 86_400.0
 MAX_FILES = 200  # descriptors that travel in one message are limited to 253
@@ -114,6 +115,32 @@ class Job:
         if self.cpu_s is None:
             return math.ceil(self.timeout_s) + _CPU_BEHIND_WALL_S
         return math.ceil(self.cpu_s)
+
+
+class JobFields(TypedDict, total=False):
+    """Job's fields but its code, as keyword arguments."""
+
+    stdin: str
+    timeout_s: float
+    cpu_s: float | None
+    memory_mb: int
+    output_bytes: int
+    processes: int
+    disk_mb: int
+    open_files: int
+    files: Mapping[str, str]
+    argv: Sequence[str]
+
+
+class Reply(TypedDict):
+    """The first line of a warden's reply; the program's output follows it."""
+
+    error: str | None
+    again: bool
+    status: str
+    exit_code: int | None
+    wall_s: float
+    stdout: int
 
 
 def check_number(name: str, value: object, least: float, most: float) -> None:

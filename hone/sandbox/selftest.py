@@ -10,12 +10,15 @@ import socket
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.sandbox.api import run_python
 from hone.sandbox.layers import DEFAULT_MINIMUM
 from hone.sandbox.plan import BOX, box_environment
-from hone.sandbox.result import SandboxResult, Status
+from hone.sandbox.result import JobFields, SandboxResult, Status
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,9 @@ def self_test(
 ) -> list[Check]:
     """Every check with its outcome. SandboxUnavailable when the minimum is not met."""
 
-    def run(code: str, timeout_s: float = 30.0, **limits: Any) -> SandboxResult:
-        return run_python(
-            code, minimum=minimum, interpreter=interpreter, timeout_s=timeout_s, **limits
-        )
+    def run(code: str, **limits: Unpack[JobFields]) -> SandboxResult:
+        limits.setdefault("timeout_s", 30.0)
+        return run_python(code, minimum=minimum, interpreter=interpreter, **limits)
 
     def check(name: str, result: SandboxResult, passed: bool) -> Check:
         said = (result.stderr or result.stdout).strip().rpartition("\n")[2][:200]

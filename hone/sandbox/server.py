@@ -18,13 +18,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from hone.sandbox.api import run_python
 from hone.sandbox.hang_up import HungUp, has_gone
 from hone.sandbox.judging import judge
-from hone.sandbox.orders import Limits, read_judgement, read_run
+from hone.sandbox.orders import Answer, Limits, read_judgement, read_run
 from hone.sandbox.result import RANGES, SandboxError, SandboxResult, Status, check_number
+from hone.types import JsonValue
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,11 @@ class SandboxServer(ThreadingHTTPServer):
             return False
         return True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(
+        self,
+        request: socket.socket | tuple[bytes, socket.socket],
+        client_address: tuple[str, int] | str,
+    ) -> None:
         log.warning("sandbox service: a request of %s failed", client_address, exc_info=True)
 
 
@@ -107,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = {"status": "SandboxError", "message": str(error), "run_result": None}
         self._answer(HTTPStatus.OK, answer)
 
-    def _order(self) -> Callable[[], dict[str, Any]]:
+    def _order(self) -> Callable[[], Answer]:
         """What is to be run; Refused for anything that is no order of ours."""
         if self.path not in (RUN_PATH, JUDGE_PATH):
             raise Refused(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
@@ -139,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             detail = f"Content-Type must be application/json, not {kind!r:.80}"
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail)
 
-    def _body(self) -> Any:
+    def _body(self) -> JsonValue:
         text = self.headers.get("Content-Length")
         if text is None or self.headers.get("Transfer-Encoding") is not None:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "a Content-Length is required, not chunks")
@@ -171,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             self.server.slots.release()
 
-    def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+    def _answer(self, status: HTTPStatus, content: Answer) -> None:
         body = json.dumps(content).encode()
         with contextlib.suppress(ConnectionError):  # the client has gone
             self.send_response(status)
@@ -180,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: str | int) -> None:
         log.debug(format, *args)
 
 
@@ -192,7 +196,7 @@ def _host(header: str) -> str:
     return header.partition(":")[0]
 
 
-def _write(result: SandboxResult) -> dict[str, Any]:
+def _write(result: SandboxResult) -> Answer:
     words = {Status.OK: "Finished", Status.ERROR: "Finished", Status.TIMEOUT: "TimeLimitExceeded"}
     return {
         "status": "Success" if result.ok else "Failed",

@@ -13,10 +13,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.sandbox.judging import Judgement
-from hone.sandbox.result import Job, SandboxError, SandboxResult, SandboxUnavailable, Status
+from hone.sandbox.orders import Answer
+from hone.sandbox.result import (
+    Job,
+    JobFields,
+    SandboxError,
+    SandboxResult,
+    SandboxUnavailable,
+    Status,
+)
+from hone.types import JsonObject
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _BUSY = frozenset({429, 502, 503, 504})
 _ABSENT = frozenset({404, 405, 501})
@@ -48,7 +60,7 @@ class SandboxService:
 
     def run(self, job: Job) -> SandboxResult:
         """Run one job there. memory_mb is the smaller of the job's and the service's."""
-        request = {
+        request: JsonObject = {
             "code": job.code,
             "stdin": job.stdin,
             "language": "python",
@@ -70,7 +82,7 @@ class SandboxService:
     ) -> Judgement:
         """As hone.sandbox.judging.judge, elsewhere. Only our own server has two boxes for it."""
         url = self._url.rpartition("/")[0] + "/judge_code"
-        request = {
+        request: JsonObject = {
             "program": program,
             "tests": tests,
             "preamble": preamble,
@@ -95,7 +107,7 @@ class SandboxService:
         except (KeyError, TypeError) as error:
             raise SandboxServiceError(f"sandbox service {url} answered no judgement") from error
 
-    def run_python(self, code: str, **limits: Any) -> SandboxResult:
+    def run_python(self, code: str, **limits: Unpack[JobFields]) -> SandboxResult:
         """As hone.sandbox.run_python, elsewhere."""
         return self.run(Job(code, **limits))
 
@@ -104,7 +116,7 @@ class SandboxService:
         with ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="service") as pool:
             return list(pool.map(self.run, jobs))
 
-    def _post(self, url: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _post(self, url: str, request: JsonObject, timeout_s: float) -> Answer:
         body = json.dumps(request).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         pause_s = _FIRST_PAUSE_S
@@ -131,9 +143,9 @@ class SandboxService:
         )
 
 
-def _decode(data: bytes, url: str) -> dict[str, Any]:
+def _decode(data: bytes, url: str) -> Answer:
     try:
-        answer = json.loads(data)
+        answer: Answer = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise SandboxServiceError(
             f"sandbox service {url} answered no JSON: {data[:200]!r}"
@@ -145,7 +157,7 @@ def _decode(data: bytes, url: str) -> dict[str, Any]:
     return answer
 
 
-def _verdict(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
+def _verdict(answer: Answer, output_bytes: int) -> SandboxResult:
     if answer["status"] == "SandboxError":
         raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
     result = answer.get("run_result") or answer.get("compile_result")

@@ -14,7 +14,8 @@ from _json import encode_basestring_ascii, make_encoder
 TYPE_CHECKING = False  # importing typing takes longer than most programs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
+
+    from hone.sandbox.judging.plain_data import Table, Value
 
 _ATOMS = frozenset({type(None), bool, float, str})
 _FLAT = _ATOMS | {int}
@@ -30,7 +31,7 @@ _NAMED = {
     ("fractions", "Fraction"): "F",
     ("re", "Match"): "M",
 }
-_BASES: dict[type, Callable[[Any], Any]] = {  # a subclass's instance goes as what it is made of
+_BASES: dict[type, Callable[[Value], Value]] = {  # a subclass's instance goes as what it is made of
     int: int.__int__,
     float: float.__float__,
     str: str.__str__,
@@ -48,14 +49,14 @@ _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", Fal
 class Answers:
     """One conversation: the program's names, and its objects that the judge holds by number."""
 
-    def __init__(self, channel: int, scope: dict[str, Any], shared: frozenset[str]) -> None:
+    def __init__(self, channel: int, scope: dict[str, Value], shared: frozenset[str]) -> None:
         self.scope, self.shared = scope, shared
-        self.handles: list[Any] = []
+        self.handles: list[Value] = []
         self._channel = channel
 
     # ---- messages ----
 
-    def receive(self) -> tuple[tuple[Any, ...], bytes]:
+    def receive(self) -> tuple[tuple[Value, ...], bytes]:
         """A request and its bytes. Ends the process when the judge has hung up."""
         data = self._read(int.from_bytes(self._read(8), "big"))
         return marshal.loads(data), data
@@ -70,7 +71,7 @@ class Answers:
             size -= len(part)
         return b"".join(parts)
 
-    def send(self, kind: str, value: Any, after: list[Any], encoder: Encoder) -> None:
+    def send(self, kind: str, value: Value, after: list[Value], encoder: Encoder) -> None:
         message = [kind, value, encoder.finish(), after]
         data = "".join(_to_json(message, 0)).encode()
         view = memoryview(len(data).to_bytes(8, "big") + data)
@@ -89,7 +90,7 @@ class Answers:
         while True:
             self.answer(*self.receive())
 
-    def answer(self, request: tuple[Any, ...], data: bytes) -> None:
+    def answer(self, request: tuple[Value, ...], data: bytes) -> None:
         try:
             decoder = Decoder(self, request[1])
             value, arguments = self._do(request[0], decoder, request[2:])
@@ -105,7 +106,7 @@ class Answers:
         except BaseException as error:  # whatever the program raised is the answer
             self.send_error(error)
 
-    def _do(self, verb: str, decoder: Decoder, words: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _do(self, verb: str, decoder: Decoder, words: tuple[Value, ...]) -> tuple[Value, Value]:
         """The value asked for, and the arguments that may have been changed."""
         if verb == "get":
             if words[0] not in self.scope:
@@ -134,8 +135,8 @@ class Answers:
         raise LookupError(verb)
 
     def _after(
-        self, encoder: Encoder, arguments: Any, request: tuple[Any, ...], data: bytes
-    ) -> list[Any]:
+        self, encoder: Encoder, arguments: Value, request: tuple[Value, ...], data: bytes
+    ) -> list[Value]:
         """[place, new value] of every argument that is not what it was."""
         if arguments is None:
             return []
@@ -143,7 +144,7 @@ class Answers:
         changeable = [(place, now) for place, now in places if type(now) not in _FLAT]
         if not changeable:
             return []
-        before: Any = None
+        before: Value = None
         if not request[1]:
             _, _, _, first, named = marshal.loads(data)
             before = {**dict(enumerate(first)), **named}
@@ -153,10 +154,10 @@ class Answers:
                 changed.append([place, encoder.encode(now)])
         return changed
 
-    def call_back(self, number: int) -> Callable[..., Any]:
+    def call_back(self, number: int) -> Callable[..., Value]:
         """A function of the tests, called where it lives."""
 
-        def callback(*arguments: Any, **named: Any) -> Any:
+        def callback(*arguments: Value, **named: Value) -> Value:
             encoder = Encoder(self, {}, False)
             self.send(
                 "b", [number, encoder.encode([*arguments]), encoder.encode(named)], [], encoder
@@ -179,13 +180,13 @@ class Absent:
 class Encoder:
     """Values of one answer as JSON with tags; objects of shared classes go into a table."""
 
-    def __init__(self, answers: Answers, numbers: dict[int, tuple[int, Any]], fast: bool) -> None:
+    def __init__(self, answers: Answers, numbers: dict[int, tuple[int, Value]], fast: bool) -> None:
         self._answers = answers
         self._numbers = dict(numbers)  # id → (number, object)
         self._queue = list(numbers.values())
         self._fast = fast
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Value) -> Value:
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -199,15 +200,15 @@ class Encoder:
             return {"d": self._pairs(value)}
         return self._rare(value, kind)
 
-    def _items(self, items: list[Any]) -> list[Any]:
+    def _items(self, items: list[Value]) -> list[Value]:
         if self._fast and _FLAT.issuperset(map(type, items)):
             return items
         return [self.encode(item) for item in items]
 
-    def _pairs(self, value: dict[Any, Any]) -> list[Any]:
+    def _pairs(self, value: dict[Value, Value]) -> list[Value]:
         return self._items([part for pair in value.items() for part in pair])
 
-    def _rare(self, value: Any, kind: type) -> Any:
+    def _rare(self, value: Value, kind: type) -> Value:
         if kind is bytes or kind is bytearray:
             return {"b" if kind is bytes else "B": value.decode("latin-1")}
         if kind is range:
@@ -238,14 +239,14 @@ class Encoder:
                 return self.encode(plain(value))
         return self._handle(value, kind)
 
-    def _shared(self, value: Any, name: str) -> Any:
+    def _shared(self, value: Value, name: str) -> Value:
         if id(value) not in self._numbers:
             entry = (len(self._numbers), value)
             self._numbers[id(value)] = entry
             self._queue.append(entry)
         return {"o": [self._numbers[id(value)][0], name]}
 
-    def _handle(self, value: Any, kind: type) -> Any:
+    def _handle(self, value: Value, kind: type) -> Value:
         self._answers.handles.append(value)
         number = len(self._answers.handles) - 1
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -255,7 +256,7 @@ class Encoder:
             return {"g": number}
         return {"h": number}
 
-    def finish(self) -> list[Any]:
+    def finish(self) -> list[Value]:
         """The table of shared objects: [number, class, attributes], found while it is written."""
         table = []
         for number, value in self._queue:  # grows meanwhile
@@ -266,9 +267,9 @@ class Encoder:
 class Decoder:
     """A request's values: native ones as they are, others behind (..., tag, content)."""
 
-    def __init__(self, answers: Answers, table: list[tuple[str, dict[str, Any]]]) -> None:
+    def __init__(self, answers: Answers, table: Table) -> None:
         self._answers = answers
-        self.numbers: dict[int, tuple[int, Any]] = {}
+        self.numbers: dict[int, tuple[int, Value]] = {}
         self._objects = []
         for number, (name, _) in enumerate(table):
             shared = answers.scope[name]
@@ -278,7 +279,7 @@ class Decoder:
             for name, value in attributes.items():
                 setattr(self._objects[number], name, self.decode(value))
 
-    def decode(self, value: Any) -> Any:
+    def decode(self, value: Value) -> Value:
         kind = type(value)
         if kind is list:
             if not _FLAT.issuperset(map(type, value)):
@@ -293,7 +294,7 @@ class Decoder:
                 value[key] = self.decode(item)
         return value
 
-    def _special(self, tag: str, content: Any = None, extra: Any = None) -> Any:
+    def _special(self, tag: str, content: Value = None, extra: Value = None) -> Value:
         if tag == "h":
             return self._answers.handles[content]
         if tag == "o":
@@ -311,7 +312,7 @@ class Decoder:
         return _collection(tag, self.decode(content), extra)
 
 
-def _collection(tag: str, content: Any, extra: Any) -> Any:
+def _collection(tag: str, content: Value, extra: Value) -> Value:
     import collections
 
     if tag == "q":
@@ -331,7 +332,7 @@ def _collection(tag: str, content: Any, extra: Any) -> Any:
     return Fraction(*content)
 
 
-def classes_of(scope: dict[str, Any]) -> Iterator[str]:
+def classes_of(scope: dict[str, Value]) -> Iterator[str]:
     """Names of the classes that the source in this scope has defined."""
     for name, value in scope.items():
         if isinstance(value, type) and value.__module__ == "__main__" and value.__name__ == name:

@@ -16,7 +16,7 @@ import signal
 import socket
 import struct
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hone.sandbox.judging.proxies import Failed, Names, Session
 
@@ -116,12 +116,7 @@ def _run(session: Session, preamble: str, tests: str) -> None:
 
 
 def _say(verdict: int, passed: bool, reason: str, answers: int, usable: bool = True) -> None:
-    line: dict[str, Any] = {
-        "passed": passed,
-        "reason": reason,
-        "answers": answers,
-        "usable": usable,
-    }
+    line = {"passed": passed, "reason": reason, "answers": answers, "usable": usable}
     with contextlib.suppress(OSError):  # the caller has gone
         os.write(verdict, json.dumps(line).encode() + b"\n")
 

@@ -12,7 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
+
+Value: TypeAlias = Any
+"""A value of the program or of its tests: what it is, only they know."""
+Table: TypeAlias = list[tuple[str, dict[str, Value]]]
+"""Class and attributes of the shared objects that a request names, by number."""
 
 MAX_FRAME = 16 << 20
 _MAX_HEX = 1 << 18  # digits of an integer
@@ -40,13 +45,13 @@ class Reader:
     def __init__(
         self,
         shared: dict[str, type],
-        known: list[Any],
-        handle: Callable[[str, int], Any],
+        known: list[Value],
+        handle: Callable[[str, int], Value],
         exception: Callable[[list[str]], type],
     ) -> None:
         self._shared, self._handle, self._exception = shared, handle, exception
-        self._objects: dict[int, Any] = dict(enumerate(known))
-        self._makers: dict[str, Callable[[Any], Any]] = {
+        self._objects: dict[int, Value] = dict(enumerate(known))
+        self._makers: dict[str, Callable[[Value], Value]] = {
             "i": _large_integer,
             "t": lambda items: tuple(_list(items)),
             "s": lambda items: set(_list(items)),
@@ -74,7 +79,7 @@ class Reader:
             ".": lambda _: ...,
         }
 
-    def read(self, data: bytes) -> tuple[str, Any, list[Any]]:
+    def read(self, data: bytes) -> tuple[str, Value, list[Value]]:
         """(kind, value, changed arguments) of a message."""
         try:
             message = json.loads(data, object_hook=self._tagged)
@@ -85,19 +90,19 @@ class Reader:
         except _REFUSALS as error:
             raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
 
-    def _tagged(self, content: dict[str, Any]) -> Any:
+    def _tagged(self, content: dict[str, Value]) -> Value:
         if len(content) != 1:
             raise Malformed("an object without a tag")
         ((tag, value),) = content.items()
         return self._makers[tag](value)
 
-    def _object(self, content: Any) -> Any:
+    def _object(self, content: Value) -> Value:
         number, name = _list(content)
         if _integer(number) not in self._objects:
             self._objects[number] = object.__new__(self._shared[_text(name)])
         return self._objects[number]
 
-    def _fill(self, made: Any, attributes: dict[Any, Any]) -> None:
+    def _fill(self, made: Value, attributes: dict[Value, Value]) -> None:
         """Attributes hold data; none may stand in front of a method of the tests' class."""
         for name in attributes:
             if _is_behaviour(getattr(type(made), _text(name), None)) or name.startswith("__"):
@@ -110,9 +115,9 @@ class Reader:
 class Match:
     """A regular expression's match: true, as every match is, and equal to nothing."""
 
-    group: Any
-    start: Any
-    end: Any
+    group: Value
+    start: Value
+    end: Value
 
 
 class Absent:
@@ -122,60 +127,60 @@ class Absent:
 ABSENT = Absent()
 
 
-def _is_behaviour(value: Any) -> bool:
+def _is_behaviour(value: Value) -> bool:
     return callable(value) or hasattr(type(value), "__get__")
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: Value) -> list[Value]:
     if type(value) is not list:
         raise Malformed("a list was expected")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: Value) -> str:
     if type(value) is not str:
         raise Malformed("text was expected")
     return value
 
 
-def _integer(value: Any) -> int:
+def _integer(value: Value) -> int:
     if type(value) is not int or value < 0:
         raise Malformed("a number was expected")
     return value
 
 
-def _integers(value: Any, count: int) -> list[int]:
+def _integers(value: Value, count: int) -> list[int]:
     if len(_list(value)) != count or any(type(item) is not int for item in value):
         raise Malformed("integers were expected")
     return list(value)
 
 
-def _floats(value: Any) -> list[float]:
+def _floats(value: Value) -> list[float]:
     if len(_list(value)) != 2 or any(type(item) is not float for item in value):
         raise Malformed("floats were expected")
     return list(value)
 
 
-def _tuples(value: Any) -> list[tuple[Any, Any]]:
+def _tuples(value: Value) -> list[tuple[Value, Value]]:
     if any(type(item) is not tuple or len(item) != 2 for item in _list(value)):
         raise Malformed("pairs were expected")
     return list(value)
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
+def _mapping(value: Value) -> dict[Value, Value]:
     items = _list(value)
     if len(items) % 2:
         raise Malformed("a key without a value")
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _large_integer(value: Any) -> int:
+def _large_integer(value: Value) -> int:
     if len(_text(value)) > _MAX_HEX:
         raise Malformed("an integer of too many digits")
     return int(value, 16)
 
 
-def _deque(value: Any) -> Any:
+def _deque(value: Value) -> Value:
     items, size = _list(value)
     return collections.deque(_list(items), None if size is None else _integer(size))
 
@@ -193,14 +198,14 @@ class Writer:
     def __init__(
         self,
         shared: dict[str, type],
-        handle_of: Callable[[Any], int | None],
-        callback: Callable[[Any], int],
+        handle_of: Callable[[Value], int | None],
+        callback: Callable[[Value], int],
     ) -> None:
         self._shared, self._handle_of, self._callback = shared, handle_of, callback
         self._numbers: dict[int, int] = {}
-        self.objects: list[Any] = []
+        self.objects: list[Value] = []
 
-    def write(self, value: Any) -> Any:
+    def write(self, value: Value) -> Value:
         kind = type(value)
         if kind in _FLAT:
             return value
@@ -216,10 +221,10 @@ class Writer:
             return value
         return self._rare(value, kind)
 
-    def _each(self, items: list[Any]) -> list[Any]:
+    def _each(self, items: list[Value]) -> list[Value]:
         return [self.write(item) for item in items]
 
-    def _rare(self, value: Any, kind: type) -> Any:
+    def _rare(self, value: Value, kind: type) -> Value:
         number = self._handle_of(value)
         if number is not None:
             return (..., "h", number)
@@ -252,13 +257,13 @@ class Writer:
             return self._each([*value])
         raise NotPlain(f"{kind.__name__} is not plain data: it cannot be sent to the program")
 
-    def _object(self, value: Any) -> int:
+    def _object(self, value: Value) -> int:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self._numbers[id(value)]
 
-    def table(self) -> list[tuple[str, dict[str, Any]]]:
+    def table(self) -> Table:
         """Class and attributes of every shared object, found while it is written."""
         rows = []
         for value in self.objects:  # grows meanwhile
@@ -266,7 +271,7 @@ class Writer:
         return rows
 
 
-def update(mine: Any, theirs: Any) -> Any:
+def update(mine: Value, theirs: Value) -> Value:
     """`mine` with the content of `theirs` where both are of one changeable type; else `theirs`."""
     kind = type(mine)
     if type(theirs) is not kind:

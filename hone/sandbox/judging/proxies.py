@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from inspect import CO_OPTIMIZED
 from types import CodeType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hone.sandbox.judging.plain_data import (
     ABSENT,
     MAX_FRAME,
     Malformed,
     Reader,
+    Value,
     Writer,
     update,
 )
@@ -58,7 +59,7 @@ class Session:
         self.shared: dict[str, type] = {}  # classes that the tests and the program both know
         self.answers = 0
         self._channel = channel
-        self._callbacks: list[Callable[..., Any]] = []
+        self._callbacks: list[Callable[..., Value]] = []
         self._exceptions: dict[str, type] = {}
 
     def wait_until_loaded(self) -> None:
@@ -66,7 +67,9 @@ class Session:
         if kind != "v":
             raise Failed(f"the program does not load: {_describe(value)}")
 
-    def ask(self, verb: str, *words: Any, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
+    def ask(
+        self, verb: str, *words: Value, arguments: tuple[list[Value], dict[str, Value]]
+    ) -> Value:
         """Send a request, answer call-backs meanwhile, and return the value or raise."""
         writer = Writer(self.shared, _number_of, self._register)
         positional, named = arguments
@@ -88,7 +91,7 @@ class Session:
             return value
 
     @staticmethod
-    def _apply(after: list[Any], positional: list[Any], named: dict[str, Any]) -> None:
+    def _apply(after: list[Value], positional: list[Value], named: dict[str, Value]) -> None:
         """Change the tests' own arguments as the program changed its copies."""
         try:
             for place, changed in after:
@@ -96,7 +99,7 @@ class Session:
         except (LookupError, TypeError, ValueError):
             raise Failed("the program's box changed an argument that was not given") from None
 
-    def value(self, verb: str, *words: Any, arguments: Any = ((), {})) -> Any:
+    def value(self, verb: str, *words: Value, arguments: Value = ((), {})) -> Value:
         """ask(), counted: the tests have learned something about the program."""
         value = self.ask(verb, *words, arguments=([*arguments[0]], arguments[1]))
         self.answers += not isinstance(value, Remote)
@@ -104,7 +107,7 @@ class Session:
 
     # ---- messages ----
 
-    def _send(self, request: tuple[Any, ...]) -> None:
+    def _send(self, request: tuple[Value, ...]) -> None:
         data = marshal.dumps(request)
         view = memoryview(len(data).to_bytes(8, "big") + data)
         try:
@@ -113,7 +116,7 @@ class Session:
         except OSError:
             raise Failed("the program ended before the tests did") from None
 
-    def _receive(self, reader: Reader) -> tuple[str, Any, list[Any]]:
+    def _receive(self, reader: Reader) -> tuple[str, Value, list[Value]]:
         size = int.from_bytes(self._read(8), "big")
         if size > MAX_FRAME:
             raise Failed(f"an answer of {size} bytes; at most {MAX_FRAME} are read")
@@ -151,7 +154,7 @@ class Session:
             self._exceptions[names[0]] = type(names[0], (base,), {})
         return self._exceptions.get(names[0], base) if names else base
 
-    def _raised(self, value: Any) -> Exception:
+    def _raised(self, value: Value) -> Exception:
         names, message = _list_of_text(value)
         if not {"Exception"} & set(names):  # SystemExit, KeyboardInterrupt, GeneratorExit
             raise Failed(f"the program raised {_describe(value)}")
@@ -161,11 +164,11 @@ class Session:
             error = ValueError(message)
         return error if isinstance(error, Exception) else RuntimeError(message)
 
-    def _register(self, function: Callable[..., Any]) -> int:
+    def _register(self, function: Callable[..., Value]) -> int:
         self._callbacks.append(function)
         return len(self._callbacks) - 1
 
-    def _run_callback(self, value: Any) -> None:
+    def _run_callback(self, value: Value) -> None:
         """The program calls a function that the tests gave it."""
         try:
             number, positional, named = value
@@ -185,26 +188,25 @@ class Remote:
     """A function, class or object of the program."""
 
     __slots__ = ("_number", "_session")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, session: Session, number: int) -> None:
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Value, **named: Value) -> Value:
         return self._session.value("call", self._number, arguments=(arguments, named))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         if name.startswith("__") and name.endswith("__") and name not in _DESCRIPTIVE:
             raise AttributeError(name)
         if name in _PREDICATES:  # the tests expect text or a number here
             self._refuse()
         return self._session.value("attribute", self._number, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Value) -> None:
         self._session.ask("assign", self._number, name, arguments=([value], {}))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value]:
         return iter(self._session.value("method", self._number, "__iter__"))
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -220,10 +222,10 @@ class Remote:
     __instancecheck__ = __subclasscheck__ = _refuse
 
 
-def _forward(name: str) -> Callable[..., Any]:
+def _forward(name: str) -> Callable[..., Value]:
     special = f"__{name}__"
 
-    def operator(self: Remote, *arguments: Any) -> Any:
+    def operator(self: Remote, *arguments: Value) -> Value:
         return self._session.value("method", self._number, special, arguments=(arguments, {}))
 
     return operator
@@ -243,13 +245,13 @@ class RemoteIterator(Remote):
         for name, value in (("_done", False), ("_items", []), ("_portion", 1)):
             object.__setattr__(self, name, value)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value]:
         return self
 
     def __len__(self) -> int:  # list() asks, and goes on without
         raise TypeError("an iterator of the program has no len()")
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Value:
         if not self._items and not self._done:
             answer = self._session.value("next", self._number, self._portion)
             if type(answer) is not list or len(answer) != 2 or type(answer[0]) is not list:
@@ -262,11 +264,11 @@ class RemoteIterator(Remote):
         return self._items.pop()
 
 
-def _number_of(value: Any) -> int | None:
+def _number_of(value: Value) -> int | None:
     return value._number if isinstance(value, Remote) else None
 
 
-def _list_of_text(value: Any) -> tuple[list[str], str]:
+def _list_of_text(value: Value) -> tuple[list[str], str]:
     if type(value) is list and len(value) == 2 and type(value[0]) is list:
         names, message = value
         if names and all(type(item) is str for item in [*names, message]):
@@ -274,7 +276,7 @@ def _list_of_text(value: Any) -> tuple[list[str], str]:
     raise Failed("the program's box sent no error")
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Value) -> str:
     names, message = _list_of_text(value)
     return f"{names[0]}: {message}"[:300]
 
@@ -289,14 +291,14 @@ def _builtin_exception(names: list[str]) -> type:
     return Exception
 
 
-class Names(dict[str, Any]):
+class Names(dict[str, Value]):
     """The tests' global names; what they do not define themselves is the program's.
 
     Names of built-ins and of standard modules are the program's only where the tests can mean
     nothing else: `set` in `set(f(x)) == {1}` must not be a function of the program.
     """
 
-    def __init__(self, session: Session, content: dict[str, Any]) -> None:
+    def __init__(self, session: Session, content: dict[str, Value]) -> None:
         super().__init__(content)
         self._session = session
         self.code: CodeType | None = None
@@ -311,7 +313,7 @@ class Names(dict[str, Any]):
                     with contextlib.suppress(KeyError):
                         self[name] = self[name]
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> Value:
         if self.code is None or name.startswith("__"):
             raise KeyError(name)
         if hasattr(builtins, name):
@@ -324,7 +326,7 @@ class Names(dict[str, Any]):
             raise KeyError(name)
         return value
 
-    def _builtin(self, name: str) -> Any:
+    def _builtin(self, name: str) -> Value:
         """Ours, unless the program has one and the tests ask for nothing else of the program."""
         remote = self._session.ask("get", name, arguments=([], {}))
         if remote is not ABSENT and self._tested() == {name}:
@@ -347,7 +349,7 @@ class Names(dict[str, Any]):
         return any(_calls(code, name) for code in _nested(self.code))
 
 
-def _is_function(value: Any) -> bool:
+def _is_function(value: Value) -> bool:
     return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
 
 
