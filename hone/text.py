@@ -132,7 +132,7 @@ def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_yaml(path: str) -> Any:
     """The content of a YAML file of the configuration; BadText names the file and what is wrong."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -99,7 +99,7 @@ def read_file(path: Path, package: str = "") -> list[Setting]:
     """Settings of one YAML file, without its defaults list."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
+    from yaml import YAMLError
 
     try:
         loaded = OmegaConf.load(path)

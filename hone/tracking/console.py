@@ -14,13 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hone.text import printable
 from hone.tracking.contract import Number, RunInfo, Tracker
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.progress import Progress
 
 SECONDS_BETWEEN_PLAIN_REPORTS = 15.0
@@ -85,11 +85,10 @@ class Screen:
             self.console.file.write(text + "\n")
             self.console.file.flush()
 
-    def say(self, *renderables: Any) -> None:
+    def say(self, *renderables: RenderableType) -> None:
         """Tables, panels and text for the reader, above the live region if any."""
         for item in renderables:
-            is_text = isinstance(item, str)
-            shown = printable(item, self.console.encoding) if is_text else item
+            shown = printable(item, self.console.encoding) if isinstance(item, str) else item
             self.console.print(shown, markup=False)
 
     def status(self, text: str | None) -> None:
@@ -165,7 +164,7 @@ def _live_region(screen: Screen) -> Progress:
     from rich.text import Text
 
     class Region(rich_progress.Progress):
-        def get_renderables(self) -> Iterator[Any]:
+        def get_renderables(self) -> Iterator[RenderableType]:
             if screen._status is not None:
                 yield Text(screen._status, overflow="ellipsis", no_wrap=True)
             if self.tasks:

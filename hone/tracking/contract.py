@@ -11,11 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 from hone.text import clean_text
+from hone.types import JsonValue, Row, Settings
 
 Number = int | float
+
+
+class Scalar(Protocol):
+    """A one-element array or tensor of any library."""
+
+    def item(self) -> Number: ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class RunInfo:
 
     project_name: str
     experiment_name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Settings = field(default_factory=dict)
     folder: Path | None = None
     """The run folder; None when nothing may be written."""
     total_steps: int | None = None
@@ -47,7 +54,7 @@ class Tracker:
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         raise NotImplementedError
 
-    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         """Show a table of samples; backends without tables leave it out."""
 
     def finish(self) -> None:
@@ -58,17 +65,16 @@ class TrackerError(ValueError):
     """A tracker that does not exist, is not installed, or was handed what it cannot log."""
 
 
-def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Number]:
+def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
     """Plain ints and floats of Python, numpy or torch scalars; anything else is an error."""
     return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 
 
-def _as_number(key: str, value: Any) -> Number:
+def _as_number(key: str, value: Number | Scalar) -> Number:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value)
-    # A one-element array or tensor of any library answers item(); no need to import the library.
     if hasattr(value, "item"):
         with contextlib.suppress(ValueError, TypeError, RuntimeError):  # more than one element
             plain = value.item()
@@ -80,7 +86,7 @@ def _as_number(key: str, value: Any) -> Number:
     )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
     """`{"a": {"b": 1}}` -> `("a.b", 1)`; lists are leaves."""
     for key, value in tree.items():
         dotted = f"{prefix}{key}"

@@ -9,11 +9,15 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.tracking.atomic import atomic_path
 from hone.tracking.metrics_file import read_metrics, series
 from hone.tracking.smoothing import DEFAULT_WEIGHT, drawn_as_is, smooth
+from hone.types import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PathLike = str | os.PathLike[str]
 
@@ -70,7 +74,7 @@ def _labelled(
     return labelled
 
 
-def _check_keys(runs: Mapping[str, list[dict[str, Any]]], keys: Sequence[str]) -> None:
+def _check_keys(runs: Mapping[str, list[Row]], keys: Sequence[str]) -> None:
     known = sorted({key for rows in runs.values() for row in rows for key in row})
     for key in keys:
         if key not in known:
@@ -81,7 +85,7 @@ def _check_keys(runs: Mapping[str, list[dict[str, Any]]], keys: Sequence[str]) -
 
 
 def _draw(
-    panel: Any,
+    panel: Axes,
     key: str,
     steps: list[int],
     values: list[float],

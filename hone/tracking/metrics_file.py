@@ -13,10 +13,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from hone.tracking.atomic import atomic_write_bytes
-from hone.tracking.contract import Number, as_numbers
+from hone.tracking.contract import Number, Scalar, as_numbers
+from hone.types import JsonObject, Row
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +26,15 @@ NONFINITE = "_nonfinite"
 
 def encode_line(metrics: Mapping[str, Number], step: int) -> str:
     """Strict JSON: NaN and infinities become null, and `_nonfinite` says which they were."""
-    strange = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
-    line: dict[str, Any] = {k: None if k in strange else v for k, v in metrics.items()}
+    strange: JsonObject = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
+    line: JsonObject = {k: None if k in strange else v for k, v in metrics.items()}
     if strange:
         line[NONFINITE] = strange
     line[STEP] = step
     return json.dumps(line, sort_keys=True, allow_nan=False)
 
 
-def decode_line(line: str | bytes) -> dict[str, Any] | None:
+def decode_line(line: str | bytes) -> Row | None:
     """The metrics of a line with NaN and infinities restored; None when the line is torn."""
     try:
         row = json.loads(line)
@@ -55,7 +55,7 @@ class MetricsFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def append(self, metrics: Mapping[str, Any], step: int) -> None:
+    def append(self, metrics: Mapping[str, Number | Scalar], step: int) -> None:
         """Write one line; it has left this process when the call returns."""
         numbers = as_numbers(metrics)
         if STEP in numbers and numbers.pop(STEP) != step:
@@ -71,7 +71,7 @@ class MetricsFile:
             reason = f"cannot append step {step} ({error.strerror}): free space or fix access"
             raise OSError(error.errno, reason, str(self.path)) from error
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[Row]:
         """Every line in order; torn ones (a killed writer's last) are skipped."""
         for number, row in self.lines():
             if row is not None:
@@ -79,7 +79,7 @@ class MetricsFile:
             else:
                 log.warning("%s:%d is not a metrics line; skipped", self.path, number)
 
-    def lines(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    def lines(self) -> Iterator[tuple[int, Row | None]]:
         """Number and metrics of every line that is not blank; None for a torn one."""
         if not self.path.exists():
             return
@@ -107,7 +107,7 @@ class MetricsFile:
             return file.read(1) != b"\n"
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
     """The lines of a `metrics.jsonl`, or of the one in a run folder."""
     return list(MetricsFile(metrics_at(path)).rows())
 
@@ -124,7 +124,7 @@ def metrics_at(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of one key, ordered by step; a step logged again counts once, the last."""
     by_step = {row[STEP]: float(row[key]) for row in rows if row.get(key) is not None}
     steps = sorted(by_step)

@@ -11,10 +11,10 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, flatten, require
 from hone.tracking.run_folder import RunFolder
+from hone.types import Row
 
 PARAMS_AT_ONCE = 100  # MLflow's limits on one call and on one value
 PARAM_CHARACTERS = 500
@@ -44,7 +44,7 @@ class MlflowTracker(Tracker):
         named = {allowed_name(key): float(value) for key, value in metrics.items()}
         self.mlflow.log_metrics(named, step=step, run_id=self.run_id)
 
-    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         text = json.dumps([dict(row) for row in rows], indent=1, default=str)
         file = f"{allowed_name(name)}/step_{step}.json"
         self.mlflow.log_text(text, file, run_id=self.run_id)

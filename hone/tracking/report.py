@@ -12,11 +12,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hone.tracking import report_chart as geometry
 from hone.tracking import report_page as page
 from hone.tracking.atomic import atomic_write_text
+from hone.tracking.report_chart import ChartData
 from hone.tracking.report_data import RunData, labels_of, load_run
 from hone.tracking.report_style import SCRIPT, style
 from hone.tracking.smoothing import DEFAULT_WEIGHT
@@ -78,7 +78,7 @@ def _navigation(runs: Sequence[RunData], titles: Sequence[str]) -> str:
     return f'<nav>{links}<span class="break"></span>{toggles}{slider}{search}</nav>'
 
 
-def _chart_data(runs: Sequence[RunData], charts: list[dict[str, Any]]) -> str:
+def _chart_data(runs: Sequence[RunData], charts: list[ChartData]) -> str:
     box = {
         "total": geometry.WIDTH,
         "left": geometry.LEFT,

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+
+from typing_extensions import NotRequired, TypedDict
 
 from hone.tracking.smoothing import (
     DEFAULT_WEIGHT,
@@ -58,7 +59,22 @@ class Scale:
         return TOP + (1 - (value - self.y0) / (self.y1 - self.y0)) * span
 
 
-def chart(key: str, curves: Sequence[Curve]) -> tuple[str, dict[str, Any]]:
+class CurveData(TypedDict):
+    """What the page's script draws one curve from."""
+
+    run: int
+    steps: list[int]
+    values: list[float | None]
+    as_is: bool
+    range: list[float]
+    counts: NotRequired[list[int]]
+
+
+class ChartData(TypedDict):
+    curves: list[CurveData]
+
+
+def chart(key: str, curves: Sequence[Curve]) -> tuple[str, ChartData]:
     """The figure as HTML, and the data its script needs."""
     raw = [Curve(c.run, *thin(c.steps, c.values, POINTS_DRAWN)) for c in curves]
     means = [stretch_means(c.steps, c.values, POINTS_DRAWN) for c in curves]
@@ -71,17 +87,20 @@ def chart(key: str, curves: Sequence[Curve]) -> tuple[str, dict[str, Any]]:
         f'<g class="axes">{_axes(scale)}</g>{lines}</svg>'
         '<output class="readout" hidden></output></figure>'
     )
-    data = {"curves": [_curve_data(key, c, m) for c, m in zip(raw, means, strict=True)]}
+    data: ChartData = {"curves": [_curve_data(key, c, m) for c, m in zip(raw, means, strict=True)]}
     return figure, data
 
 
-def _curve_data(key: str, raw: Curve, means: Means) -> dict[str, Any]:
+def _curve_data(key: str, raw: Curve, means: Means) -> CurveData:
     """What the script draws a curve from; `range` is that of its unsmoothed points."""
-    data: dict[str, Any] = {"run": raw.run, "steps": means.steps}
-    data["values"] = [_json_number(value) for value in means.values]
-    data["as_is"] = drawn_as_is(key, len(raw.steps))
     heights = [float(v) for v in raw.values if math.isfinite(v)] or [0.0]
-    data["range"] = [int(min(raw.steps)), int(max(raw.steps)), min(heights), max(heights)]
+    data: CurveData = {
+        "run": raw.run,
+        "steps": means.steps,
+        "values": [_json_number(value) for value in means.values],
+        "as_is": drawn_as_is(key, len(raw.steps)),
+        "range": [int(min(raw.steps)), int(max(raw.steps)), min(heights), max(heights)],
+    }
     if means.counts is not None:
         data["counts"] = means.counts
     return data

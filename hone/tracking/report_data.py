@@ -79,7 +79,7 @@ def labels_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 def _config(folder: RunFolder, notes: list[str]) -> dict[str, str]:
     """Dotted key -> value as JSON text; empty, with a note, where there is no config to be read."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     name = folder.config_file.name
     if not folder.config_file.exists():

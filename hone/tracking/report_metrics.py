@@ -10,12 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hone.tracking.metrics_file import STEP, MetricsFile
+from hone.types import Row
 
 HUGE = 1e300
 """Larger values are shown as infinite: their sums and differences would no longer be numbers."""
@@ -52,7 +53,7 @@ def load_metrics(file: Path) -> RunMetrics:
     """Read a `metrics.jsonl` line by line: a long run is never in memory as dictionaries."""
     torn: list[int] = []
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def rows() -> Iterator[Row]:
         for line_number, row in MetricsFile(file).lines():
             if row is None:
                 torn.append(line_number)
@@ -66,7 +67,7 @@ def load_metrics(file: Path) -> RunMetrics:
     return metrics
 
 
-def metrics_of(rows: Iterable[dict[str, Any]]) -> RunMetrics:
+def metrics_of(rows: Iterable[Row]) -> RunMetrics:
     """The series of rows as `decode_line` gives them."""
     steps_of: dict[str, array[int]] = defaultdict(lambda: array("q"))
     values_of: dict[str, array[float]] = defaultdict(lambda: array("d"))

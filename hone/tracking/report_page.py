@@ -10,9 +10,8 @@ import re
 from collections.abc import Sequence
 from html import escape
 from itertools import islice
-from typing import Any
 
-from hone.tracking.report_chart import Curve, chart, stacked_bar
+from hone.tracking.report_chart import ChartData, Curve, chart, stacked_bar
 from hone.tracking.report_data import RunData
 from hone.tracking.report_samples import Sample, Turn
 from hone.tracking.timing import PREFIX
@@ -40,9 +39,9 @@ _INVISIBLE = re.compile(
 )
 
 
-def shown(text: Any, limit: int = CHARACTERS_SHOWN) -> str:
+def shown(text: str, limit: int = CHARACTERS_SHOWN) -> str:
     """Text as HTML that shows it and does nothing else; invisible characters become visible."""
-    whole = str(text).replace("\r\n", "\n")
+    whole = text.replace("\r\n", "\n")
     visible = _INVISIBLE.sub(lambda m: f"\\u{ord(m[0]):04x}", whole[:limit])
     more = len(whole) - limit
     return escape(visible) + (f" … {more:,} more characters" if more > 0 else "")
@@ -113,7 +112,7 @@ def _story(run: RunData, key: str) -> str:
     return f"{first} → {last} <span class='soft'>(best {best} at {steps[at]})</span>"
 
 
-def curves_section(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
+def curves_section(runs: Sequence[RunData]) -> tuple[str, list[ChartData]]:
     """A chart for every metric, by group, and the charts' data in the same order."""
     keys = sorted({key for run in runs for key in run.metric_names()})
     groups: dict[str, list[str]] = {"overview": _overview(runs, keys)}

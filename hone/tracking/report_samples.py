@@ -7,13 +7,14 @@ file, texts only where they are needed: a long run stays cheap.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from hone.types import JsonObject, JsonValue
 
 EXTREMES_SHOWN = 5
 LARGEST = 1e300
@@ -72,7 +73,7 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
     """Every row of a file; columns it does not have leave gaps."""
     table = _columns(path, COLUMNS, notes, "reward/")
     count = max((len(column) for column in table.values()), default=0)
-    empty: list[Any] = [None] * count
+    empty: list[JsonValue] = [None] * count
     scores = _numbers(table.get("score", empty), "score", path, notes)
     texts = {
         name: ["" if text is None else str(text) for text in table.get(name, empty)]
@@ -98,7 +99,7 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
     ]
 
 
-def _turns(turns: Any, outputs: Any) -> tuple[Turn, ...]:
+def _turns(turns: JsonValue, outputs: JsonValue) -> tuple[Turn, ...]:
     """The turns of a response, each with the calls it made; what is not of that form is left out."""
     made = [_call(out) for out in _json_list(outputs) if isinstance(out, dict)]
     calls = iter(made)
@@ -114,38 +115,37 @@ def _turns(turns: Any, outputs: Any) -> tuple[Turn, ...]:
     )
 
 
-def _call(output: dict[str, Any]) -> ToolCall:
+def _call(output: JsonObject) -> ToolCall:
     arguments = output.get("arguments")
     named = arguments.items() if isinstance(arguments, dict) else ()
     given = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in named)
     return ToolCall(f"{output.get('name', '')}({given})", _number(output.get("reward")))
 
 
-def _scores(text: Any) -> dict[str, float]:
+def _scores(text: JsonValue) -> dict[str, float]:
     value = _json(text)
     named = value.items() if isinstance(value, dict) else ()
     return {name: number for name, v in named if (number := _number(v)) is not None}
 
 
-def _json_list(text: Any) -> list[Any]:
+def _json_list(text: JsonValue) -> list[JsonValue]:
     value = _json(text)
     return value if isinstance(value, list) else []
 
 
-def _json(text: Any) -> Any:
+def _json(text: JsonValue) -> JsonValue:
     try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
         return None
 
 
-def _count(value: Any, most: int) -> int:
+def _count(value: JsonValue, most: int) -> int:
     return int(min(max(_number(value) or 0, 0), most))
 
 
-def _number(value: Any) -> float | None:
-    known = isinstance(value, int | float) and abs(value) <= LARGEST
-    return float(value) if known else None
+def _number(value: JsonValue) -> float | None:
+    return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST else None
 
 
 def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
@@ -170,7 +170,9 @@ def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sam
     return shown[0], shown[1]
 
 
-def _one_a_prompt(places: Any, prompts: _Prompts, notes: list[str]) -> list[Sample]:
+def _one_a_prompt(
+    places: Iterable[tuple[int, int]], prompts: _Prompts, notes: list[str]
+) -> list[Sample]:
     """The samples at the first places (file, row) whose prompts differ."""
     taken: dict[str, tuple[int, int]] = {}
     for number, row in places:
@@ -206,24 +208,25 @@ class _Prompts:
         return [self._texts.setdefault(name, name) for name in names]
 
 
-def _numbers(column: Sequence[Any], name: str, path: Path, notes: list[str]) -> list[float | None]:
+def _numbers(
+    column: Sequence[JsonValue], name: str, path: Path, notes: list[str]
+) -> list[float | None]:
     found = [float(value) if isinstance(value, int | float) else None for value in column]
     if sum(value is None for value in found) > sum(value is None for value in column):
         _note(notes, f"{_place(path)}: {name!r} is left out where it is no number")
     return found
 
 
-def _total(part: Any) -> float | None:
+def _total(part: JsonValue) -> float | None:
     """A reward part: one number, or one per token."""
-    numbers = part if isinstance(part, list) else [part]
-    if not all(isinstance(number, int | float) for number in numbers):
-        return None
-    return float(sum(numbers))
+    parts = part if isinstance(part, list) else [part]
+    numbers = [number for number in parts if isinstance(number, int | float)]
+    return float(sum(numbers)) if len(numbers) == len(parts) else None
 
 
 def _columns(
     path: Path, names: Sequence[str], notes: list[str], prefix: str | None = None
-) -> dict[str, list[Any]]:
+) -> dict[str, list[JsonValue]]:
     """Those of the named columns, and of the prefix, that a file has; none if it is unreadable."""
     import pyarrow
     import pyarrow.parquet as parquet

@@ -11,10 +11,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from hone.tracking.atomic import atomic_write_bytes, atomic_write_text, remove_leftovers
 from hone.tracking.metrics_file import MetricsFile
+from hone.types import Row, Settings
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
@@ -61,15 +61,13 @@ class RunFolder:
     def validation_files(self) -> list[tuple[int, Path]]:
         return step_files(self.validation)
 
-    def write_config(
-        self, config: Mapping[str, Any], origins: Mapping[str, str] | None = None
-    ) -> None:
+    def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
         """Keep the resolved config, and where each dotted key came from (file, argument, default).
 
         A resumed run whose config differs keeps the earlier one as `config.1.yaml`, `.2`, …: the
         steps before were made with it.
         """
-        import yaml  # type: ignore[import-untyped]
+        import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         if self.config_file.exists():
@@ -81,7 +79,7 @@ class RunFolder:
         if origins is not None:
             atomic_write_text(self.origins_file, json.dumps(dict(origins), indent=1))
 
-    def read_config(self) -> dict[str, Any]:
+    def read_config(self) -> Row:
         """The resolved config; empty when none was written."""
         import yaml
 
@@ -89,7 +87,7 @@ class RunFolder:
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
-    def earlier_config(self) -> dict[str, Any]:
+    def earlier_config(self) -> Row:
         """The resolved config where it can be read, else nothing: it is looked at, not relied on."""
         import yaml
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hone.tracking.contract import Number, RunInfo, Tracker, require
 from hone.tracking.run_folder import RunFolder
+from hone.types import Row
 
 
 class SwanlabTracker(Tracker):
@@ -20,7 +20,7 @@ class SwanlabTracker(Tracker):
         self.swanlab = require("swanlab", "swanlab")
         folder = RunFolder(run.folder) if run.folder is not None else None
         known = folder.tracker_id("swanlab") if folder and run.resumed_from is not None else None
-        options: dict[str, Any] = {"id": known, "resume": "allow"} if known else {}
+        options: dict[str, str] = {"id": known, "resume": "allow"} if known else {}
         if run.folder is not None:
             logs = run.folder / "swanlab"
             logs.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class SwanlabTracker(Tracker):
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         self.swanlab.log(dict(metrics), step=step)
 
-    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         texts = [self.swanlab.Text(json.dumps(dict(row), indent=1, default=str)) for row in rows]
         if texts:
             self.swanlab.log({name: texts}, step=step)

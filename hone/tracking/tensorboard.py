@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hone.tracking.console import screen
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, require
+from hone.types import JsonValue, Row
 
 
 class TensorboardTracker(Tracker):
@@ -34,7 +34,7 @@ class TensorboardTracker(Tracker):
             self.writer.add_scalar(key, value, step)
         self.writer.flush()
 
-    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         for number, row in enumerate(rows):
             text = "\n\n".join(f"**{key}**\n\n{_verbatim(value)}" for key, value in row.items())
             self.writer.add_text(f"{name}/{number}", text, step)
@@ -44,6 +44,6 @@ class TensorboardTracker(Tracker):
         screen().line(f"see the curves: {self._command}")
 
 
-def _verbatim(value: Any) -> str:
+def _verbatim(value: JsonValue) -> str:
     """Model text as a Markdown code block, so that nothing in it is taken for markup."""
     return "\n".join("    " + line for line in str(value).splitlines()) or "    "

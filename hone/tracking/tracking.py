@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hone.plugins import Table
-from hone.tracking.contract import RunInfo, Tracker, TrackerError, as_numbers
+from hone.tracking.contract import Number, RunInfo, Scalar, Tracker, TrackerError, as_numbers
 from hone.tracking.run_folder import RunFolder
 from hone.tracking.storage import storage_failure
+from hone.types import Row, Settings
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Tracking:
         project_name: str,
         experiment_name: str,
         default_backend: str | Sequence[str] = "console",
-        config: Mapping[str, Any] | None = None,
+        config: Settings | None = None,
         run_folder: RunFolder | str | os.PathLike[str] | None = None,
         *,
         total_steps: int | None = None,
@@ -79,7 +79,10 @@ class Tracking:
         self.failures: dict[str, int] = {}
 
     def log(
-        self, data: Mapping[str, Any], step: int, backend: str | Sequence[str] | None = None
+        self,
+        data: Mapping[str, Number | Scalar],
+        step: int,
+        backend: str | Sequence[str] | None = None,
     ) -> None:
         """Hand one step's metrics to all trackers, or to those named in `backend`."""
         numbers = as_numbers(data)
@@ -99,7 +102,7 @@ class Tracking:
                 )
         return names
 
-    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         """Show sample rows (validation generations, say) in the trackers that have tables."""
         for key, tracker in self.trackers.items():
             self._guarded(key, partial(tracker.log_samples, name, rows, step))

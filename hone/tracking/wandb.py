@@ -7,10 +7,10 @@ run continues under the id of the first: steps it redoes are the same, and wandb
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hone.tracking.contract import Number, RunInfo, Tracker, require
 from hone.tracking.run_folder import RunFolder
+from hone.types import JsonValue, Row
 
 
 class WandbTracker(Tracker):
@@ -36,7 +36,7 @@ class WandbTracker(Tracker):
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         self.session.log(dict(metrics), step=step)
 
-    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         data = [[_cell(row.get(column)) for column in columns] for row in rows]
         self.session.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
@@ -45,5 +45,5 @@ class WandbTracker(Tracker):
         self.session.finish()
 
 
-def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+def _cell(value: JsonValue) -> str | float | None:
+    return value if value is None or isinstance(value, str | int | float) else str(value)

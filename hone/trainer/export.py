@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from hone.config import ConfigError
 from hone.config.convert import build

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from hone.config import replace
 from hone.controller.threads import load_average, slowdown, thread_count
