@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.contract import EngineSpec
 from hone.engine.engine import Engine
@@ -14,7 +12,7 @@ from hone.models.compiled import compile_layers
 from hone.models.fused import fuse
 from hone.models.load import load_causal_lm
 from hone.models.lora import draw_adapters
-from hone.models.policy import PolicyModel, ValueModel
+from hone.models.policy import Model, PolicyModel, ValueModel
 
 
 def build(spec: EngineSpec) -> Engine:
@@ -33,7 +31,7 @@ def build(spec: EngineSpec) -> Engine:
     )
 
 
-def load_module(spec: EngineSpec) -> PolicyModel | ValueModel:
+def load_module(spec: EngineSpec) -> Model:
     """The decoder under the head that the spec asks for; frozen where nothing is to train it."""
     lm = load_causal_lm(
         spec.model_path,
@@ -53,7 +51,7 @@ def load_module(spec: EngineSpec) -> PolicyModel | ValueModel:
 
 
 def build_engine(
-    module: nn.Module,
+    module: Model,
     *,
     optim: OptimConfig | None,
     grad_clip: float,

@@ -8,11 +8,16 @@ packed rows in training, a key-value cache in rollout.
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hone.models.plain_shape import PlainAttention
 
 NAME = "hone"
 _DROP_NAMES = {"falcon", "nemotron", "stablelm"}
@@ -48,7 +53,7 @@ def layout_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     layout: Layout | None = None,
-    **_: Any,
+    **_: Tensor | float | None,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer."""
     layout = layout if layout is not None else getattr(attention_mask, "hone_layout", None)
@@ -57,11 +62,6 @@ def layout_attention(
             f"{type(module).__name__} was called without a layout; call the model with layout=… "
             "or load it with another attn_implementation"
         )
-    options: dict[str, Any] = {}
-    if softcap is not None:
-        options["softcap"] = softcap
-    if s_aux is not None:
-        options["sinks"] = s_aux
     width, value_width = query.shape[-1], value.shape[-1]
     if (
         width != value_width
@@ -75,7 +75,8 @@ def layout_attention(
         scaling=scaling if scaling is not None else width**-0.5,
         # Some modules know their window and leave it to the mask, which is not made here.
         window=window_of(module) if sliding_window is ... else sliding_window,
-        **options,
+        softcap=softcap,
+        sinks=s_aux,
     )
     return out[None, ..., :value_width], None
 
@@ -85,49 +86,49 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def window_of(attention: Any) -> int | None:
+def window_of(attention: nn.Module | PlainAttention) -> int | None:
     """How many keys back a family's attention module looks; None where it sees all."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
     config = getattr(attention, "config", None)
     mistral = getattr(config, "model_type", None) == "mistral"  # reads it from its config
-    return getattr(config, "sliding_window", None) if mistral else None
+    of_config = getattr(config, "sliding_window", None) if mistral else None
+    return getattr(attention, "sliding_window", of_config)
 
 
-def forward_options(lm: Any, layout: Layout) -> dict[str, Any]:
+def forward_options(lm: PreTrainedModel, layout: Layout) -> dict[str, Layout | Tensor]:
     """How a model's decoder is given a layout: by name, or through the mask where layers drop names."""
     if lm.config.model_type not in _DROP_NAMES:
         return {"layout": layout}
-    mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four dimensions: handed on as it is
-    mask.hone_layout = layout
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four dimensions: handed on as it is
+    vars(mask)["hone_layout"] = layout
     return {"attention_mask": mask}
 
 
 def register() -> None:
     """Make `attn_implementation="hone"` known to transformers; more than once does no harm."""
     from transformers import AttentionInterface
-    from transformers.models.falcon import modeling_falcon
+    from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
     AttentionInterface.register(NAME, layout_attention)
-    modeling_falcon.FALCON_ATTENTION_CLASSES[NAME] = _falcon_attention(modeling_falcon)
+    FALCON_ATTENTION_CLASSES[NAME] = _falcon_attention()
 
 
-def _falcon_attention(falcon: Any) -> type:
+def _falcon_attention() -> type:
     """Falcon computes its attention itself; this one asks the layout."""
+    from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-    class FalconLayoutAttention(falcon.FalconAttention):
+    class FalconLayoutAttention(FalconAttention):
         def forward(
             self,
             hidden_states: Tensor,  # [1, N, d]
             alibi: Tensor | None,
             attention_mask: Tensor,
             position_embeddings: tuple[Tensor, Tensor],
-            **_: Any,
+            **_: Tensor | float | None,
         ) -> tuple[Tensor, None]:
             q, k, v = (
                 x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states))
             )
-            q, k = falcon.apply_rotary_pos_emb(q, k, *position_embeddings)
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
             out, _weights = layout_attention(self, q, k, v, attention_mask)
             return self.dense(out.flatten(2)), None
 

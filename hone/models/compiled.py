@@ -5,23 +5,19 @@ Attention is left out of the compiled graphs: it asks a layout, whose shape diff
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
 
+from hone.models.policy import Model
 from hone.ops.segments import SegmentLayout
 
 
-def compile_layers(model: nn.Module) -> int:
+def compile_layers(model: Model) -> int:
     """Compile every decoder layer in place; returns how many there are."""
-    attend: Any = SegmentLayout.attend
-    if not hasattr(attend, "_torchdynamo_disable"):
-        SegmentLayout.attend = torch.compiler.disable(attend)  # type: ignore[method-assign]
+    if not hasattr(SegmentLayout.attend, "_torchdynamo_disable"):
+        SegmentLayout.attend = torch.compiler.disable(SegmentLayout.attend)  # type: ignore[method-assign]
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    decoder: Any = model.decoder
-    layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [m for m in model.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
         layer.compile(dynamic=True)
     return len(layers)

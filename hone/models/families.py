@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES = frozenset(
     """
@@ -83,7 +86,9 @@ def refuse_family(family: str, path: str, *, device: torch.device | None = None)
         )
 
 
-def refuse_config(config: Any, path: str, *, device: torch.device | None = None) -> None:
+def refuse_config(
+    config: PreTrainedConfig, path: str, *, device: torch.device | None = None
+) -> None:
     """Say no before weights are loaded: to the family, and to what a config of a good one may ask."""
     refuse_family(config.model_type, path, device=device)
     text = config.get_text_config()
@@ -105,11 +110,11 @@ def refuse_config(config: Any, path: str, *, device: torch.device | None = None)
             )
 
 
-def _layer_kinds(text: Any) -> list[str]:
+def _layer_kinds(text: PreTrainedConfig) -> list[str]:
     return list(getattr(text, "layer_types", None) or ())
 
 
-def _rope_types(text: Any) -> Iterator[str]:
+def _rope_types(text: PreTrainedConfig) -> Iterator[str]:
     """Of the one table of rotary positions, or of one for each kind of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
     for table in (parameters, *parameters.values()):
@@ -117,14 +122,14 @@ def _rope_types(text: Any) -> Iterator[str]:
             yield kind
 
 
-def declared(config: Any, name: str) -> Any:
+def declared(config: PreTrainedConfig, name: str) -> Any:
     """What the config's class knows, else None: models do not read what a file says besides."""
     names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
     known = name in names or hasattr(type(config), name)
     return getattr(config, name, None) if known else None
 
 
-def logit_rule(config: Any) -> tuple[float | None, float]:
+def logit_rule(config: PreTrainedConfig) -> tuple[float | None, float]:
     """How a family's logits differ from the head's product: a soft cap, then a factor."""
     factor = float(declared(config, "logit_scale") or 1.0)
     if scaling := declared(config, "logits_scaling"):
@@ -132,7 +137,7 @@ def logit_rule(config: Any) -> tuple[float | None, float]:
     return declared(config, "final_logit_softcapping"), factor
 
 
-def key_shape(config: Any) -> tuple[int, int]:
+def key_shape(config: PreTrainedConfig) -> tuple[int, int]:
     """Heads and width of the keys that one layer caches."""
     text = config.get_text_config()
     heads = text.num_attention_heads

@@ -13,12 +13,15 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hone.models.gguf import GGUF
 from hone.models.writing import whole_folder, without_progress_bar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class FetchError(RuntimeError):
@@ -102,7 +105,7 @@ def write_folder(gguf: GGUF, folder: Path) -> None:
     tokenizer_from(gguf).save_pretrained(folder)
 
 
-def llama_from(gguf: GGUF) -> Any:
+def llama_from(gguf: GGUF) -> PreTrainedModel:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     facts = gguf.facts
@@ -170,7 +173,7 @@ def _weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tensor:
     return weight
 
 
-def tokenizer_from(gguf: GGUF) -> Any:
+def tokenizer_from(gguf: GGUF) -> PreTrainedTokenizerBase:
     """A fast byte-pair tokenizer; digits stand alone, as the model was trained."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -5,7 +5,7 @@ Leaves out the weights: which dtype and device they go to is the program's busin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hone.config.generation import GenerationModelConfig
 from hone.config.model import ModelConfig
@@ -15,10 +15,10 @@ from hone.models.lora import Adapters, draw_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def build_tokenizer(model: ModelConfig | GenerationModelConfig) -> Any:
+def build_tokenizer(model: ModelConfig | GenerationModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model block, after the modules it wants imported first."""
     import_external(model.external_lib)
     tokenizer = load_tokenizer(

@@ -7,18 +7,25 @@ summed in float32, as the rollout engine sums it: rounded to 16 bits at every la
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import Layout, window_of
+from hone.models.plain_shape import PlainAttention, PlainLayer, PlainMlp, PlainNorm, linears
 from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
 from hone.ops.gated import silu_gate
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
 from hone.ops.wide_product import wide_linear
+from hone.types import Function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -26,14 +33,14 @@ _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
     """Give what is known its own forward; returns how many modules. Without `kernels` a compiler
     can look into all of them."""
-    lm: Any = getattr(model, "lm", model)
+    lm: PreTrainedModel = getattr(model, "lm", model)
     family = _FAMILIES.get(getattr(lm.config, "model_type", ""))
     if family is None:
         return 0
     found = 0
     for name, module in lm.named_modules():
         kind = type(module).__name__
-        own: Any = None
+        own: Function | None = None
         if kind == f"{family}DecoderLayer" and kernels and _is_plain(module):
             own = _layer
         elif kind == f"{family}RMSNorm":
@@ -45,32 +52,31 @@ def fuse(model: nn.Module, *, kernels: bool = True) -> int:
         elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
             own = _embedding
         elif kind == f"{family}RotaryEmbedding":
-            module.hone_dtype, own = lm.dtype, _rotary
+            own = partial(_rotary, dtype=lm.dtype)
         if own is not None:
             module.forward = MethodType(own, module)
             found += 1
     return found
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain(layer: PlainLayer) -> bool:
     """Whether every part is what the family's own is: no adapters, no norms or biases besides."""
-    a, m = layer.self_attn, layer.mlp
-    maps = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+    maps = linears(layer)
     return (
         all(type(x) is nn.Linear for x in maps)
         and all(x.bias is None for x in maps[3:])
-        and not hasattr(a, "q_norm")
-        and isinstance(m.act_fn, _silu_classes())
+        and not hasattr(layer.self_attn, "q_norm")
+        and isinstance(layer.mlp.act_fn, _silu_classes())
     )
 
 
 def _layer(
-    self: Any,
+    self: PlainLayer,
     hidden_states: Tensor,  # [1, N, d] float32
     *,
     position_embeddings: tuple[Tensor, Tensor],
     layout: Layout,
-    **_: Any,
+    **_: Tensor | float | None,
 ) -> Tensor:
     attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
     cos, sin = (turn[0] for turn in position_embeddings)
@@ -100,17 +106,19 @@ def _layer(
     )[None]
 
 
-def _norm_of(module: Any) -> Norm:
+def _norm_of(module: PlainNorm) -> Norm:
     return Norm(module.weight, module.variance_epsilon)
 
 
-def _map_of(module: Any) -> Linear:
+def _map_of(module: nn.Linear) -> Linear:
     return Linear(module.weight, module.bias)
 
 
-def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+def _rotary(
+    self: nn.Module, x: Tensor, position_ids: Tensor, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines in 16 bits where the weights are, though the sums they meet are float32."""
-    return type(self).forward(self, x.new_empty(0, dtype=self.hone_dtype), position_ids)
+    return type(self).forward(self, x.new_empty(0, dtype=dtype), position_ids)
 
 
 def _silu_classes() -> tuple[type, ...]:
@@ -119,23 +127,23 @@ def _silu_classes() -> tuple[type, ...]:
     return nn.SiLU, type(ACT2FN["silu"])
 
 
-def _attention(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _attention(self: PlainAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return _into_residual(self.o_proj, _attended(self, *args, turn=rotate, **kwargs)), None
 
 
-def _plain_attention(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _plain_attention(self: PlainAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return self.o_proj(_attended(self, *args, turn=plain_rotate, **kwargs)), None
 
 
 def _attended(
-    self: Any,
+    self: PlainAttention,
     hidden_states: Tensor,  # [1, N, d]
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     *,
     layout: Layout,
     turn: Callable[[Tensor, Tensor, Tensor], Tensor],
-    **_: Any,
+    **_: Tensor | float | None,
 ) -> Tensor:  # [1, N, H D]
     q, k, v = (
         proj(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
@@ -155,24 +163,24 @@ def _attended(
     return out.flatten(1)[None]
 
 
-def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+def _norm(self: PlainNorm, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _plain_norm(self: Any, hidden_states: Tensor) -> Tensor:
+def _plain_norm(self: PlainNorm, hidden_states: Tensor) -> Tensor:
     return plain_rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _mlp(self: Any, x: Tensor) -> Tensor:
+def _mlp(self: PlainMlp, x: Tensor) -> Tensor:
     return _into_residual(self.down_proj, silu_gate(self.gate_proj(x), self.up_proj(x)))
 
 
-def _into_residual(linear: Any, x: Tensor) -> Tensor:
+def _into_residual(linear: nn.Module, x: Tensor) -> Tensor:
     """What a float32 sum takes up need not be rounded to 16 bits before."""
     if type(linear) is nn.Linear and linear.bias is None:
         return wide_linear(x, linear.weight)
     return linear(x)  # adapters, quantisation
 
 
-def _embedding(self: Any, ids: Tensor) -> Tensor:
+def _embedding(self: nn.Embedding, ids: Tensor) -> Tensor:
     return F.embedding(ids, self.weight, self.padding_idx).float()

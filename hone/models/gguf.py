@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hone.types import JsonValue, Row
+
 _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
@@ -39,7 +41,7 @@ class GGUF:
         if version not in (2, 3):
             raise NotGGUF(f"{path} is GGUF version {version}; this reader knows 2 and 3")
         tensors, facts = self._scalar(10), self._scalar(10)
-        self.facts: dict[str, Any] = {}
+        self.facts: Row = {}
         for _ in range(facts):
             name = self._string()
             self.facts[name] = self._value(self._scalar(4))
@@ -77,7 +79,7 @@ class GGUF:
         self._at += length
         return raw.decode("utf-8")
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int) -> JsonValue:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:

@@ -10,19 +10,25 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hone.models import attention
 from hone.models.families import UnsupportedModel, refuse_config, refuse_family
 from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
+from hone.types import Settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +151,7 @@ def _step_number(path: Path) -> int:
     return int(found.group(1)) if found else -1
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """A fast tokenizer that can pad; the padding token falls back to the end-of-text token."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -182,7 +188,7 @@ def load_causal_lm(
     path: str,
     *,
     dtype: torch.dtype,
-    override_config: Mapping[str, Any] | None = None,
+    override_config: Settings | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """A Hugging Face decoder whose attention is ours, on the CPU; `device` is where it will go.
@@ -210,7 +216,7 @@ def load_causal_lm(
         )
 
 
-def load_config(path: str, *, device: torch.device | None = None) -> Any:
+def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedConfig:
     """The config of a model of a supported family; others are refused before their class is looked for."""
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -223,7 +229,7 @@ def load_config(path: str, *, device: torch.device | None = None) -> Any:
         return AutoConfig.from_pretrained(folder)
 
 
-def _switch_off_dropout(config: Any) -> None:
+def _switch_off_dropout(config: PreTrainedConfig) -> None:
     """Before the model is built. Dropout and noise would make rollout and training different policies."""
     from transformers import PreTrainedConfig
 
@@ -234,7 +240,11 @@ def _switch_off_dropout(config: Any) -> None:
             setattr(config, name, 0.0)
 
 
-def eos_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_ids(
+    model_config: PreTrainedConfig,
+    generation_config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[int, ...]:
     """Every token id that ends a response, from all three places that may name one."""
     found: list[int] = []
     for owner in (generation_config, model_config, tokenizer):

@@ -6,19 +6,22 @@ value before each of them. Both never build [tokens, vocabulary] or padding.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hone.models.attention import forward_options
 from hone.models.families import logit_rule
-from hone.ops.logprobs import linear_log_probs, linear_sum_pi_squared
+from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 from hone.ops.wide_product import wide_product
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def hidden_states(decoder: nn.Module, packed: PackedRows) -> Tensor:  # [N, d]
+
+def hidden_states(decoder: PreTrainedModel, packed: PackedRows) -> Tensor:  # [N, d]
     out = decoder(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
@@ -41,7 +44,7 @@ class ExactForward(Protocol):
 class PolicyModel(nn.Module):
     """A causal language model seen as a policy."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
         self.exact: ExactForward | None = None
@@ -49,7 +52,7 @@ class PolicyModel(nn.Module):
         self._softcap, self._logit_scale = logit_rule(lm.config)
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> PreTrainedModel:
         """The network below the language-model head."""
         return _decoder_of(self.lm)
 
@@ -78,7 +81,7 @@ class PolicyModel(nn.Module):
     ) -> dict[str, Tensor]:
         hidden = self._hidden_states(packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
-        options: dict[str, Any] = {
+        options: LogitRule = {
             "temperature": temperature,
             "bias": head.bias,
             "softcap": self._softcap,
@@ -109,7 +112,7 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A decoder with a scalar head: the critic's estimate before each token the policy wrote."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
         width = lm.get_output_embeddings().weight.shape[1]
@@ -121,7 +124,7 @@ class ValueModel(nn.Module):
         lm.set_output_embeddings(None)
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> PreTrainedModel:
         return _decoder_of(self.lm)
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
@@ -130,7 +133,11 @@ class ValueModel(nn.Module):
         return {"values": packed.unpack(values)}
 
 
-def _decoder_of(lm: Any) -> nn.Module:
+Model: TypeAlias = PolicyModel | ValueModel
+"""What an engine trains."""
+
+
+def _decoder_of(lm: PreTrainedModel) -> PreTrainedModel:
     """The network below a model's head, inside PEFT's wrapper if there is one."""
     lm = lm.get_base_model() if hasattr(lm, "peft_config") else lm
     return getattr(lm, lm.base_model_prefix)

@@ -11,7 +11,7 @@ import string
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,9 @@ from hone.models import attention
 from hone.models.families import refuse_config, refuse_family
 from hone.models.writing import without_progress_bar
 from hone.tracking.atomic import grant_by_umask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 TURN_TEMPLATE = (
@@ -34,7 +37,7 @@ class TinyModelError(ValueError):
 
 def character_tokenizer(
     characters: str = string.printable[:95] + "\n", words: Sequence[str] = ()
-) -> Any:
+) -> PreTrainedTokenizerFast:
     """A fast tokenizer over `words` and single characters, with a one-line-a-turn chat template."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -76,7 +79,7 @@ def tiny_lm(
     tie_embeddings: bool = True,
     seed: int = 0,
     eos_token_id: int | None = 2,
-) -> Any:
+) -> PreTrainedModel:
     """A freshly initialised decoder of a named family (llama, qwen2, qwen3, mistral, gemma …)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,7 +137,9 @@ def _check_shape(hidden: int, layers: int, heads: int, kv_heads: int) -> None:
         raise TinyModelError(f"heads={heads} is not divisible by kv_heads={kv_heads}")
 
 
-def save_pretrained(lm: Any, tokenizer: Any, folder: str | Path) -> Path:
+def save_pretrained(
+    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> Path:
     """Write model and tokenizer as an ordinary Hugging Face folder."""
     folder = Path(folder)
     with without_progress_bar():

@@ -7,12 +7,13 @@ keep less: norms and gated products are computed again on the way back. Gradient
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.autograd import Context
 from hone.ops.gated import gate_backward, gate_forward
 from hone.ops.rms_norm import norm_backward, norm_forward
 from hone.ops.rotary import turn_apart, turn_together
@@ -52,7 +53,7 @@ def gated_half(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) ->
 class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Tensor, eps: float, q: Tensor, q_bias: Tensor | None, k: Tensor,
+        ctx: Context, x: Tensor, norm: Tensor, eps: float, q: Tensor, q_bias: Tensor | None, k: Tensor,
         k_bias: Tensor | None, v: Tensor, v_bias: Tensor | None, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         h, scale = norm_forward(x, norm, eps)
@@ -64,7 +65,7 @@ class _Heads(torch.autograd.Function):
         return *turn_apart(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1]), x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, scale, *weights, cos, sin = ctx.saved_tensors
         needed = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)
@@ -81,7 +82,7 @@ class _Heads(torch.autograd.Function):
 class _GatedHalf(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor
+        ctx: Context, x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor
     ) -> Tensor:
         h, scale = norm_forward(x, norm, eps)
         gates, ups = F.linear(h, gate), F.linear(h, up)
@@ -90,7 +91,7 @@ class _GatedHalf(torch.autograd.Function):
         return x + wide_product(gate_forward(gates, ups), down)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, scale, gate, up, down, gates, ups = ctx.saved_tensors
         needed = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)

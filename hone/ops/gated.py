@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hone.ops.autograd import Context
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -35,12 +35,12 @@ def gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, 
 
 class _SiluGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return gate_forward(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return gate_backward(gate, up, grads[0].contiguous())[:2]

@@ -6,16 +6,15 @@ scatter over the batch, with no loop over rows or groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def factorise(labels: Sequence[Any] | np.ndarray | Tensor) -> np.ndarray:
+def factorise(labels: Sequence[Hashable] | np.ndarray | Tensor) -> np.ndarray:
     """Integer ids 0..n-1, equal exactly where the labels are equal."""
     if isinstance(labels, Tensor):
         labels = labels.cpu().numpy()
@@ -23,7 +22,7 @@ def factorise(labels: Sequence[Any] | np.ndarray | Tensor) -> np.ndarray:
     if array is not None and array.dtype.kind in "iufb":
         return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
     # Python objects have no order in general ("a" < 3 raises), so a dictionary numbers them.
-    seen: dict[Any, int] = {}
+    seen: dict[Hashable, int] = {}
     return np.fromiter((seen.setdefault(x, len(seen)) for x in labels), np.int64, len(labels))
 
 
@@ -41,7 +40,9 @@ class Groups:
     sizes: Tensor  # [G] float64
 
     @classmethod
-    def of(cls, labels: Sequence[Any] | np.ndarray | Tensor, device: Any = None) -> Groups:
+    def of(
+        cls, labels: Sequence[Hashable] | np.ndarray | Tensor, device: torch.device | None = None
+    ) -> Groups:
         ids = torch.from_numpy(factorise(labels)).to(device)
         return cls(ids, torch.bincount(ids).double())
 

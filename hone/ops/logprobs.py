@@ -7,15 +7,25 @@ chunk again. Everything is computed in float32 whatever the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from hone.ops.autograd import Context
 from hone.ops.wide_product import wide_product
 
 _CHUNK_LOGITS = 2**24
 """Logits alive at once (64 MiB in float32): large enough for full matmul speed, small beside any model."""
+
+
+class LogitRule(TypedDict):
+    """How logits follow from the head's product."""
+
+    temperature: float
+    bias: Tensor | None
+    softcap: float | None
+    logit_scale: float
 
 
 def linear_log_probs(
@@ -82,7 +92,7 @@ def _logits(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -113,7 +123,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bias, *saved = ctx.saved_tensors
         made = plain_backward(
             *saved,

@@ -5,11 +5,10 @@ Logits are float32 and read once. Plain heads only (no bias, no cap).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from hone.ops.autograd import Context
 from hone.ops.wide_product import add_product, wide_product
 
 _CHUNK_BYTES = 2**29
@@ -24,7 +23,12 @@ def chunks(tokens: int, vocabulary: int) -> list[slice]:
 class FusedLinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, factor: float, with_entropy: bool
+        ctx: Context,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        factor: float,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         from hone.ops.logprobs_triton import logit_statistics
 
@@ -46,7 +50,7 @@ class FusedLinearLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g_hidden, g_weight = backward(
             *ctx.saved_tensors, *grads, factor=ctx.factor, with_weight=ctx.needs_input_grad[1]
         )

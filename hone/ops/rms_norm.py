@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hone.ops.autograd import Context
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d]
@@ -48,14 +48,14 @@ def norm_backward(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         out, scale = norm_forward(flat, weight, eps)
         ctx.save_for_backward(flat, weight, scale)
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         g_x, g_weight = norm_backward(x, weight, scale, grads[0].reshape(x.shape).contiguous())
         return g_x.view(grads[0].shape), g_weight if ctx.needs_input_grad[1] else None, None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from hone.ops.autograd import Context
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H, D]; [N, D]
@@ -65,10 +65,10 @@ def turn_together(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tenso
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return turned(x, cos, sin, back=False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return turned(grads[0], *ctx.saved_tensors, back=True), None, None

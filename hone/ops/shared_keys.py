@@ -7,12 +7,12 @@ small, are laid out again for each. Gradients of the copies are summed in float3
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hone.ops.autograd import Context
 from hone.ops.transfer import send
 
 
@@ -78,7 +78,7 @@ def _sent(values: np.ndarray, device: torch.device) -> Tensor:
 class _Laid(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, source: Tensor, uses: Tensor, first_use: Tensor
+        ctx: Context, k: Tensor, v: Tensor, source: Tensor, uses: Tensor, first_use: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(source, uses, first_use)
         if not k.is_cuda:
@@ -88,7 +88,7 @@ class _Laid(torch.autograd.Function):
         return gather(k.contiguous(), v.contiguous(), source)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         source, uses, first_use = ctx.saved_tensors
         if not grads[0].is_cuda:
             return (*(plain_sum(g, source, len(first_use) - 1) for g in grads), None, None, None)

@@ -9,7 +9,6 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ def _packaged() -> Callable[..., Tensor] | None:
 
 
 def _by_package(
-    kernel: Any,
+    kernel: Callable[..., Tensor | tuple[Tensor, ...]],
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     scaling: float, window: int | None,
 ) -> Tensor:  # fmt: skip

@@ -6,11 +6,11 @@ each side, so that rollout and trainer stay nearer to each other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hone.ops.autograd import Context
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, V] float32
@@ -37,13 +37,13 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..
 
 class _WideLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
         return wide_product(flat, weight).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         g = grads[0].reshape(len(x), -1).to(x.dtype)
         g_x = (g @ weight).view(*grads[0].shape[:-1], -1) if ctx.needs_input_grad[0] else None

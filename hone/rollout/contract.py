@@ -7,19 +7,22 @@ the batch it was computed in. An executable version of this page is tests/rollou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from hone.types import JsonObject, Row, Settings
 
 if TYPE_CHECKING:
     from hone.config.generation import GenerationRolloutConfig
     from hone.config.rollout import RolloutConfig
     from hone.models.policy import PolicyModel
+    from hone.tokenizer import Tokenizer
 
 _COOLEST = 1e-5
 """Colder than this, logits divided by the temperature overflow."""
@@ -70,13 +73,13 @@ class Sampling:
         return truncates and self.temperature > 0
 
     @staticmethod
-    def from_mapping(params: Mapping[str, Any], *, max_tokens: int, seed: int) -> Sampling:
+    def from_mapping(params: Settings, *, max_tokens: int, seed: int) -> Sampling:
         """From a loop's `sampling_params`; what it leaves out comes from the keywords.
 
         `logprobs` and `repetition_penalty=1` ask for nothing that differs here. Unknown names raise.
         """
         known = Sampling.__dataclass_fields__
-        values: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
+        values: Row = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
         for name, value in params.items():
             if name == "max_new_tokens":
                 name = "max_tokens"
@@ -108,7 +111,7 @@ class TokenOutput:
     versions: list[int]
     """How many updates the weights had seen when each token was drawn."""
     stop_reason: StopReason
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class RolloutSpec:
     of this engine's own. An engine with weights of its own loads `model_path` and never calls it."""
     dtype: torch.dtype
     device: torch.device
-    tokenizer: Any
+    tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     """Token ids that end a response."""
 
@@ -185,7 +188,7 @@ class RolloutEngine(Protocol):
         request_id: str,
         *,
         on_tokens: OnTokens | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
+        multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
         """Draw one response. While the engine is paused the request waits."""
 

@@ -7,8 +7,7 @@ on the same weights both say the same; nothing else is shared but the policy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ from hone.rollout.gate import RequestGate
 from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request, RequestRules, refuse_media
 from hone.rollout.weights import load_weights
+from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
 
 class HFRollout:
@@ -28,7 +29,9 @@ class HFRollout:
 
     traits = Traits(decodes_with_module=True, adapters=True)
 
-    def __init__(self, policy: PolicyModel, *, eos_ids: Sequence[int], tokenizer: Any) -> None:
+    def __init__(
+        self, policy: PolicyModel, *, eos_ids: Sequence[int], tokenizer: Tokenizer | None
+    ) -> None:
         self._policy = policy
         self._rules = RequestRules.of(policy.lm.config, eos_ids, tokenizer)
         self._gate = RequestGate()
@@ -41,7 +44,7 @@ class HFRollout:
         request_id: str,
         *,
         on_tokens: OnTokens | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
+        multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
         refuse_media(request_id, multi_modal_data, "hf")
         request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)

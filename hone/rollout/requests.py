@@ -6,9 +6,10 @@ each engine's own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.rollout.contract import (
     OnTokens,
@@ -18,6 +19,11 @@ from hone.rollout.contract import (
     TokenDelta,
     TokenOutput,
 )
+from hone.tokenizer import Tokenizer
+from hone.types import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass
@@ -33,11 +39,16 @@ class Request:
     stop_reason: StopReason | None = None
     cancelled: bool = False
     """Its caller has left: it ends at its next token."""
-    owner: Any = None
-    """The event loop and future that wait for it; engines' cores never look at it."""
+    future: asyncio.Future[TokenOutput] | None = None
+    """Waits for it, where an engine decodes in another thread; engines' cores never look at it."""
     on_tokens: OnTokens | None = None
     streamed: int = 0
     """Tokens that `on_tokens` has seen."""
+
+    @property
+    def owner(self) -> asyncio.Future[TokenOutput]:
+        assert self.future is not None
+        return self.future
 
     @property
     def length(self) -> int:
@@ -69,12 +80,14 @@ class RequestRules:
     """What an engine accepts, and where a response ends."""
 
     eos_ids: frozenset[int]
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     vocabulary: int | None = None
     max_positions: int | None = None
 
     @staticmethod
-    def of(model_config: Any, eos_ids: Sequence[int], tokenizer: Any) -> RequestRules:
+    def of(
+        model_config: PreTrainedConfig, eos_ids: Sequence[int], tokenizer: Tokenizer | None
+    ) -> RequestRules:
         text = model_config.get_text_config()
         return RequestRules(
             frozenset(eos_ids),
@@ -120,6 +133,7 @@ class RequestRules:
         """Whether the newest token completed a stop string (it may have begun several tokens ago)."""
         # A token is at least one byte; a few more keep the window's own first character whole.
         longest = max(len(s.encode()) for s in request.sampling.stop)
+        assert self.tokenizer is not None, "check() refuses stop strings without one"
         tail = self.tokenizer.decode(
             request.token_ids[-(longest + 8) :], clean_up_tokenization_spaces=False
         )
@@ -141,7 +155,7 @@ def engine_failed(cause: BaseException | None) -> RolloutError:
     return error
 
 
-def refuse_media(request_id: str, media: Any, engine: str) -> None:
+def refuse_media(request_id: str, media: Settings | None, engine: str) -> None:
     """Text-only engines say so instead of dropping an image."""
     if media:
         raise RolloutError(

@@ -7,9 +7,8 @@ abort, versions) and remembers every request; it draws nothing, so sampling para
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +22,8 @@ from hone.rollout.contract import (
 )
 from hone.rollout.gate import RequestGate
 from hone.rollout.requests import Request, RequestRules, refuse_media
+from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ScriptedRollout:
         self,
         script: Script,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] | None = None,
         seconds_per_token: float = 0.0,
     ) -> None:
@@ -85,7 +86,7 @@ class ScriptedRollout:
         request_id: str,
         *,
         on_tokens: OnTokens | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
+        multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
         refuse_media(request_id, multi_modal_data, "scripted")
         request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)

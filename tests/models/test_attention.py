@@ -31,7 +31,13 @@ def call(**options):
 def test_tokens_come_first_and_the_layer_is_named():
     layout = call(scaling=0.5, sliding_window=7, dropout=0.1)
     assert layout.shapes == ((5, 4, 8), (5, 2, 8), (5, 2, 8))
-    assert layout.options == {"layer": 3, "scaling": 0.5, "window": 7}
+    assert layout.options == {
+        "layer": 3,
+        "scaling": 0.5,
+        "window": 7,
+        "softcap": None,
+        "sinks": None,
+    }
 
 
 def test_a_window_that_the_module_knows_and_does_not_say_is_honoured():

@@ -16,7 +16,7 @@ def answer(requests: list[Request]) -> list[Request]:
     """Hand answers to their loops; returns those whose loop has closed."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
     for request in requests:
-        by_loop.setdefault(request.owner[0], []).append(request)
+        by_loop.setdefault(request.owner.get_loop(), []).append(request)
     return [
         request
         for loop, answered in by_loop.items()
@@ -36,7 +36,7 @@ def call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *argumen
 
 def resolve(requests: list[Request]) -> None:
     for request in requests:
-        future = request.owner[1]
+        future = request.owner
         stream(request)
         if future.done():
             continue
@@ -48,7 +48,7 @@ def resolve(requests: list[Request]) -> None:
 
 def stream(request: Request) -> None:
     """New tokens to the caller; an error of its own ends its request alone."""
-    future = request.owner[1]
+    future = request.owner
     if future.done():
         return
     try:
@@ -59,7 +59,7 @@ def stream(request: Request) -> None:
 
 
 def refuse(request: Request, error: RolloutError) -> None:
-    loop, future = request.owner
+    future = request.owner
 
     def fail() -> None:
         if not future.done():
@@ -67,5 +67,5 @@ def refuse(request: Request, error: RolloutError) -> None:
             own.__cause__ = error.__cause__
             future.set_exception(own)
 
-    if not call_in(loop, fail):
+    if not call_in(future.get_loop(), fail):
         log.warning("request %s failed after its loop closed: %s", request.request_id, error)

@@ -9,7 +9,7 @@ then rounded otherwise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -296,7 +296,7 @@ class _Launch:
             self.part = like.new_empty(rows, heads, splits, d, dtype=torch.float32)
             self.lse = like.new_empty(rows, heads, splits, dtype=torch.float32)
         group = heads // kv
-        self.constants: dict[str, Any] = {
+        self.constants: dict[str, int | str] = {
             "KV": kv,
             "GROUP": group,
             "GROUP_PAD": max(16, triton.next_power_of_2(group)),

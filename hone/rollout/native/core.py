@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import insort_left
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from hone.rollout.native.decoder import PlainDecoder, decoder_forward
 from hone.rollout.native.row_grain import row_grain
 from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request, RequestRules, chosen
+from hone.tokenizer import Tokenizer
 
 
 class NativeCore:
@@ -34,7 +34,7 @@ class NativeCore:
         eos_ids: Sequence[int],
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         config = policy.lm.config
         self.policy = policy

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class CutRows:
         sampling = SamplingRows.of([row for row in rows if row.cuts], device)
         return CutRows(send(mask.nonzero().flatten(), device), send(mask, device), sampling, exact)
 
-    def draw(self, logits: Tensor, rows: RowState, kernels: Any, page_size: int) -> None:
+    def draw(self, logits: Tensor, rows: RowState, kernels: ModuleType, page_size: int) -> None:
         """A token for every row from its logits [R, V], and move the rows on.
 
         Each kind of row counts as finished, so stays as it is, while the other is drawn.
@@ -52,7 +52,9 @@ class CutRows:
         kernels.advance(tokens, log_probs, rows, page_size)
         rows.finished.copy_(torch.where(self.mask, rows.finished, others))
 
-    def _draw_cut(self, logits: Tensor, rows: RowState, kernels: Any) -> tuple[Tensor, Tensor]:
+    def _draw_cut(
+        self, logits: Tensor, rows: RowState, kernels: ModuleType
+    ) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities [R], set where the mask is."""
         drawn, log_prob = draw(logits.float(), rows.position[self.at] + 1, self.sampling)
         if self.exact:

@@ -10,11 +10,12 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from hone.rollout.native.exact_layouts import ExactLayout
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_layouts import PagedDecode
 from hone.rollout.native.paged_rows import RowState
@@ -45,11 +46,11 @@ class DecodeStep:
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor, Any], Tensor],
+        forward: Callable[..., Tensor],
         logits: Callable[[Tensor], Tensor],
-        layout: Callable[[RowState], Any],
+        layout: Callable[[RowState], PagedDecode | ExactLayout],
         rows: RowState,
-        kernels: Any,
+        kernels: ModuleType,
         *,
         page_size: int,
         sizes: Sequence[int],
@@ -64,7 +65,7 @@ class DecodeStep:
             known_forward  # else it may wait for the device, and is tried out first
         )
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: Any = None
+        self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def forget(self) -> None:
         """Drop the recordings: parameters have moved. Their memory pool ends with the last of them."""
@@ -134,7 +135,7 @@ class DecodeStep:
         return graph, logits
 
 
-def decode_layout(cache: PagedCache, kernels: Any, rows: RowState) -> PagedDecode:
+def decode_layout(cache: PagedCache, kernels: ModuleType, rows: RowState) -> PagedDecode:
     """Attention of one decode step, split over keys where the rows are few."""
     return PagedDecode(
         cache,

@@ -7,13 +7,14 @@ Weights are packed for the CPU where that pays, and packed anew when the paramet
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import Layout, forward_options, window_of
+from hone.models.plain_shape import PlainLayer, PlainNorm, linears
 from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import Linear, linear_map
 
@@ -49,19 +50,12 @@ def is_plain(policy: PolicyModel) -> bool:
     config = policy.lm.config
     if hasattr(policy.lm, "peft_config") or config.model_type not in _PLAIN_FAMILIES:
         return False
-    decoder: Any = policy.decoder
+    decoder = policy.decoder
     rope = getattr(decoder.rotary_emb, "rope_type", "default")
     silu = config.hidden_act in ("silu", "swish")
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
-    linears = (m for layer in decoder.layers for m in _linears(layer))
-    return (
-        silu and rope in _FIXED_ROPES and not hooked and all(type(m) is nn.Linear for m in linears)
-    )
-
-
-def _linears(layer: Any) -> tuple[nn.Module, ...]:
-    a, m = layer.self_attn, layer.mlp
-    return (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+    maps = (m for layer in decoder.layers for m in linears(layer))
+    return silu and rope in _FIXED_ROPES and not hooked and all(type(m) is nn.Linear for m in maps)
 
 
 class ModuleDecoder:
@@ -128,12 +122,12 @@ class PlainDecoder:
         now = [(p.data_ptr(), p._version) for p in self._parameters]
         if now == self._seen:
             return
-        decoder: Any = self._policy.decoder
+        decoder = self._policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._norm = _Norm(decoder.norm)
         self._layers = [_layer(layer) for layer in decoder.layers]
         if self._policy.plain_head:
-            head: Any = self._policy.lm.get_output_embeddings()
+            head = self._policy.lm.get_output_embeddings()
             self._head = linear_map(head.weight, head.bias)
         self._seen = now
 
@@ -171,7 +165,7 @@ class PlainDecoder:
         if width <= len(self._cos):
             return
         width = max(256, 2 * len(self._cos), width)
-        decoder: Any = self._policy.decoder
+        decoder = self._policy.decoder
         like = self._embedding[:1]
         cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
         self._cos = cos[0][:, None]
@@ -179,7 +173,7 @@ class PlainDecoder:
         self._sin = torch.cat([-sin[0][:, :half], sin[0][:, half:]], -1)[:, None]
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: PlainLayer) -> _Layer:
     a, m = layer.self_attn, layer.mlp
     return _Layer(
         _joined(a.q_proj, a.k_proj, a.v_proj),
@@ -198,13 +192,13 @@ def _layer(layer: Any) -> _Layer:
     )
 
 
-def _map(module: Any) -> Linear:
+def _map(module: nn.Linear) -> Linear:
     return linear_map(module.weight, module.bias)
 
 
-def _joined(*parts: Any) -> Linear:
+def _joined(*parts: nn.Linear) -> Linear:
     """Several maps of the same input as one."""
-    biases = [p.bias for p in parts]
+    biases: list[Tensor] = [p.bias for p in parts]
     bias = None if biases[0] is None else torch.cat(biases)
     return linear_map(torch.cat([p.weight for p in parts]), bias)
 
@@ -212,7 +206,7 @@ def _joined(*parts: Any) -> Linear:
 class _Norm:
     """x / rms(x) · weight; on a CPU in float32 by half the calls that torch's own makes."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: PlainNorm) -> None:
         self._weight: Tensor = module.weight
         self._epsilon: float = module.variance_epsilon
         width = len(self._weight)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from hone.rollout.requests import (
     refuse_media,
 )
 from hone.rollout.weights import WeightUpdate, load_weights
+from hone.types import Settings
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +108,14 @@ class NativeRollout:
         request_id: str,
         *,
         on_tokens: OnTokens | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
+        multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
         refuse_media(request_id, multi_modal_data, "native")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
-        owner = (loop, future)
-        request = Request(list(prompt_ids), sampling, request_id, owner=owner, on_tokens=on_tokens)
+        request = Request(
+            list(prompt_ids), sampling, request_id, future=future, on_tokens=on_tokens
+        )
         self._core.rules.check(request)
         with self._arrived:
             self._raise_if_unusable()
@@ -219,7 +221,7 @@ class NativeRollout:
 
     def _awaited(self) -> list[Request]:
         """Unanswered requests, less those whose event loop has closed."""
-        return [r for r in self._unanswered.values() if not r.owner[0].is_closed()]
+        return [r for r in self._unanswered.values() if not r.owner.get_loop().is_closed()]
 
     def _end_everywhere(self, request_ids: Collection[str] | None) -> list[Request]:
         """End what runs, is on its way or held; what is in an outbox ends as it leaves that."""
@@ -331,7 +333,7 @@ class NativeRollout:
             streaming = list(self._streaming.values())
         for request in streaming:
             if request.streamed < len(request.versions):
-                call_in(request.owner[0], stream, request)
+                call_in(request.owner.get_loop(), stream, request)
 
     def _deliver(self, finished: list[Request]) -> None:
         """Hand answers to their loops."""

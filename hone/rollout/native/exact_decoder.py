@@ -6,14 +6,16 @@ Gradients are the plain modules': a layer is computed again by them on the way b
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hone.models.policy import PolicyModel
+from hone.ops.autograd import Context
 from hone.ops.logprobs import backward_on
 from hone.ops.packing import PackedRows
 from hone.rollout.contract import RolloutError
@@ -32,12 +34,16 @@ from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_rows import RowState
 from hone.rollout.native.paged_schedule import PAGE_SIZE
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Map = Callable[[Tensor], Tensor]
 FAMILIES = ("llama", "qwen2")
 _CHUNK_BYTES = 2**29
 """Logits alive at once in the trainer's forward on a GPU."""
 
 
-def refuse_unless_exact(config: Any, path: str) -> None:
+def refuse_unless_exact(config: PreTrainedConfig, path: str) -> None:
     """Say no before a model is loaded; `config` is the model's own."""
     family = getattr(config, "model_type", "of unknown family")
     if family not in FAMILIES:
@@ -74,7 +80,7 @@ class ExactDecoder:
         heads = config.num_attention_heads
         self._kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self._per_tile = queries_per_tile(heads, self._kv_heads)
-        self._head_dim = policy.decoder.layers[0].self_attn.head_dim  # type: ignore[index,union-attr]
+        self._head_dim = policy.decoder.layers[0].self_attn.head_dim
         self._cos = self._sin = torch.empty(0)
         self._outgrown: list[Tensor] = []  # recorded graphs still read them
         self._layers: list[Layer] = []
@@ -88,7 +94,7 @@ class ExactDecoder:
 
     @torch.no_grad()
     def _read(self) -> None:
-        decoder: Any = self._policy.decoder
+        decoder = self._policy.decoder
         with torch.inference_mode(False):
             self._layers = [read_layer(layer) for layer in decoder.layers]
         self._embedding: Tensor = decoder.embed_tokens.weight
@@ -101,7 +107,7 @@ class ExactDecoder:
         """Have rotary tables for positions below `width`."""
         if width <= len(self._cos):
             return
-        decoder: Any = self._policy.decoder
+        decoder = self._policy.decoder
         like = self._embedding[:1].detach()
         with torch.inference_mode(False):
             cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
@@ -162,7 +168,7 @@ class ExactDecoder:
             packed, self.kernels, kv_heads=self._kv_heads, head_dim=self._head_dim,
             page_size=PAGE_SIZE, per_tile=self._per_tile, dtype=self._embedding.dtype,
         )  # fmt: skip
-        decoder: Any = self._policy.decoder
+        decoder = self._policy.decoder
         x = decoder.embed_tokens(packed.input_ids).float()
         turns = decoder.rotary_emb(x[None].to(self._embedding.dtype), packed.position_ids[None])
         for index, module in enumerate(decoder.layers):
@@ -170,7 +176,7 @@ class ExactDecoder:
             def exact(x: Tensor, index: int = index) -> Tensor:
                 return self._layer(index, x, packed.position_ids, layout)
 
-            def plain(x: Tensor, module: Any = module) -> Tensor:
+            def plain(x: Tensor, module: nn.Module = module) -> Tensor:
                 out = module(x[None], position_embeddings=turns, layout=packed.layout)
                 return (out[0] if isinstance(out, tuple) else out)[0]
 
@@ -221,13 +227,13 @@ class _Exactly(torch.autograd.Function):
     """Values of `exact`, gradients of `plain`, which is computed again on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, exact: Any, plain: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Context, exact: Map, plain: Map, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.plain = plain
         ctx.save_for_backward(x, *parameters)
         return exact(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_()
         wanted = [x, *(p for p in parameters if p.requires_grad)]
@@ -245,7 +251,7 @@ class _Exactly(torch.autograd.Function):
 class _ExactLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         exact: ExactDecoder,
         hidden: Tensor,
         weight: Tensor,
@@ -262,7 +268,7 @@ class _ExactLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *saved = ctx.saved_tensors
         factor, with_weight = 1.0 / ctx.temperature, ctx.needs_input_grad[2]
         g_hidden, g_weight, *_ = backward_on(hidden.device)(

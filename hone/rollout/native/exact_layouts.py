@@ -6,7 +6,7 @@ Decoding, prompts and training rows all become the same thing, so that one kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def segment_queries(
         of,
     )
 
-    def sent(values: Any, dtype: Any = np.int64) -> Tensor:
+    def sent(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
         return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
 
     return Queries(
@@ -90,7 +90,9 @@ def segment_queries(
 class ExactLayout:
     """Where keys go and how queries attend, over one cache."""
 
-    def __init__(self, cache: PagedCache, kernels: Any, slots: Tensor, queries: Queries) -> None:
+    def __init__(
+        self, cache: PagedCache, kernels: ModuleType, slots: Tensor, queries: Queries
+    ) -> None:
         self.cache, self.slots, self.queries = cache, slots, queries
         self.positions = queries.position
         self._kernels = kernels
@@ -101,7 +103,7 @@ class ExactLayout:
 
 def prefill_layout(
     cache: PagedCache,
-    kernels: Any,
+    kernels: ModuleType,
     pages: list[list[int]],
     starts: list[int],
     lengths: list[int],
@@ -120,7 +122,7 @@ class TrainingLayout(ExactLayout):
     """Packed rows of a training forward, in pages of their own that each layer writes anew."""
 
     def __init__(
-        self, packed: PackedRows, kernels: Any, *, kv_heads: int, head_dim: int, page_size: int,
+        self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int, page_size: int,
         per_tile: int, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         device = packed.input_ids.device

@@ -8,7 +8,7 @@ draw are the engine's own kernels, which work row by row. The reference is exact
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -37,9 +37,9 @@ __all__ = [
 sample = partial(sampling_triton.sample, exact=True)
 advance, log_probs_of = sampling_triton.advance, sampling_triton.log_probs_of
 
-FEW: dict[str, Any] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
-MANY: dict[str, Any] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
-FULL: dict[str, Any] = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
+FEW: dict[str, int] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
+MANY: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
+FULL: dict[str, int] = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
 """Tiles for few rows, many rows, and float32. The first two add a row's products in the same order, 16
 features an instruction; which one computes a row may depend on the batch, its bits do not."""
 _FILLED = 128
@@ -99,7 +99,7 @@ def linear(
     bias: Tensor | None,
     *,
     wide: bool = False,
-    tile: dict[str, Any] | None = None,
+    tile: dict[str, int] | None = None,
 ) -> Tensor:
     """The product in the weight's dtype, or `wide`: in float32."""
     x, weight = x.contiguous(), weight.detach()
@@ -116,7 +116,7 @@ def linear(
     return out
 
 
-def _tile(x: Tensor, outputs: int) -> dict[str, Any]:
+def _tile(x: Tensor, outputs: int) -> dict[str, int]:
     if x.dtype == torch.float32:
         return FULL
     large = triton.cdiv(len(x), MANY["BM"]) * triton.cdiv(outputs, MANY["BN"])

@@ -7,16 +7,20 @@ module's parameters are views of the blocks: one matrix product each, and still 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import window_of
+from hone.models.plain_shape import PlainLayer
 from hone.models.policy import PolicyModel
 from hone.ops.wide_product import wide_product
 from hone.rollout.native.kernels_reference import Turn
+from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 
 
 class Layer(NamedTuple):
@@ -37,9 +41,9 @@ class Layer(NamedTuple):
 class FusedDecoder:
     """Hidden states over paged layouts, for the families that decoder.py calls plain."""
 
-    def __init__(self, policy: PolicyModel, kernels: Any, max_positions: int) -> None:
+    def __init__(self, policy: PolicyModel, kernels: ModuleType, max_positions: int) -> None:
         self._policy, self._kernels = policy, kernels
-        decoder: Any = policy.decoder
+        decoder = policy.decoder
         like = decoder.embed_tokens.weight[:1]
         cos, sin = decoder.rotary_emb(like, torch.arange(max_positions, device=like.device)[None])
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # [W, D]
@@ -56,7 +60,7 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _read(self) -> None:
-        decoder: Any = self._policy.decoder
+        decoder = self._policy.decoder
         # Parameters made in inference mode could not be trained.
         with torch.inference_mode(False):
             self._layers = [read_layer(layer) for layer in decoder.layers]
@@ -65,7 +69,9 @@ class FusedDecoder:
         self._eps: float = decoder.norm.variance_epsilon
         self._addresses = self._current_addresses()
 
-    def __call__(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, layout: PagedPrefill | PagedDecode
+    ) -> Tensor:
         kernels = self._kernels
         x = F.embedding(ids, self._embedding)
         h, residual = kernels.add_rms_norm(x, None, *self._layers[0].norm_in)
@@ -89,7 +95,7 @@ def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
-def read_layer(layer: Any) -> Layer:
+def read_layer(layer: PlainLayer) -> Layer:
     a, m = layer.self_attn, layer.mlp
     return Layer(
         _joined([a.q_proj, a.k_proj, a.v_proj]),
@@ -105,7 +111,7 @@ def read_layer(layer: Any) -> Layer:
     )
 
 
-def _joined(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
+def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One weight (and bias) whose rows are the given ones'; they become views of it."""
     weight = _join([m.weight for m in linears])
     biases = [m.bias for m in linears if m.bias is not None]
@@ -113,7 +119,7 @@ def _joined(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
     return weight, _join(biases) if biases else None
 
 
-def _join(parameters: list[nn.Parameter]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     first = parameters[0].detach()
     if _adjacent(parameters):
         rows = sum(len(p) for p in parameters)
@@ -124,7 +130,7 @@ def _join(parameters: list[nn.Parameter]) -> Tensor:
     return block
 
 
-def _adjacent(parameters: list[nn.Parameter]) -> bool:
+def _adjacent(parameters: Sequence[Tensor]) -> bool:
     """Whether each lies right behind the one before it, in one block of memory."""
     pairs = itertools.pairwise(parameters)
     return all(

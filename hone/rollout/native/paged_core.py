@@ -7,7 +7,7 @@ the results once a chunk; between, rows move on by themselves. Tested on a CPU o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from hone.rollout.native.cut_rows import CutRows
 from hone.rollout.native.decode_graph import DecodeStep, bucket_sizes, decode_layout
 from hone.rollout.native.decoder import ModuleDecoder, is_plain
 from hone.rollout.native.exact_decoder import ExactDecoder
+from hone.rollout.native.exact_layouts import ExactLayout
 from hone.rollout.native.fused_decoder import FusedDecoder, can_join
 from hone.rollout.native.kernel_choice import kernels_for
 from hone.rollout.native.paged_cache import PagedCache, pages_for
-from hone.rollout.native.paged_layouts import PagedPrefill
+from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 from hone.rollout.native.paged_rows import HostRows, RowState
 from hone.rollout.native.paged_schedule import (
     PAGE_SIZE,
@@ -33,6 +34,7 @@ from hone.rollout.native.paged_schedule import (
     Row,
 )
 from hone.rollout.requests import Request, RequestRules
+from hone.tokenizer import Tokenizer
 
 
 class _Drawn(NamedTuple):
@@ -56,7 +58,7 @@ class PagedCore:
         max_num_batched_tokens: int,
         max_model_len: int,
         gpu_memory_utilization: float,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         enforce_eager: bool = False,
         capture_sizes: Sequence[int] | None = None,
         prefix_caching: bool = True,
@@ -84,7 +86,7 @@ class PagedCore:
             prefill_limit=max_num_batched_tokens,
             prefix_caching=prefix_caching,
         )
-        self._forward: Any = self._choose_forward(max_model_len)
+        self._forward = self._choose_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
         self._max_rows = max_num_seqs
         self._device_rows = RowState.empty(max_num_seqs, width, STEPS_UNWATCHED + 1, self.device)
@@ -105,7 +107,7 @@ class PagedCore:
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; a group's prompt counts once."""
 
-    def _choose_forward(self, max_model_len: int) -> Any:
+    def _choose_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
         if self._exact is not None:
             self._exact.reach(max_model_len)
             return self._exact
@@ -255,14 +257,15 @@ class PagedCore:
         starts = [row.known for row in rows]
         lengths = [len(ids) - start for ids, start in zip(prompts, starts, strict=True)]
         pages = [row.pages for row in rows]
-        layout: Any
+        layout: ExactLayout | PagedPrefill
         if self._exact is not None:
             layout = self._exact.prefill_layout(self.cache, pages, starts, lengths)
         else:
             layout = PagedPrefill(self.cache, self._kernels, pages, starts, lengths, self.device)
         ids = [t for p, start in zip(prompts, starts, strict=True) for t in p[start:]]
         fed = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
-        hidden = self._forward(fed, layout.positions, layout)
+        forward: Callable[..., Tensor] = self._forward  # each takes its own kind of layout
+        hidden = forward(fed, layout.positions, layout)
         self.prefilled_tokens += len(ids)
         last = torch.tensor(lengths).cumsum(0) - 1
         return hidden[send(last, self.device)]
@@ -279,7 +282,7 @@ class PagedCore:
             [r.sampling for r in requests], self.device, exact=self._exact is not None
         )
 
-    def _decode_layout(self, rows: RowState) -> Any:
+    def _decode_layout(self, rows: RowState) -> ExactLayout | PagedDecode:
         if self._exact is None:
             return decode_layout(self.cache, self._kernels, rows)
         return self._exact.decode_layout(self.cache, rows)

@@ -6,7 +6,7 @@ takes queries, keys and values as one product gave them, not rotated yet.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ class PagedPrefill:
     def __init__(
         self,
         cache: PagedCache,
-        kernels: Any,
+        kernels: ModuleType,
         pages: list[list[int]],
         starts: list[int],
         lengths: list[int],
@@ -146,7 +146,7 @@ class PagedDecode:
     def __init__(
         self,
         cache: PagedCache,
-        kernels: Any,
+        kernels: ModuleType,
         *,
         table: Tensor,
         positions: Tensor,
