@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.optimizer import Optimizer
-from hone.engine.saved_state import TABLE, alone_without_warning, load_state, read_table
+from hone.engine.saved_state import TABLE, State, alone_without_warning, load_state, read_table
 from hone.models.lora import is_lora
 
 _STRICT = StateDictOptions(strict=True)
@@ -107,8 +106,8 @@ def _sections(contents: Collection[str]) -> set[str]:
     return set().union(*(parts.get(part, set()) for part in contents))
 
 
-def _state(module: nn.Module, optimizer: Optimizer | None, sections: set[str]) -> dict[str, Any]:
-    state: dict[str, Any] = {}
+def _state(module: nn.Module, optimizer: Optimizer | None, sections: set[str]) -> State:
+    state: State = {}
     adapters = _has_adapters(module)
     if "model" in sections:
         state["model"] = get_model_state_dict(module)
@@ -157,7 +156,7 @@ def _saved_leaves(folder: Path) -> Leaves:
     return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in found.items()}
 
 
-def _leaves(value: Any, name: str) -> Leaves:
+def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
     """The same of a state that is still to be filled."""
     if isinstance(value, Mapping):
         inside = [(str(key), inner) for key, inner in value.items()]
@@ -171,7 +170,7 @@ def _leaves(value: Any, name: str) -> Leaves:
     return found
 
 
-def _refuse_other_tensors(folder: Path, there: Leaves, state: dict[str, Any]) -> None:
+def _refuse_other_tensors(folder: Path, there: Leaves, state: State) -> None:
     """Names and shapes must be the same, both ways, before a tensor is read: none is dropped."""
     here = _leaves(state, "")
     mine, theirs = _weights(here), _weights(there) if "model" in state else {}

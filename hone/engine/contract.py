@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from hone.models.lora import Adapters
 from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class EngineSpec:
     optim: OptimConfig | None = None
     """None: the model is only run forward."""
     grad_clip: float = 0.0
-    override_config: Mapping[str, Any] = field(default_factory=dict)
+    override_config: Settings = field(default_factory=dict)
     """Changes to the model's own config."""
     gradient_checkpointing: bool = False
     adapters: Adapters | None = None

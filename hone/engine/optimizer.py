@@ -6,8 +6,7 @@ A gradient that is not finite skips the update and is counted; it never reaches 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from hone.config.engine import OptimConfig
 from hone.engine.schedule import lr_factor
 from hone.ops.accumulate import accumulate
 from hone.plugins import PluginError, load_object
+from hone.types import Row
 
 
 class Optimizer:
@@ -90,14 +90,14 @@ class Optimizer:
         self.zero_grad()
         return {"grad_norm": norm.item(), "lr": lr, "skipped_updates": float(self.skipped)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {
             "updates": self.updates,
             "skipped": self.skipped,
             "schedule_step": self.schedule_step,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
         self.schedule_step = int(state["schedule_step"])
 
@@ -145,7 +145,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
+def _build(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
     named = ":" in config.optimizer  # pkg.mod:Class stands for itself
     path = config.optimizer if named else f"{config.optimizer_impl}:{config.optimizer}"
     try:
@@ -156,7 +156,7 @@ def _build(parameters: list[Any], config: OptimConfig) -> torch.optim.Optimizer:
             f"{config.optimizer_impl}): {error}"
         ) from error
     known = inspect.signature(cls).parameters
-    arguments: dict[str, Any] = {"lr": config.lr}
+    arguments: Row = {"lr": config.lr}
     overrides = dict(config.override_optimizer_config or {})
     offered = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
     sharded = any(hasattr(p, "full_tensor") for p in parameters)

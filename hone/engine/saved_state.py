@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+
+from hone.types import Function
 
 TABLE = ".metadata"
 _DESCRIPTIONS = {
@@ -37,7 +39,7 @@ _DESCRIPTIONS = {
         filesystem._StorageInfo,
     )
 }
-_VALUES: dict[tuple[str, str], Any] = {
+_VALUES: dict[tuple[str, str], Function] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
     # Where the checkpoint was written to: kept as text.
@@ -48,12 +50,16 @@ _VALUES: dict[tuple[str, str], Any] = {
 }
 
 
+State: TypeAlias = dict[str, Any]
+"""An engine's state by section, as torch.distributed.checkpoint takes it."""
+
+
 class ForeignState(ValueError):
     """A checkpoint that holds more than tensors and plain values: it is not read."""
 
 
 class _TableUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> Function | torch.dtype:
         if (module, name) in _DESCRIPTIONS:
             return _DESCRIPTIONS[module, name]
         if (module, name) in _VALUES:
@@ -62,7 +68,7 @@ class _TableUnpickler(pickle.Unpickler):
             return found
         raise ForeignState(f"it names {module}.{name}")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: str) -> NoReturn:
         raise ForeignState("it refers to other objects")
 
 
@@ -99,7 +105,7 @@ def _check(table: object) -> None:
 class DataReader(filesystem.FileSystemReader):
     """Reads the table with `read_table`; tensors are loaded as data by torch itself."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: int, **kwargs: int) -> Metadata:
         table = read_table(Path(self.path))
         table.storage_meta = table.storage_meta or metadata.StorageMeta()
         table.storage_meta.load_id = self.load_id
@@ -124,7 +130,7 @@ def alone_without_warning() -> Iterator[None]:
         yield
 
 
-def load_state(state: dict[str, Any], folder: Path) -> None:
+def load_state(state: State, folder: Path) -> None:
     """Fill a state with what a checkpoint holds, in place."""
     read_table(folder)  # torch would bury its error under two of its own
     try:

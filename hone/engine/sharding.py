@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -76,7 +76,7 @@ class Shards:
         self, batch: DataProto, outputs: Mapping[str, Tensor]
     ) -> tuple[DataProto, dict[str, Tensor], slice]:
         """The rows of all ranks in rank order, and which of them are this rank's."""
-        everyone: list[Any] = [None] * self.ranks
+        everyone: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * self.ranks
         dist.all_gather_object(everyone, (dict(batch.batch.items()), dict(outputs)), self.group)
         counts = [len(columns["responses"]) for columns, _ in everyone]
         start = sum(counts[: self.rank])
@@ -104,18 +104,18 @@ def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
 
 def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> Shards:
     """Shard every decoder layer, then the rest, in place."""
-    options: dict[str, Any] = {
-        "mesh": _mesh(config.fsdp_size, device),
-        "reshard_after_forward": config.reshard_after_forward,
-        # Parameters are already in the compute dtype; gradients are summed in float32.
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-    }
-    if config.offload_policy:
-        # Pinning needs an accelerator.
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    for layer in decoder_layers(module):
-        fully_shard(layer, **options)
-    fully_shard(module, **options)
+    # Pinning needs an accelerator.
+    on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    mesh = _mesh(config.fsdp_size, device)
+    for part in (*decoder_layers(module), module):
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=config.reshard_after_forward,
+            # Parameters are already in the compute dtype; gradients are summed in float32.
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            offload_policy=on_host if config.offload_policy else OffloadPolicy(),
+        )
     setattr(module, _ENTER, _nothing)
     register_fsdp_forward_method(module, _ENTER)
     group = dist.group.WORLD

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -100,14 +101,12 @@ def _group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) 
     return dist.ProcessGroupNCCL(own, rank, size, options)
 
 
-class _explained:
+@contextmanager
+def _explained() -> Iterator[None]:
     """torch's errors as ours."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: object) -> None:
-        if isinstance(error, (RuntimeError, dist.DistError)) and not isinstance(
-            error, WeightStreamBroken
-        ):
-            raise WeightStreamBroken(f"weights: the broadcast broke off: {error}") from error
+    try:
+        yield
+    except WeightStreamBroken:
+        raise
+    except (RuntimeError, dist.DistError) as error:
+        raise WeightStreamBroken(f"weights: the broadcast broke off: {error}") from error

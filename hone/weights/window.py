@@ -20,10 +20,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
 from hone.weights.buckets import Bucket, Piece, read, written
 from hone.weights.contract import StreamAddress, WeightStreamBroken
@@ -72,6 +72,20 @@ class _Lines:
             raise WeightStreamBroken(
                 f"weights: {self.waits_for} has gone ({type(error).__name__}: {error})"
             ) from error
+
+
+class _CudaHandle(TypedDict):
+    """What torch opens memory of another process by; bytes as text."""
+
+    parts: list[int | dict[str, str]]
+    size: int
+
+
+class _Introduction(TypedDict):
+    """What a sender says first."""
+
+    half: int
+    cuda: NotRequired[_CudaHandle]
 
 
 class WindowSender:
@@ -124,7 +138,7 @@ class WindowSender:
         self._listening.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open_window(self) -> tuple[Tensor, dict[str, Any], int | None]:
+    def _open_window(self) -> tuple[Tensor, _Introduction, int | None]:
         size = _HALVES * self._half
         if self._device.type == "cuda":
             window = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -134,7 +148,7 @@ class WindowSender:
         mapped = mmap.mmap(descriptor, size)
         return torch.frombuffer(mapped, dtype=torch.uint8), {"half": self._half}, descriptor
 
-    def _accept(self, introduction: dict[str, Any], descriptor: int | None) -> None:
+    def _accept(self, introduction: _Introduction, descriptor: int | None) -> None:
         while len(self._connected) < self._receivers:
             here = len(self._connected)
             try:
@@ -179,8 +193,8 @@ def received_windows(
             ) from error
         lines = _Lines(connection, "the trainer")
         lines.send(address.token.encode())
-        introduction = json.loads(lines.receive())
-        half = int(introduction["half"])
+        introduction: _Introduction = json.loads(lines.receive())
+        half = introduction["half"]
         window = _opened_window(connection, introduction, half)
         number = 0
         while (message := lines.receive()) != _END:
@@ -195,7 +209,7 @@ def received_windows(
         lines.send(b"end")
 
 
-def _opened_window(connection: socket.socket, introduction: dict[str, Any], half: int) -> Tensor:
+def _opened_window(connection: socket.socket, introduction: _Introduction, half: int) -> Tensor:
     if "cuda" in introduction:
         return _of_cuda_handle(introduction["cuda"])
     _, descriptors, _, _ = socket.recv_fds(connection, len(b"window"), 1)
@@ -206,13 +220,12 @@ def _opened_window(connection: socket.socket, introduction: dict[str, Any], half
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _cuda_handle(window: Tensor) -> dict[str, Any]:
-    """What another process opens this memory by: torch's own words, bytes as text."""
+def _cuda_handle(window: Tensor) -> _CudaHandle:
     shared = window.untyped_storage()._share_cuda_()
     return {"parts": [_as_text(part) for part in shared], "size": len(window)}
 
 
-def _of_cuda_handle(handle: dict[str, Any]) -> Tensor:
+def _of_cuda_handle(handle: _CudaHandle) -> Tensor:
     torch.cuda.init()  # torch opens the handle in the context of this process, which must be there
     parts = [_of_text(part) for part in handle["parts"]]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
@@ -220,9 +233,9 @@ def _of_cuda_handle(handle: dict[str, Any]) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: handle["size"]]
 
 
-def _as_text(part: Any) -> Any:
+def _as_text(part: int | bytes) -> int | dict[str, str]:
     return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
 
 
-def _of_text(part: Any) -> Any:
+def _of_text(part: int | dict[str, str]) -> int | bytes:
     return base64.b64decode(part["bytes"]) if isinstance(part, dict) else part

@@ -7,7 +7,7 @@ its outputs mean.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,13 +20,17 @@ from hone.models.external import import_external
 from hone.models.load import load_tokenizer, resolve_model_path
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
 
 class FrozenClassifier(Worker):
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
         self.config = config
 
-    def load(self, auto_class: Any, *, labels: int) -> None:
+    def load(self, auto_class: type[_BaseAutoModelClass], *, labels: int) -> None:
         """`model`, `tokenizer` and the micro-batch rule, on this rank's device."""
         config = self.config.reward_model
         self.device = pick_device(self.config.trainer.device, self.local_rank)
@@ -34,7 +38,7 @@ class FrozenClassifier(Worker):
         prepare_process(self.device, self.world_size, timeout_s, [sharding])
         import_external(config.model.external_lib)
         folder = resolve_model_path(str(config.model.path))
-        self.model: Any = auto_class.from_pretrained(
+        self.model: PreTrainedModel = auto_class.from_pretrained(
             folder,
             num_labels=labels,
             dtype=pick_dtype(sharding.dtype, self.device),
@@ -50,7 +54,7 @@ class FrozenClassifier(Worker):
             config.sequences_per_micro_batch(self.world_size), config.forward_max_token_len_per_gpu
         )
 
-    def load_tokenizer(self, folder: str) -> Any:
+    def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
         return load_tokenizer(
             folder, trust_remote_code=self.config.reward_model.model.trust_remote_code
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -35,7 +34,7 @@ def load_policy(
 ) -> PolicyModel:
     """With `adapters`, LoRA's are added where the config asks for them."""
     model = config.actor_rollout_ref.model
-    lm: Any = load_causal_lm(
+    lm = load_causal_lm(
         model.path, dtype=dtype, override_config=model.override_config, device=device
     )
     if model.enable_gradient_checkpointing:

@@ -6,7 +6,6 @@ An objective only combines named losses; how a mini-batch is cut is the engine's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from hone.config.critic import CriticConfig
 from hone.engine.contract import Objective, Options, Terms, TrainEngine
 from hone.ops.masked import masked_mean
 from hone.protocol import PADDED_ROW, DataProto, real_rows
+from hone.types import Row
 
 _PREPARED = "prepared/"
 
@@ -84,7 +84,7 @@ class PolicyObjective:
         names = set(columns.keys())
         # Where no pass before the update computed them, the update's own forward gives them.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
-        extra: dict[str, Any] = {name: require(batch, name) for name in self._needs}
+        extra: Row = {name: require(batch, name) for name in self._needs}
         if self._correction is not None and self._correction.bypass_mode:
             extra["rollout_correction"] = self._correction
         if self.needs_batch_statistics:

@@ -7,8 +7,6 @@ share the policy's tokens: ids are reused, never re-encoded.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from hone.algorithms.credit import assign_credit, step_ends, step_rewards
 from hone.config import ConfigError
 from hone.controller import Dispatch, register
 from hone.protocol import DataProto
+from hone.tokenizer import Tokenizer
 from hone.workers.frozen_classifier import FrozenClassifier
 
 
@@ -83,7 +82,7 @@ class ProcessRewardModelWorker(FrozenClassifier):
         return [rewards[i, : len(row)] for i, row in enumerate(rows)]
 
 
-def separator_ids(tokenizer: Any, text: str) -> Tensor:
+def separator_ids(tokenizer: Tokenizer, text: str) -> Tensor:
     """Every token whose text ends so: also those that merge it with what stands before."""
     ids = range(len(tokenizer))
     return torch.tensor([i for i in ids if tokenizer.decode([i]).endswith(text)], dtype=torch.int64)

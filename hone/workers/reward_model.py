@@ -5,7 +5,7 @@ An ordinary padded forward of the Hugging Face model. Leaves out process rewards
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from hone.controller import Dispatch, register
 from hone.data.chat_template import apply_template
 from hone.protocol import DataProto
 from hone.rewards.managers.reading import last_policy_tokens
+from hone.types import Settings
 from hone.workers.frozen_classifier import FrozenClassifier
 
 
@@ -67,7 +68,7 @@ class RewardModelWorker(FrozenClassifier):
         prompts = data.non_tensor_batch["raw_prompt"]
         return [self._rendered(p, a) for p, a in zip(prompts, answers, strict=True)]
 
-    def _rendered(self, prompt: Any, answer: str) -> list[int]:
+    def _rendered(self, prompt: str | Sequence[Settings], answer: str) -> list[int]:
         """The conversation in the reward model's own template; a plain prompt is plain text."""
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt + answer))

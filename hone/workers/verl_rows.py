@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from hone.agents.sampling import training_sampling, validation_sampling
 from hone.config.rollout import RolloutConfig
-from hone.controller.modes import PerRank, split_batches
+from hone.controller.modes import Group, PerRank, split_batches
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
+from hone.types import Row, Settings
 
 MADE_UID = "made_uid"
 
 
-def split_numbered(group: Any, prompts: DataProto) -> PerRank:
+def split_numbered(group: Group, prompts: DataProto) -> PerRank:
     """Dispatch: rows are named and counted before ranks share them, so that no two have one seed."""
     return split_batches(group, numbered(prompts))
 
@@ -59,7 +59,7 @@ def in_call(rows: DataProto, call: int) -> DataProto:
     return DataProto(batch=None, non_tensor_batch=facts, meta_info=dict(rows.meta_info))
 
 
-def sampling_of(meta_info: Mapping[str, Any], rollout: RolloutConfig) -> dict[str, Any]:
+def sampling_of(meta_info: Settings, rollout: RolloutConfig) -> Row:
     """`sampling_params` where they are given, else what `validate` and `do_sample` say."""
     if "sampling_params" in meta_info:
         return dict(meta_info["sampling_params"])
