@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from hone.types import Settings
 
 
 class Tokenizer(Protocol):
@@ -29,7 +31,13 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], **options: Any
+        self, conversation: Sequence[Settings], **options: Any
     ) -> str | list[int]: ...
 
     def save_pretrained(self, save_directory: str | Path) -> tuple[str, ...]: ...
+
+
+class Processor(Protocol):
+    """Turns a row's images and text into a model's input; handed to data sets of the user's own."""
+
+    tokenizer: Tokenizer

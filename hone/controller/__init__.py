@@ -6,7 +6,7 @@ Ray is loaded only when one of its names is asked for. Leaves out what workers d
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hone.controller.class_with_init_args import ClassWithInitArgs
 from hone.controller.colocated import (
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     if name in _RAY_NAMES:
         return getattr(importlib.import_module("hone.controller.ray"), name)
     raise AttributeError(f"module 'hone.controller' has no attribute {name!r}")

@@ -5,13 +5,17 @@ Leaves out making it: a worker's host does.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+W = TypeVar("W")
 
 
 class ClassWithInitArgs:
     """`cls(*args, **kwargs)`, later and elsewhere."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
         self.cls = plain_class(cls)
         self.args = args
         self.kwargs = kwargs
@@ -41,7 +45,7 @@ class ColocatedClass(ClassWithInitArgs):
         return "+".join(self.members)
 
 
-def plain_class(cls: Any) -> type:
+def plain_class(cls: Callable[P, W]) -> type:
     """The class itself, also where it went through `ray.remote`."""
     remote = getattr(cls, "__ray_metadata__", None)
     found = remote.modified_class if remote is not None else cls

@@ -9,7 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from hone.types import Settings
+
+Handle = TypeVar("Handle")
+"""What a crew gives for a call under way."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +25,20 @@ class Call:
     """Which of the colocated workers; empty where there is one."""
     method: str
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Settings = field(default_factory=dict)
 
 
-class Crew(ABC):
+class Crew(ABC, Generic[Handle]):
     """The running ranks of one group of processes."""
 
     world_size: int
 
     @abstractmethod
-    def submit(self, rank: int, call: Call) -> Any:
+    def submit(self, rank: int, call: Call) -> Handle:
         """Start a call; return a handle at once."""
 
     @abstractmethod
-    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Any]], list[Any]]:
+    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
         """A picklable function that waits for handles, with a deadline, and says who waits."""
 
     @abstractmethod

@@ -7,10 +7,11 @@ which ranks run. Leaves out who runs them: that is a worker group's business.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hone.controller import modes
 from hone.controller.modes import (
@@ -19,6 +20,7 @@ from hone.controller.modes import (
     collect_nd_compute_dataproto,
     dispatch_nd_compute_dataproto,
 )
+from hone.types import Function
 
 __all__ = [
     "Dispatch",
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 _SPEC_ATTRIBUTE = "hone_method_spec"
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Function)
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ class DispatchMode:
 
     name: str
     dispatch_fn: DispatchFn
-    """(worker group, *args, **kwargs) to (args, kwargs), each a list with one entry a rank."""
     collect_fn: CollectFn
-    """(worker group, results in rank order) to what the caller gets."""
     rank_zero_only: bool = False
     by_slot: bool = False
     """Arguments go to data-parallel slots (`split_batches`), and `collect_fn` gets one result of each."""
@@ -114,7 +114,7 @@ class MethodSpec:
 
 
 def register(
-    dispatch_mode: DispatchMode | dict[str, Callable[..., Any]] | None = None,
+    dispatch_mode: DispatchMode | dict[str, Function] | None = None,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -163,12 +163,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     """
     return DispatchMode(
         f"ND_COMPUTE_PROTO({mesh_name})",
-        modes.OnMesh(mesh_name, dispatch_nd_compute_dataproto),
-        modes.OnMesh(mesh_name, collect_nd_compute_dataproto),
+        functools.partial(dispatch_nd_compute_dataproto, mesh_name),
+        functools.partial(collect_nd_compute_dataproto, mesh_name),
     )
 
 
-def method_spec(method: Any) -> MethodSpec | None:
+def method_spec(method: Function) -> MethodSpec | None:
     """How a method was registered; None where it was not."""
     return getattr(method, _SPEC_ATTRIBUTE, None)
 
@@ -184,7 +184,7 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
     return found
 
 
-def _as_mode(mode: Any) -> DispatchMode:
+def _as_mode(mode: DispatchMode | dict[str, Function]) -> DispatchMode:
     if isinstance(mode, DispatchMode):
         return mode
     if isinstance(mode, dict):

@@ -11,11 +11,13 @@ import inspect
 import logging
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
+from hone.controller.crew import Call
 from hone.controller.decorator import method_spec
 from hone.controller.threads import fix_threads
 from hone.controller.worker import Placement, Worker, placed
@@ -24,6 +26,8 @@ from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_rows, wit
 logger = logging.getLogger(__name__)
 
 LOOP_STOP_DEADLINE_S = 5.0
+
+_T = TypeVar("_T")
 
 
 class WorkerHost:
@@ -34,7 +38,7 @@ class WorkerHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         members = made_of.members if isinstance(made_of, ColocatedClass) else {"": made_of}
-        self._workers: dict[str, Any] = {}
+        self._workers: dict[str, Worker] = {}
         for role, member in members.items():
             with placed(placement if not role else _with_role(placement, role)):
                 self._workers[role] = member()
@@ -42,9 +46,10 @@ class WorkerHost:
             if isinstance(worker, Worker):
                 worker.colocate(self._workers)
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one method of the worker that plays `role`."""
-        function = getattr(self.worker(role), method)
+    def call(self, call: Call) -> Any:
+        """Run one method of one worker."""
+        function = getattr(self.worker(call.role), call.method)
+        args, kwargs = call.args, call.kwargs
         spec = method_spec(function)
         if spec is None or spec.materialize_futures:
             args = tuple(_materialised(value) for value in args)
@@ -56,7 +61,7 @@ class WorkerHost:
             result = drop_padded_rows(result, [*args, *kwargs.values()]).to("cpu")
         return result
 
-    def worker(self, role: str = "") -> Any:
+    def worker(self, role: str = "") -> Worker:
         """The worker that plays `role`."""
         if role not in self._workers:
             raise ValueError(
@@ -75,7 +80,7 @@ class WorkerHost:
         finally:
             self._stop_loop()
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _run(self, coroutine: Coroutine[None, None, _T]) -> _T:
         # One loop for the worker's life: what a coroutine leaves on it is there for the next call.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -97,7 +102,7 @@ class WorkerHost:
         self._loop = self._loop_thread = None
 
 
-def drop_padded_rows(result: DataProto, inputs: list[Any]) -> DataProto:
+def drop_padded_rows(result: DataProto, inputs: list[_T]) -> DataProto:
     """The result without the rows that answer padded input rows."""
     marked = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
     if result.has_column(PADDED_ROW):
@@ -123,9 +128,9 @@ def drop_padded_rows(result: DataProto, inputs: list[Any]) -> DataProto:
     return kept
 
 
-def _materialised(value: Any) -> Any:
+def _materialised(value: _T | DataProtoFuture) -> Any:
     return value.get() if isinstance(value, DataProtoFuture) else value
 
 
 def _with_role(placement: Placement, role: str) -> Placement:
-    return Placement(**{**placement.__dict__, "role": role})
+    return replace(placement, role=role)

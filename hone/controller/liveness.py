@@ -6,7 +6,8 @@ out processes of other machines: a probe on their node looks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 STOPPED, ZOMBIE, GONE = "T", "Z", ""
 LONGEST_GAP_S = 5.0
@@ -21,6 +22,16 @@ def process_state(pid: int) -> str:
         return GONE
 
 
+class Target(NamedTuple):
+    """What may be silent: a worker's process, a part of Ray, a node, or the control plane."""
+
+    kind: Literal["seat", "own", "node", "ping"]
+    name: str = ""
+    """Of the node, or of the part of Ray."""
+    number: int = 0
+    """The process id of a seat, else how often it was heard: what was heard again is another target."""
+
+
 class Silence:
     """Seconds for which each target was silent, counted while the caller looks.
 
@@ -30,10 +41,10 @@ class Silence:
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._seconds: dict[Hashable, float] = {}
+        self._seconds: dict[Target, float] = {}
         self._looked_at: float | None = None
 
-    def look(self, silent: Iterable[Hashable], now: float) -> list[Hashable]:
+    def look(self, silent: Iterable[Target], now: float) -> list[Target]:
         """Take note of who is silent now; those who have been for the whole limit."""
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_GAP_S)
         self._looked_at = now

@@ -15,8 +15,8 @@ from hone.controller.host import WorkerHost
 from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import thread_count
-from hone.controller.worker import Placement
-from hone.controller.worker_group import WorkerGroup
+from hone.controller.worker import Placement, Worker
+from hone.controller.worker_group import W, WorkerGroup
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Done:
         return self.result
 
 
-class LocalCrew(Crew):
+class LocalCrew(Crew[Done]):
     """One rank in this process."""
 
     world_size = 1
@@ -50,11 +50,11 @@ class LocalCrew(Crew):
     def submit(self, rank: int, call: Call) -> Done:
         host = self.host
         try:
-            return Done(host.call(call.role, call.method, call.args, call.kwargs))
+            return Done(host.call(call))
         except Exception as error:  # raised again by whoever waits, as under every controller
             return Done(error=error)
 
-    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Any]], list[Any]]:
+    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Done]], list[Any]]:
         return finished
 
     def shutdown(self) -> None:
@@ -63,7 +63,7 @@ class LocalCrew(Crew):
             host.close()
 
 
-class LocalWorkerGroup(WorkerGroup):
+class LocalWorkerGroup(WorkerGroup[W]):
     """A worker group of one rank, in this process."""
 
     def __init__(
@@ -89,7 +89,7 @@ class LocalWorkerGroup(WorkerGroup):
         crew = LocalCrew(ray_cls_with_init, name, threads or thread_count())
         super().__init__(crew, ray_cls_with_init, name)
 
-    def local_worker(self, role: str = "") -> Any:
+    def local_worker(self, role: str = "") -> Worker:
         """The worker itself: there is only one, and it is here."""
         assert isinstance(self._crew, LocalCrew)
         return self._crew.host.worker(role)

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tensordict import TensorDict
 
 from hone.protocol import DataProto, DataProtoFuture, split_padded
 
-PerRank = tuple[tuple[list[Any], ...], dict[str, list[Any]]]
-DispatchFn = Callable[..., PerRank]
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+_Batch: TypeAlias = DataProto | DataProtoFuture
+
+PerRank: TypeAlias = tuple[tuple[list[_T], ...], dict[str, list[_T]]]
+"""Positional and keyword arguments, each as a list with one entry per rank."""
+
+DispatchFn = Callable[..., PerRank[Any]]
+"""(worker group, *args, **kwargs) to `PerRank`."""
 
 
 class Group(Protocol):
@@ -29,7 +36,7 @@ class Group(Protocol):
 
 
 CollectFn = Callable[[Group, list[Any]], Any]
-
+"""(worker group, results in rank order) to what the caller gets."""
 
 DATA_PARALLEL = ""
 """The mesh of a worker's own engine; without one every rank is a data-parallel slot of its own."""
@@ -53,26 +60,15 @@ class Mesh:
         return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
 
 
-@dataclass(frozen=True)
-class OnMesh:
-    """A function of (mesh name, group, …) as one of (group, …), picklable."""
-
-    mesh_name: str
-    function: Callable[..., Any]
-
-    def __call__(self, group: Group, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.mesh_name, group, *args, **kwargs)
-
-
-def broadcast(group: Group, *args: Any, **kwargs: Any) -> PerRank:
+def broadcast(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
     """Every rank gets the same arguments."""
     return _each(lambda value: [value] * group.world_size, args, kwargs)
 
 
-def one_each(group: Group, *args: Any, **kwargs: Any) -> PerRank:
+def one_each(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRank[_T]:
     """Every argument is a list with one entry a rank."""
 
-    def checked(value: Any) -> list[Any]:
+    def checked(value: Sequence[_T]) -> list[_T]:
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             got = f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
             raise ValueError(
@@ -84,13 +80,13 @@ def one_each(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     return _each(checked, args, kwargs)
 
 
-def split_batches(group: Group, *args: Any, **kwargs: Any) -> PerRank:
+def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | _Batch]:
     """Batches are split over the data-parallel slots, evened out with marked rows; the ranks of one
     slot get the same rows, and other values go to all."""
     return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
 
 
-def split_after_func(group: Group, *args: Any, **kwargs: Any) -> PerRank:
+def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | _Batch]:
     """The first argument is a function, sent to all; the rest as `split_batches`."""
     if not args or not callable(args[0]):
         raise TypeError("the first argument of this method is the function each rank runs")
@@ -98,7 +94,7 @@ def split_after_func(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     return ([args[0]] * group.world_size, *rest), named
 
 
-def not_dispatched(group: Group, *args: Any, **kwargs: Any) -> PerRank:
+def not_dispatched(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
     """Methods the rollout calls directly have no driver side."""
     raise RuntimeError(
         "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
@@ -107,36 +103,27 @@ def not_dispatched(group: Group, *args: Any, **kwargs: Any) -> PerRank:
 
 
 def dispatch_nd_compute_dataproto(
-    mesh_name: str, group: Group, *args: Any, **kwargs: Any
-) -> PerRank:
+    mesh_name: str, group: Group, *args: _T, **kwargs: _T
+) -> PerRank[_T | _Batch]:
     """Batches are split over the data-parallel groups of a mesh."""
     mesh = group.mesh(mesh_name)
     return _split(args, kwargs, mesh.dp_size, mesh.dp_ranks)
 
 
-def collect_nd_compute_dataproto(mesh_name: str, group: Group, results: list[Any]) -> Any:
+def collect_nd_compute_dataproto(
+    mesh_name: str, group: Group, results: list[DataProto]
+) -> DataProto:
     """Results of the ranks that collect, one per data-parallel slot, in the slots' order."""
     mesh = group.mesh(mesh_name)
     return concat_batches(group, [results[rank] for rank in mesh.answering])
 
 
-def as_list(group: Group, results: list[Any]) -> list[Any]:
+def as_list(group: Group, results: list[_T]) -> list[_T]:
     """What each rank returned, in rank order."""
     return list(results)
 
 
-@dataclass(frozen=True)
-class OfSlots:
-    """Collects one result per data-parallel slot: the others of a slot say the same."""
-
-    collect_fn: CollectFn
-    mesh: Mesh
-
-    def __call__(self, group: Group, results: list[Any]) -> Any:
-        return self.collect_fn(group, [results[rank] for rank in self.mesh.answering])
-
-
-def concat_batches(group: Group, results: list[Any]) -> DataProto:
+def concat_batches(group: Group, results: list[DataProto]) -> DataProto:
     """The slots' batches one below the other."""
     for rank, result in enumerate(results):
         if not isinstance(result, DataProto):
@@ -148,8 +135,8 @@ def concat_batches(group: Group, results: list[Any]) -> DataProto:
 
 
 def _split(
-    args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, part_of_rank: Sequence[int]
-) -> PerRank:
+    args: tuple[_T, ...], kwargs: dict[str, _T], parts: int, part_of_rank: Sequence[int]
+) -> PerRank[_T | _Batch]:
     values = [*args, *kwargs.values()]
     if any(isinstance(value, TensorDict) for value in values):
         raise TypeError("got a TensorDict; wrap it with DataProto.from_tensordict")
@@ -158,11 +145,12 @@ def _split(
             "this method splits a DataProto over its ranks and got none among its arguments"
         )
 
-    def cut(value: Any) -> list[Any]:
+    def cut(value: _T) -> list[_T | _Batch]:
+        pieces: Sequence[_Batch]
         if isinstance(value, DataProto):
-            pieces: list[Any] = split_padded(value, parts)
+            pieces = split_padded(value, parts)
         elif isinstance(value, DataProtoFuture):
-            pieces = list(value.split_padded(parts))
+            pieces = value.split_padded(parts)
         else:
             return [value] * len(part_of_rank)
         return [pieces[part] for part in part_of_rank]
@@ -171,6 +159,6 @@ def _split(
 
 
 def _each(
-    split: Callable[[Any], list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> PerRank:
+    split: Callable[[_S], list[_T]], args: tuple[_S, ...], kwargs: dict[str, _S]
+) -> PerRank[_T]:
     return tuple(split(value) for value in args), {key: split(kwargs[key]) for key in kwargs}

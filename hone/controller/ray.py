@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 try:
@@ -21,11 +21,12 @@ except ImportError as error:
         "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
         "or use trainer.controller=local"
     ) from error
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
-from hone.controller.class_with_init_args import ClassWithInitArgs
+from hone.controller.class_with_init_args import ClassWithInitArgs, P
 from hone.controller.crew import Call, Crew
 from hone.controller.failures import Seat, WaitTimeout
 from hone.controller.host import WorkerHost
@@ -37,7 +38,8 @@ from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
 from hone.controller.worker import LOOPBACK, Placement, free_port
-from hone.controller.worker_group import WorkerGroup
+from hone.controller.worker_group import W, WorkerGroup
+from hone.types import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +56,11 @@ class RayResourcePool(ResourcePool):
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker's class with its arguments and the options of its Ray actor."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
         super().__init__(cls, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
-    def update_options(self, options: Mapping[str, Any]) -> None:
+    def update_options(self, options: Settings) -> None:
         """Options for `Actor.options(…)`."""
         self.options.update(options)
 
@@ -87,9 +89,9 @@ class _SeatActor:
         os.environ.update(placement.environment())
         self._host = WorkerHost(made_of, placement, threads)
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call: Call) -> Any:
         assert self._host is not None, "build comes before call"
-        return self._host.call(role, method, args, kwargs)
+        return self._host.call(call)
 
     def close(self) -> None:
         if self._host is not None:
@@ -148,7 +150,7 @@ class Reservation:
 _reservations: weakref.WeakKeyDictionary[ResourcePool, Reservation] = weakref.WeakKeyDictionary()
 
 
-class RayCrew(Crew):
+class RayCrew(Crew[ray.ObjectRef]):
     """The ranks of one pool, each an actor in its own process."""
 
     def __init__(
@@ -168,7 +170,7 @@ class RayCrew(Crew):
         self._deadlines = deadlines
         self._liveness_deadline_s = liveness_deadline_s
         self._seats: tuple[Seat, ...] = ()
-        self._actors: list[Any] = []
+        self._actors: list[ActorHandle] = []
         reservation = _reservations.get(pool)
         if reservation is None:
             reservation = _reservations[pool] = Reservation(pool, start_deadline_s)
@@ -216,7 +218,7 @@ class RayCrew(Crew):
         made_of: ClassWithInitArgs,
         threads: list[int],
         env: Mapping[str, str],
-    ) -> list[Any]:
+    ) -> list[ActorHandle]:
         assert self._reservation is not None
         share = int(10_000 / pool.max_colocate_count) / 10_000  # Ray counts in ten-thousandths
         slots = [
@@ -228,7 +230,7 @@ class RayCrew(Crew):
         actors = []
         for (group, bundle), count in zip(slots, threads, strict=True):
             fixed = {name: str(count) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
-            options: dict[str, Any] = {
+            options = {
                 "num_cpus": share,
                 "num_gpus": share if pool.use_gpu else 0,
                 "max_restarts": 0,
@@ -241,12 +243,12 @@ class RayCrew(Crew):
             actors.append(actor_class.options(**options).remote(list(sys.path), os.getcwd()))
         return actors
 
-    def submit(self, rank: int, call: Call) -> Any:
+    def submit(self, rank: int, call: Call) -> ray.ObjectRef:
         if not self._actors:
             raise RuntimeError(f"worker group {self.name!r} was shut down; make a new one")
-        return self._actors[rank].call.remote(call.role, call.method, call.args, call.kwargs)
+        return self._actors[rank].call.remote(call)
 
-    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Any]], list[Any]]:
+    def resolver(self, owner: str, method: str) -> RefWait:
         limits = self._deadlines
         advice, record = limits.advice(method), limits.record
         return RefWait(owner, method, self._seats, limits.limit_s(method), advice, record)
@@ -265,7 +267,7 @@ class RayCrew(Crew):
         self._reservation = None
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(WorkerGroup[W]):
     """A worker group whose ranks are Ray actors."""
 
     def __init__(

@@ -11,9 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -21,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
-from hone.controller.liveness import GONE, STOPPED, ZOMBIE, Silence, process_state
+from hone.controller.liveness import GONE, STOPPED, ZOMBIE, Silence, Target, process_state
 from hone.controller.process_log import last_lines
 
 PING_EVERY_S = 2.0
@@ -50,7 +49,7 @@ class _RemoteNode:
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
         self.actor = ray.remote(_NodeProbe).options(**options).remote()
         self.answers = 0
-        self._asked: tuple[Any, list[int]] | None = None
+        self._asked: tuple[ray.ObjectRef, list[int]] | None = None
         self._states: dict[int, str] = {}
 
     def states(self, pids: list[int]) -> dict[int, str]:
@@ -125,12 +124,12 @@ class ClusterWatch:
             silent = self._stopped_or_gone(owner, method)
             silent += self._stopped_workers()
             silent += [
-                ("node", node_id, node.answers)
+                Target("node", node_id, node.answers)
                 for node_id, node in self._nodes.items()
                 if node.answers
             ]
             if self._ping.unanswered:
-                silent.append(("ping", self._ping.number))
+                silent.append(Target("ping", number=self._ping.number))
             for target in self._silence.look(silent, time.monotonic()):
                 self._raise(target, owner, method)
 
@@ -145,43 +144,46 @@ class ClusterWatch:
         except RayError as error:
             return [f"(its log could not be read from here: {type(error).__name__})"]
 
-    def _stopped_or_gone(self, owner: str, method: str) -> list[Hashable]:
+    def _stopped_or_gone(self, owner: str, method: str) -> list[Target]:
         """Ray's own processes, where we started them: a dead one is told at once."""
-        stopped: list[Hashable] = []
+        stopped: list[Target] = []
         for name, pid in self._own.items():
             state = process_state(pid)
             if state in (GONE, ZOMBIE):
                 raise self._lost(name, "has ended", owner, method)
             if state == STOPPED:
-                stopped.append(("own", name))
+                stopped.append(Target("own", name))
         return stopped
 
-    def _stopped_workers(self) -> list[Hashable]:
-        stopped: list[Hashable] = []
+    def _stopped_workers(self) -> list[Target]:
+        stopped: list[Target] = []
         far: dict[str, list[int]] = {node_id: [] for node_id in self._nodes}
         for node_id, pid in self._seats:
             if node_id in far:
                 far[node_id].append(pid)
             elif process_state(pid) == STOPPED:
-                stopped.append(("seat", node_id, pid))
+                stopped.append(Target("seat", node_id, pid))
         for node_id, pids in far.items():
             states = self._nodes[node_id].states(pids)
-            stopped += [("seat", node_id, pid) for pid in pids if states.get(pid) == STOPPED]
+            stopped += [Target("seat", node_id, pid) for pid in pids if states.get(pid) == STOPPED]
         return stopped
 
-    def _raise(self, target: Any, owner: str, method: str) -> None:
+    def _raise(self, target: Target, owner: str, method: str) -> None:
         limit = f"{self._silence.limit_s:g} s"
-        kind = target[0]
-        if kind == "seat":
-            role, seat = self._seats[target[1:]]
+        if target.kind == "seat":
+            role, seat = self._seats[target.name, target.number]
             self._end(seat)
             raise WorkerStopped(role, seat, owner, method, self._silence.limit_s)
-        if kind == "own":
-            raise self._lost(target[1], f"has been stopped (SIGSTOP) for {limit}", owner, method)
+        if target.kind == "own":
+            raise self._lost(target.name, f"has been stopped (SIGSTOP) for {limit}", owner, method)
         self.failed = True
-        if kind == "node":
+        if target.kind == "node":
             ips = sorted(
-                {seat.node_ip for (node, _), (_, seat) in self._seats.items() if node == target[1]}
+                {
+                    seat.node_ip
+                    for (node, _), (_, seat) in self._seats.items()
+                    if node == target.name
+                }
             )
             raise ClusterFailed(
                 f"node {', '.join(ips)} of the Ray cluster has not answered for {limit}",

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 try:
     import ray
@@ -37,6 +36,7 @@ from ray.exceptions import AuthenticationError
 from hone.controller import reaper
 from hone.controller.cluster_address import check_reachable
 from hone.controller.ray_liveness import PARTS, cluster_failed, end_watch, watch_cluster
+from hone.types import Row, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class OwnCluster:
 _own: OwnCluster | None = None
 
 
-def start_ray(ray_init: Mapping[str, Any], tell: Callable[[str], None] = logger.info) -> bool:
+def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> bool:
     """Join a cluster or start one with these `ray.init` options; False where Ray runs already.
 
     `tell` takes the sentence that says which of the two begins.
@@ -134,7 +134,7 @@ def _to_join(address: str | None, only_named: bool) -> bool:
     return bool(latest)
 
 
-def _join(options: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+def _join(options: Settings, tell: Callable[[str], None]) -> None:
     _read_settings()
     address = options.get("address") or os.environ.get("RAY_ADDRESS") or "of this machine"
     tell(f"joining the Ray cluster {address}")
@@ -149,7 +149,7 @@ def _join(options: Mapping[str, Any], tell: Callable[[str], None]) -> None:
     watch_cluster({})
 
 
-def _start(options: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+def _start(options: Settings, tell: Callable[[str], None]) -> None:
     global _own
     mark = secrets.token_hex(8)
     private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
@@ -245,7 +245,7 @@ def _messages_to_log() -> None:
     """What Ray prints about its own failures goes to the log; our sentence says what happened."""
     show = ray_worker.print_to_stdstream
 
-    def route(data: dict[str, Any], ignore_prefix: bool) -> None:
+    def route(data: Row, ignore_prefix: bool) -> None:
         if data.get("pid") == "raylet":
             logger.info("Ray: %s", "\n".join(data["lines"]))
         else:

@@ -35,7 +35,7 @@ class RefWait:
     record: Callable[[str, float], None] | None = None
     """Takes note of how long the call took; in the loop's process alone it is heard."""
 
-    def __call__(self, refs: Sequence[Any]) -> list[Any]:
+    def __call__(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
         """Results in rank order; the first failure of any rank is raised as soon as it is known."""
         started = time.monotonic()
         ends = started + self.deadline_s
@@ -62,7 +62,7 @@ class RefWait:
             self.record(self.method, time.monotonic() - started)
         return [results[rank] for rank in range(len(refs))]
 
-    def _raise_death(self, pending: list[Any], rank_of: dict[Any, int]) -> None:
+    def _raise_death(self, pending: list[ray.ObjectRef], rank_of: dict[ray.ObjectRef, int]) -> None:
         ends = time.monotonic() + DEATH_IS_KNOWN_AFTER_S
         while pending and (left := ends - time.monotonic()) > 0:
             ready, pending = ray.wait(pending, num_returns=1, timeout=left)
@@ -75,7 +75,7 @@ class RefWait:
                     seat = self._seat(rank_of[ref])
                     raise died(self.owner, seat, self.method, error) from error
 
-    def _result(self, ref: Any, rank: int, timeout_s: float) -> Any:
+    def _result(self, ref: ray.ObjectRef, rank: int, timeout_s: float) -> Any:
         try:
             return ray.get(ref, timeout=timeout_s)
         except RayTaskError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 
 class Role(Enum):
@@ -167,11 +166,4 @@ def merge_resource_pool(first: ResourcePool, second: ResourcePool) -> ResourcePo
 
 
 def _like(pool: ResourcePool, counts: list[int], name: str) -> ResourcePool:
-    kind: Any = type(pool)
-    made: ResourcePool = kind(
-        counts,
-        use_gpu=pool.use_gpu,
-        name_prefix=name,
-        max_colocate_count=pool.max_colocate_count,
-    )
-    return made
+    return type(pool)(counts, pool.use_gpu, name, pool.max_colocate_count)

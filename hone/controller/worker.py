@@ -13,12 +13,14 @@ import random
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hone.controller.decorator import Dispatch, register
 from hone.controller.modes import DATA_PARALLEL
 
 LOOPBACK = "127.0.0.1"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _QUIET_PORTS = range(20_000, 32_000)  # above Ray's, below those of outgoing connections
 
 
@@ -152,12 +154,16 @@ class Worker:
         return self._meshes[mesh_name]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    def execute_with_func_generator(
+        self, func: Callable[Concatenate[Worker, _P], _R], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
         """Run `func(worker, …)` on each rank's part."""
-        return func(self, *args, **kw)
+        return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_func_rank_zero(
+        self, func: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
         """Run `func(…)` on rank 0."""
         return func(*args, **kwargs)
 

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
 from hone.controller.crew import Call, Crew
 from hone.controller.decorator import Execute, MethodSpec, registered_methods
-from hone.controller.modes import DATA_PARALLEL, Mesh, OfSlots
+from hone.controller.modes import DATA_PARALLEL, Mesh
+from hone.controller.resource_pool import Role
 from hone.protocol import DataProtoFuture
+from hone.types import Function
+
+W = TypeVar("W", covariant=True)
+"""The worker's class."""
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,16 +38,22 @@ class GroupView:
         return self.meshes[name]
 
 
-class WorkerGroup:
-    """Calls the ranks of a crew; one role of them where several are colocated."""
+class WorkerGroup(Generic[W]):
+    """Calls the ranks of a crew; one role of them where several are colocated.
 
-    def __init__(self, crew: Crew, made_of: ClassWithInitArgs, name: str, role: str = "") -> None:
+    `group.method(…)` calls any registered method by its name. `call`, `call_all`, `call_each` and
+    `begin` take the method itself, and type checkers check arguments and result against it.
+    """
+
+    def __init__(
+        self, crew: Crew[Any], made_of: ClassWithInitArgs, name: str, role: str = ""
+    ) -> None:
         self._crew = crew
         self._role = role
         self._meshes: dict[str, Mesh] = {}
         self.name = name
-        self._bound: dict[str, Callable[..., Any]] = {}
-        self._by_role: dict[str, WorkerGroup] = {}
+        self._bound: dict[str, Function] = {}
+        self._by_role: dict[str, WorkerGroup[Any]] = {}
         if isinstance(made_of, ColocatedClass):
             self._by_role = {
                 member_role: WorkerGroup(crew, member, member_role, member_role)
@@ -60,7 +74,7 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.world_size} ranks)"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Function:
         bound = self.__dict__.get("_bound", {})
         if name in bound:
             return bound[name]
@@ -81,7 +95,7 @@ class WorkerGroup:
     def mesh(self, name: str) -> Mesh:
         """Where each rank stands on a named mesh; asked once."""
         if name not in self._meshes:
-            places = self._wait("mesh_place", self._submit_all("mesh_place", (name,), {}))
+            places = self.execute_all("mesh_place", name)
             mesh = Mesh(tuple(p[0] for p in places), tuple(p[1] for p in places))
             _check_mesh(mesh, name)
             self._meshes[name] = mesh
@@ -89,15 +103,35 @@ class WorkerGroup:
 
     # -- calling ------------------------------------------------------------------------------
 
+    def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """One result: that of rank 0, or the batches of all ranks joined."""
+        return getattr(self, method.__name__)(*args, **kwargs)
+
+    def call_all(
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """All ranks get the same arguments; their results in rank order."""
+        return getattr(self, method.__name__)(*args, **kwargs)
+
+    def call_each(self, method: Callable[[W, T], R], values: Sequence[T]) -> list[R]:
+        """Each rank gets its own value; their results in rank order."""
+        return getattr(self, method.__name__)(values)
+
+    def begin(
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> DataProtoFuture:
+        """Call a method that is registered with `blocking=False`; `get()` waits for its result."""
+        return getattr(self, method.__name__)(*args, **kwargs)
+
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Call a method on all ranks with the same arguments; `get()` gives the list of results."""
-        handles = self._submit_all(method, args, kwargs)
+        call = Call(self._role, method, args, kwargs)
+        handles = [self._crew.submit(rank, call) for rank in range(self.world_size)]
         return DataProtoFuture(list, handles, resolve=self._crew.resolver(self.name, method))
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks with the same arguments; results in rank order."""
-        results: list[Any] = self.execute_all_async(method, *args, **kwargs).get()
-        return results
+        return list(self.execute_all_async(method, *args, **kwargs).get())
 
     execute_all = execute_all_sync
 
@@ -112,7 +146,7 @@ class WorkerGroup:
 
     execute_rank_zero = execute_rank_zero_sync
 
-    def spawn(self, prefix_set: Iterable[Any]) -> dict[str, WorkerGroup]:
+    def spawn(self, prefix_set: Iterable[str | Role]) -> dict[str, WorkerGroup[Any]]:
         """A group for each of these colocated roles, on the same processes."""
         if not self._by_role:
             raise ValueError(
@@ -128,7 +162,7 @@ class WorkerGroup:
 
     spawn_fused = spawn
 
-    def fuse(self, prefix_set: Iterable[Any]) -> None:
+    def fuse(self, prefix_set: Iterable[str | Role]) -> None:
         """Make each of these roles an attribute: `group.critic.compute_values(…)`."""
         vars(self).update(self.spawn(prefix_set))
 
@@ -136,7 +170,7 @@ class WorkerGroup:
         """Stop the ranks, and with them every group on the same processes."""
         self._crew.shutdown()
 
-    def __enter__(self) -> WorkerGroup:
+    def __enter__(self) -> WorkerGroup[W]:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -160,23 +194,22 @@ class WorkerGroup:
             handles.append(self._crew.submit(rank, call))
         # A future may be resolved in another process, where there is no group: it takes a view.
         group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
-        collect_fn = mode.collect_fn
-        if mode.by_slot:
-            collect_fn = OfSlots(collect_fn, self.mesh(DATA_PARALLEL))
-        collect = _only if rank_zero else functools.partial(collect_fn, group)
+        collect: Function = functools.partial(mode.collect_fn, group)
+        if rank_zero:
+            collect = _only
+        elif mode.by_slot:
+            collect = functools.partial(_of_slots, collect, self.mesh(DATA_PARALLEL))
         future = DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
         return future.get() if spec.blocking else future
 
-    def _submit_all(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        call = Call(self._role, method, args, kwargs)
-        return [self._crew.submit(rank, call) for rank in range(self.world_size)]
 
-    def _wait(self, method: str, handles: list[Any]) -> list[Any]:
-        return self._crew.resolver(self.name, method)(handles)
-
-
-def _only(results: list[Any]) -> Any:
+def _only(results: list[R]) -> R:
     return results[0]
+
+
+def _of_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
+    """Collect one result per data-parallel slot: the others of a slot say the same."""
+    return collect([results[rank] for rank in mesh.answering])
 
 
 def _check_mesh(mesh: Mesh, name: str) -> None:

@@ -23,9 +23,10 @@ from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import PromptError, PromptTooLong, as_messages, render_prompt
-from hone.data.rows import BadRows, DataError, FileRows, Row, read_file
+from hone.data.rows import BadRows, DataError, FileRows, read_file
 from hone.data.schema import Problem, SchemaCheck, kind_of
 from hone.text import shown
+from hone.types import Row
 
 SHOWN = 5
 MEASURED = 8

@@ -7,21 +7,22 @@ Leaves out where the config comes from: it is handed in.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.dynamic import DynamicGenDataset
-from hone.data.loader import PromptLoader
+from hone.data.loader import Dataset, PromptLoader
 from hone.data.objects import load_object
-from hone.data.rows import BadRows, DataError, Row, expand_files, read_file
-from hone.data.samplers import Mixture
+from hone.data.rows import BadRows, DataError, expand_files, read_file
+from hone.data.samplers import Mixture, Sampler
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
+from hone.tokenizer import Processor, Tokenizer
+from hone.types import Row
 
 
-def dataset_class(config: DataConfig, is_train: bool) -> type:
+def dataset_class(config: DataConfig, is_train: bool) -> Callable[..., Dataset]:
     """The class that data.custom_cls names; else one that grows by data.datagen; else plain."""
     if not config.custom_cls.path:
         return DynamicGenDataset if config.datagen.path and is_train else RLHFDataset
@@ -39,11 +40,11 @@ def dataset_class(config: DataConfig, is_train: bool) -> type:
 def create_rl_dataset(
     data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
     data_config: DataConfig,
-    tokenizer: Any,
-    processor: Any = None,
+    tokenizer: Tokenizer | None,
+    processor: Processor | None = None,
     is_train: bool = True,
     max_samples: int = -1,
-) -> Any:
+) -> Dataset:
     """The data set of a run; by the family's name and arguments."""
     return dataset_class(data_config, is_train)(
         data_files=data_paths,
@@ -54,7 +55,12 @@ def create_rl_dataset(
     )
 
 
-def training_rows(given: Any, data_config: DataConfig, tokenizer: Any, processor: Any) -> Any:
+def training_rows(
+    given: Dataset | None,
+    data_config: DataConfig,
+    tokenizer: Tokenizer | None,
+    processor: Processor | None,
+) -> Dataset:
     """The data set that was given, or that of `data.train_files`."""
     if given is not None:
         return given_dataset(given, data_config, tokenizer, processor, is_train=True)
@@ -63,8 +69,13 @@ def training_rows(given: Any, data_config: DataConfig, tokenizer: Any, processor
 
 
 def given_dataset(
-    given: Any, data_config: DataConfig, tokenizer: Any, processor: Any, *, is_train: bool
-) -> Any:
+    given: Dataset,
+    data_config: DataConfig,
+    tokenizer: Tokenizer | None,
+    processor: Processor | None,
+    *,
+    is_train: bool,
+) -> Dataset:
     """A data set that a program hands over: as it is, or made of rows in the schema of the files."""
     rows = _rows_of(given)
     if rows is None:
@@ -74,7 +85,7 @@ def given_dataset(
     return create_rl_dataset(rows, data_config, tokenizer, processor, is_train)
 
 
-def _rows_of(given: Any) -> list[Any] | None:
+def _rows_of(given: Dataset) -> list[Row] | None:
     """The rows of a list, an Arrow table, a Hugging Face data set or a frame; None for a data set."""
     if isinstance(given, (list, tuple)):
         return list(given)
@@ -90,9 +101,9 @@ def _rows_of(given: Any) -> list[Any] | None:
 def create_sft_dataset(
     data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     data_config: SFTDataConfig,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     max_samples: int = -1,
-) -> Any:
+) -> SFTDataset:
     """Conversations where data.multiturn.enable says so (unset: where the file has the column)."""
     chosen = data_config.custom_cls
     if chosen.path:
@@ -112,7 +123,9 @@ def _has_column(
     return file is not None and name in file.rows[0]
 
 
-def create_rl_sampler(data_config: DataConfig, dataset: Any, run_seed: int | None = None) -> Any:
+def create_rl_sampler(
+    data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
+) -> Sampler | None:
     """The user's sampler, a mixture by weights, or None for the loader's own order."""
     chosen = data_config.sampler
     if chosen is not None and chosen.class_path:
@@ -139,7 +152,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Any, run_seed: int | Non
 
 
 def create_train_loader(
-    data_config: DataConfig, dataset: Any, batch_size: int, run_seed: int | None = None
+    data_config: DataConfig, dataset: Dataset, batch_size: int, run_seed: int | None = None
 ) -> PromptLoader:
     """Training batches of `batch_size` prompts; the tail of an epoch that fills none is dropped."""
     return PromptLoader(
@@ -153,7 +166,7 @@ def create_train_loader(
 
 
 def create_val_loader(
-    data_config: DataConfig, dataset: Any, run_seed: int | None = None
+    data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> PromptLoader:
     """Validation batches, the last partial one included; all rows at once without a batch size."""
     return PromptLoader(

@@ -11,9 +11,9 @@ import logging
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.config.data import DataConfig
 from hone.data.measuring import token_counts
@@ -28,9 +28,14 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.rows import BadRows, DataError, Row, SettingError, read_rows
+from hone.data.rows import BadRows, DataError, SettingError, read_rows
 from hone.data.schema import COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
+from hone.tokenizer import Processor, Tokenizer
+from hone.types import Row, Settings
+
+if TYPE_CHECKING:
+    from hone.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +54,12 @@ class RLHFDataset:
     def __init__(
         self,
         data_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         config: DataConfig,
-        processor: Any = None,
+        processor: Processor | None = None,
         max_samples: int = -1,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Settings] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
@@ -119,7 +124,7 @@ class RLHFDataset:
         kept = array("q", self.positions).tobytes()
         return hashlib.blake2b(self.store.fingerprint.encode() + kept, digest_size=16).hexdigest()
 
-    def on_batch_end(self, batch: Any) -> Sequence[Row] | None:
+    def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
         """Called after each step with the finished batch; rows it returns join the data set.
 
         A subclass (data.custom_cls) may override it. New rows are drawn from the next epoch on.
@@ -136,14 +141,14 @@ class RLHFDataset:
             else:
                 self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {
             "fingerprint": self.fingerprint,
             "rows": len(self.positions),
             "added": list(self.added),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Settings) -> None:
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"the data differ from those of the checkpoint: it was made with {state['rows']}"
@@ -219,7 +224,7 @@ class RLHFDataset:
                 self.bad_rows.examples[0],
             )
 
-    def _tools_of(self, row: Row) -> Sequence[Mapping[str, Any]] | None:
+    def _tools_of(self, row: Row) -> Sequence[Settings] | None:
         if not self.tools or row.get("agent_name") == SINGLE_TURN_AGENT:
             return None
         return self.tools
@@ -292,9 +297,10 @@ def with_typed_parts(
     return typed
 
 
-def _media(row: Row, key: str) -> Sequence[Any]:
-    media: Any = row.get(key)
-    media = media.tolist() if hasattr(media, "tolist") else media
+def _media(row: Row, key: str) -> Sized:
+    media = row.get(key)
+    if media is not None and hasattr(media, "tolist"):
+        media = media.tolist()
     if media is not None and not isinstance(media, list | tuple):
         raise PromptError(f"column {key!r} is a list, got {shown(media)}")
     return media or ()
@@ -315,7 +321,7 @@ def _split(text: str) -> list[dict[str, str]]:
     return parts
 
 
-def load_tool_schemas(config: DataConfig) -> list[dict[str, Any]] | None:
+def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
     """Tool schemas of data.tool_config_path, which the chat template shows to the model.
 
     It follows rollout.multi_turn.tool_config_path: the command line says which of them was set.

@@ -7,23 +7,28 @@ Leaves out when rows join: loader.py draws them from the next epoch on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from hone.config.data import DataConfig
+from hone.config.data import CustomClassConfig, DataConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.objects import load_object
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.data.samplers import Stateful
+from hone.types import Row, Settings
+
+if TYPE_CHECKING:
+    from hone.protocol import DataProto
 
 
 class AbstractDataGenerator(ABC):
     """Makes rows from the data set as it stands; may keep `state_dict`/`load_state_dict`."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: CustomClassConfig) -> None:
         self.config = config
 
     @abstractmethod
-    def generate(self, dataset: Any) -> Sequence[Row]:
+    def generate(self, dataset: DynamicGenDataset) -> Sequence[Row]:
         """New rows in the family's schema; `dataset.last_batch` is the batch that just ended."""
 
 
@@ -33,24 +38,23 @@ class DynamicGenDataset(RLHFDataset):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.generator = _generator(self.config)
-        self.last_batch: Any = None
+        self.last_batch: DataProto | None = None
 
-    def on_batch_end(self, batch: Any) -> Sequence[Row] | None:
+    def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
         self.last_batch = batch
         return list(self.generator.generate(self))
 
-    def state_dict(self) -> dict[str, Any]:
-        keeps_state = hasattr(self.generator, "state_dict")
-        state = self.generator.state_dict() if keeps_state else None
+    def state_dict(self) -> Row:
+        state = self.generator.state_dict() if isinstance(self.generator, Stateful) else None
         return {**super().state_dict(), "generator": state}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Settings) -> None:
         super().load_state_dict(state)
-        if state["generator"] is not None:
+        if state["generator"] is not None and isinstance(self.generator, Stateful):
             self.generator.load_state_dict(state["generator"])
 
 
-def _generator(config: DataConfig) -> Any:
+def _generator(config: DataConfig) -> AbstractDataGenerator:
     path, name = config.datagen.path, config.datagen.name
     if not path:
         raise DataError(

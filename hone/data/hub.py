@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 
 def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:

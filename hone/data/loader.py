@@ -9,18 +9,23 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
-from hone.data.rows import DataError, Row
-from hone.data.samplers import Mixture, Ordered, Shuffled
+from hone.data.rows import DataError
+from hone.data.samplers import Mixture, Ordered, Sampler, Shuffled, Stateful
+from hone.types import Row, Settings
+
+if TYPE_CHECKING:
+    from hone.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, np.ndarray]
+_T = TypeVar("_T")
 
 STATE_VERSION = 1
 
@@ -33,19 +38,33 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
 
+class LoaderState(TypedDict):
+    """Where a loader stands, in plain values."""
+
+    version: int
+    order: str
+    epoch: int
+    drawn: int
+    past: list[int]
+    epoch_rows: int
+    counts: list[tuple[int, int]] | None
+    sampler: Settings | None
+    dataset: Settings | None
+
+
 def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
     """16 hex characters that name this use of this row in this run and in its replay."""
     text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def collate_fn(rows: Sequence[Mapping[str, Any]]) -> Batch:
+def collate_fn(rows: Sequence[Row]) -> Batch:
     """Columns of a batch as object arrays; a column that some row lacks is None there."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: object_array([row.get(name) for row in rows]) for name in names}
 
 
-def object_array(values: Sequence[Any]) -> np.ndarray:
+def object_array(values: Sequence[_T]) -> np.ndarray:
     """A 1-D object array, also when the values are lists of one length."""
     array = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
@@ -68,12 +87,12 @@ class PromptLoader:
         shuffle: bool,
         seed: int | None,
         drop_last: bool,
-        sampler: Any = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.sampler: Any = (
+        self.sampler: Sampler = (
             sampler if sampler is not None else (Shuffled(seed) if shuffle else Ordered())
         )
         self.epoch = 0
@@ -83,11 +102,11 @@ class PromptLoader:
         self._indices: Iterator[int] | None = None
         self._epoch_rows = self._rows_of_an_epoch()
         self._check_sizes()
-        if hasattr(sampler, "update") and not hasattr(sampler, "state_dict"):
+        if hasattr(self.sampler, "update") and not isinstance(sampler, Stateful):
             logger.warning(
                 "%s learns from batches but has no state_dict(): a resumed run will not draw the"
                 " rows that an uninterrupted one would",
-                _name(sampler),
+                _name(self.sampler),
             )
 
     @property
@@ -130,7 +149,7 @@ class PromptLoader:
         if pending and not self.drop_last:
             yield self._collated(pending, epoch, counts)
 
-    def on_batch_end(self, batch: Any) -> int:
+    def on_batch_end(self, batch: DataProto) -> int:
         """Tell sampler and data set about a finished batch; returns how many rows were added."""
         if hasattr(self.sampler, "update"):
             self.sampler.update(batch)
@@ -142,13 +161,14 @@ class PromptLoader:
             raise DataError(
                 "on_batch_end added rows, but data.dataset_weights gives them no share; unset it"
             )
-        before = len(self.dataset)
-        self.dataset.append(rows)  # type: ignore[attr-defined]  # a data set with the hook has it
-        return len(self.dataset) - before
+        dataset, before = self.dataset, len(self.dataset)
+        assert hasattr(dataset, "append"), "a data set with the hook has it"
+        dataset.append(rows)
+        return len(dataset) - before
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """Plain values: everything needed to go on with the row after the last one handed out."""
-        keeps_state = hasattr(self.sampler, "state_dict")
+        sampler = self.sampler if isinstance(self.sampler, Stateful) else None
         return {
             "version": STATE_VERSION,
             "order": _name(self.sampler),
@@ -156,12 +176,12 @@ class PromptLoader:
             "drawn": self._drawn,
             "past": list(self._past),
             "epoch_rows": self._epoch_rows,
-            "counts": sorted(self._counts.items()) if keeps_state else None,
-            "sampler": self.sampler.state_dict() if keeps_state else None,
-            "dataset": self.dataset.state_dict() if hasattr(self.dataset, "state_dict") else None,
+            "counts": None if sampler is None else sorted(self._counts.items()),
+            "sampler": None if sampler is None else sampler.state_dict(),
+            "dataset": self.dataset.state_dict() if isinstance(self.dataset, Stateful) else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Go on where `state_dict` was taken, also with another batch size."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
@@ -171,15 +191,15 @@ class PromptLoader:
                 f" {_name(self.sampler)}; keep data.shuffle, data.seed, data.dataset_weights and"
                 " data.sampler as they were"
             )
-        if state["dataset"] is not None and hasattr(self.dataset, "load_state_dict"):
+        if state["dataset"] is not None and isinstance(self.dataset, Stateful):
             self.dataset.load_state_dict(state["dataset"])
         self.epoch = state["epoch"]
         self._drawn = state["drawn"]
         self._past = list(state["past"])
         self._epoch_rows = state["epoch_rows"]
-        if state["sampler"] is not None:
+        if state["sampler"] is not None and isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state["sampler"])
-            self._counts = Counter(dict(state["counts"]))
+            self._counts = Counter(dict(state["counts"] or ()))
             self._indices = None if self._is_epoch_over() else self._iterate_epoch(self.epoch)
         else:
             self._replay()
@@ -271,6 +291,6 @@ class PromptLoader:
             )
 
 
-def _name(sampler: Any) -> str:
+def _name(sampler: Sampler) -> str:
     described: str = sampler.name if hasattr(sampler, "name") else type(sampler).__qualname__
     return described

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.data.preprocess.sources import Source
-from hone.data.rows import DataError, Row, write_parquet
+from hone.data.rows import DataError, write_parquet
+from hone.types import Row
 
 _ROOM = "hone.data.preprocess"
 

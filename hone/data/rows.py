@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hone.text import BadText, clean_text, described, flaw_of, read_json
-
-Row = dict[str, Any]
+from hone.types import Row
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TRAINING_KEYS = "data.train_files and data.val_files"

@@ -9,9 +9,14 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from hone.config.data import DataConfig
 from hone.data.rows import DataError
+from hone.types import Row, Settings
+
+if TYPE_CHECKING:
+    from hone.protocol import DataProto
 
 
 class Ordered:
@@ -108,6 +113,26 @@ def check_weights(groups: Sequence[Sequence[int]], weights: Sequence[float]) -> 
             )
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A sampler, data set or generator that keeps state; plain values go into the checkpoint."""
+
+    def state_dict(self) -> Row: ...
+
+    def load_state_dict(self, state: Settings) -> None: ...
+
+
+class UserSampler(Protocol):
+    """What the loader needs of a user's sampler; `AbstractSampler` is the easy way to one."""
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __len__(self) -> int: ...
+
+
+Sampler: TypeAlias = Ordered | Shuffled | Mixture | UserSampler
+
+
 class AbstractSampler(ABC):
     """A user's sampler (data.sampler.class_path, class_name): one pass of `iter` is one epoch.
 
@@ -117,7 +142,7 @@ class AbstractSampler(ABC):
     the rest of the epoch. A sampler with `update` that changes its order needs the second.
     """
 
-    def __init__(self, data_source: Sized, data_config: Any) -> None:
+    def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
         self.data_source = data_source
         self.data_config = data_config
 
@@ -132,5 +157,5 @@ class AbstractCurriculumSampler(AbstractSampler):
     """A sampler that learns from each finished batch; its rows are in column `dataset_index`."""
 
     @abstractmethod
-    def update(self, batch: Any) -> None:
+    def update(self, batch: DataProto) -> None:
         """Take note of a finished batch: scores, advantages, whatever the rule reads."""

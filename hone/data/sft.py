@@ -25,9 +25,10 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.rows import BadRows, DataError, Row, read_rows
+from hone.data.rows import BadRows, DataError, read_rows
 from hone.data.schema import text_problem
 from hone.text import BadText, flaw_of, read_json, shown
+from hone.types import Row
 
 THREADS = 4
 """Tokenizers let go of Python's lock, so that threads share their work."""

@@ -17,9 +17,10 @@ from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.check import Findings, recognised
 from hone.data.prompts import PromptError, as_messages, render_prompt
-from hone.data.rows import BadRows, DataError, FileRows, Row, read_file
+from hone.data.rows import BadRows, DataError, FileRows, read_file
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 from hone.text import shown
+from hone.types import Row
 
 DEFAULT_ROWS = "0-2"
 KEYS = "the file name"

@@ -13,9 +13,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.data.rows import Row, file_fingerprint, write_parquet
+from hone.data.rows import file_fingerprint, write_parquet
 from hone.tracking import atomic_path, atomic_write_text
 from hone.tracking.storage import naming
+from hone.types import Row
 
 log = logging.getLogger(__name__)
 

@@ -103,6 +103,19 @@ def test_rank_zero_modes_return_its_result_alone(group: WorkerGroup) -> None:
     assert group.zero_echo("b") == (0, "b")
 
 
+def test_a_method_may_be_given_instead_of_its_name(group: WorkerGroup[Toy]) -> None:
+    values = list(range(group.world_size))
+    assert group.call(Toy.zero_echo, 7) == group.zero_echo(7)
+    assert group.call_all(Toy.echo, 7, named="n") == group.echo(7, named="n")
+    assert group.call_each(Toy.own, values) == group.own(values)
+    scaled = group.call(Toy.scale, rows(3), power=2)
+    assert torch.equal(scaled.batch["y"], group.scale(rows(3), power=2).batch["y"])
+    later = group.begin(Toy.scale_later, rows(3)).get()
+    assert torch.equal(later.batch["y"], group.scale(rows(3)).batch["y"])
+    with pytest.raises(AttributeError, match="unregistered"):
+        group.call(Toy.unregistered)
+
+
 def test_all_to_all_gives_each_rank_its_entry(group: WorkerGroup) -> None:
     mine = [f"for {rank}" for rank in range(group.world_size)]
     assert group.own(mine) == list(enumerate(mine))
@@ -333,7 +346,7 @@ class ManyRanks(Crew):
         self.hosts = [WorkerHost(made_of, place, threads=1) for place in places]
 
     def submit(self, rank: int, call: Call) -> Done:
-        return Done(self.hosts[rank].call(call.role, call.method, call.args, call.kwargs))
+        return Done(self.hosts[rank].call(call))
 
     def resolver(self, owner: str, method: str) -> Any:
         return finished

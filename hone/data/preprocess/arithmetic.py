@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 OPERATIONS = ("+", "-", "*")
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 _INTRO = (
     "A conversation between User and Assistant. The User poses a problem; the Assistant first"

@@ -7,7 +7,7 @@ Leaves out decoding images: rows keep {bytes, path}.
 from __future__ import annotations
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import Row
+from hone.types import Row
 
 GEO3K = Upstream(
     folders=("geometry3k", "geo3k"),

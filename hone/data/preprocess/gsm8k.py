@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 GSM8K = Upstream(
     folders=("gsm8k", "openai/gsm8k"),

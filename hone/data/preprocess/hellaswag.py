@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import Row
+from hone.types import Row
 
 HELLASWAG = Upstream(
     folders=("hellaswag",),

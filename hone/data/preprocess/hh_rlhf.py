@@ -7,7 +7,8 @@ Leaves out the reward model itself.
 from __future__ import annotations
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 HH_RLHF = Upstream(
     folders=("full_hh_rlhf", "hh_rlhf"),

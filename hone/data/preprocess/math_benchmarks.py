@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from hone.data.preprocess.math_dataset import SUFFIX as BOXED
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 ANSWER_LINE = (
     "Solve the problem step by step. Write the final answer on the last line, in the form"

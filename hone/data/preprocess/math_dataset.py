@@ -6,7 +6,7 @@ Leaves out scoring and normalisation: hone.rewards.
 from __future__ import annotations
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import Row
+from hone.types import Row
 
 MATH = Upstream(
     folders=("math", "MATH-lighteval"),

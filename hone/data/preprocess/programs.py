@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import Row
+from hone.types import Row
 
 ASK = "Write the whole solution in one Python code block (```python)."
 # Where the scorer puts the model's program, in a test that needs text before it.

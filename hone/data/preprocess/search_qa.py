@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 

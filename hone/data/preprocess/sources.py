@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.data.hub import hub_splits
-from hone.data.rows import SUFFIXES, BadRows, DataError, Row, read_file
+from hone.data.rows import SUFFIXES, BadRows, DataError, read_file
+from hone.types import Row
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from hone.agents.widths import concat_padded
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.columns import require
 from hone.config import PPOTrainerConfig
-from hone.data.loader import PromptLoader
+from hone.data.loader import LoaderState, PromptLoader
 from hone.protocol import DataProto
 from hone.tracking.console import screen
 from hone.trainer.ppo.scoring import numbers_of, said_of_rows
@@ -52,7 +51,7 @@ class _Round:
     """One draw of prompts: the numbers of its groups, and where the loader stood after it."""
 
     numbers: range
-    loader_after: dict[str, Any]
+    loader_after: LoaderState
 
 
 @dataclass(frozen=True)

@@ -9,41 +9,49 @@ from hone.controller import WorkerGroup
 from hone.protocol import DataProto
 from hone.trainer.ppo.metrics import spread
 from hone.weights.streamed import transport_between
+from hone.workers.actor import ActorWorker
+from hone.workers.rollout_worker import RolloutWorker
 
 
 class Publisher:
     """Between a trainer's workers and a rollout's."""
 
     def __init__(
-        self, trainer: WorkerGroup, rollout: WorkerGroup, config: CheckpointEngineConfig
+        self,
+        trainer: WorkerGroup[ActorWorker],
+        rollout: WorkerGroup[RolloutWorker],
+        config: CheckpointEngineConfig,
     ) -> None:
         self._trainer, self._rollout = trainer, rollout
-        self.path: str = rollout.weight_path()
+        self.path = rollout.call(RolloutWorker.weight_path)
         self.published = 0
         """How many times the rollout got weights; staleness is counted in these."""
         self._numbers: dict[int, int] = {}
         self._learns_from = 0
         self._transport = ""
         if self.path == "streamed":
-            self._adapters: bool = rollout.takes_adapters()
-            places = rollout.standing()
-            self._transport = transport_between(trainer.standing(), places, config.backend)
+            self._adapters = rollout.call(RolloutWorker.takes_adapters)
+            places = rollout.call_all(RolloutWorker.standing)
+            source = trainer.call(ActorWorker.standing)
+            self._transport = transport_between(source, places, config.backend)
 
     def publish(self) -> dict[str, float]:
         """New weights, whole or not at all; what travelled."""
-        version: int = self._trainer.version()
+        trainer, rollout = self._trainer, self._rollout
+        version = trainer.call(ActorWorker.version)
         sent = 0
         if self.path == "streamed":
-            address = self._trainer.offer_weights(self._transport, self._rollout.world_size)
-            receiving = self._rollout.receive_weights(address, version)
+            receivers = rollout.world_size
+            address = trainer.call(ActorWorker.offer_weights, self._transport, receivers)
+            receiving = rollout.begin(RolloutWorker.receive_weights, address, version)
             try:
-                sent = sum(self._trainer.send_weights(self._adapters))
+                sent = sum(trainer.call_all(ActorWorker.send_weights, self._adapters))
             except Exception:
                 receiving.get()  # where a receiver failed, its error is the cause
                 raise
             receiving.get()
         else:
-            sent = sum(self._rollout.announce_weights(version))
+            sent = sum(rollout.call_all(RolloutWorker.announce_weights, version))
         self._learns_from = self.published
         self.published += 1
         self._numbers[version] = self.published

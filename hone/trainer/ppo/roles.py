@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from hone.config import PPOTrainerConfig
 from hone.controller import (
@@ -19,15 +19,16 @@ from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.controller.waiting import listening
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
+from hone.workers.actor import ActorWorker, ReferenceWorker
+from hone.workers.rollout_worker import RolloutWorker
 
+AnyGroup: TypeAlias = WorkerGroup[Any]
+"""Which class plays a role is the configuration's or the caller's choice."""
 POOL, ROLLOUT_POOL = "global_pool", "rollout_pool"
 
 
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
     """The worker class of each role the plan needs; with LoRA the actor is its own reference."""
-    from hone.workers.actor import ActorWorker, ReferenceWorker
-    from hone.workers.rollout_worker import RolloutWorker
-
     roles: dict[Role, type] = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
     if plan.reference and not lora:
         roles[Role.RefPolicy] = ReferenceWorker
@@ -46,7 +47,7 @@ def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
     return roles
 
 
-def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, Any]) -> ResourcePoolManager:
+def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> ResourcePoolManager:
     """All roles in one pool of `nnodes` × `n_gpus_per_node` processes, the rollout where it is told."""
     trainer = config.trainer
     pools = {POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
@@ -57,7 +58,7 @@ def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, Any]) -> Resour
     return ResourcePoolManager(pools, mapping, use_gpu=_uses_gpu(config))
 
 
-def group_class(config: PPOTrainerConfig) -> type[WorkerGroup]:
+def group_class(config: PPOTrainerConfig) -> type[AnyGroup]:
     """`auto` is this process at world size 1, Ray beyond."""
     if config.uses_controller == "local":
         return LocalWorkerGroup
@@ -70,18 +71,17 @@ def start_workers(
     config: PPOTrainerConfig,
     roles: Mapping[Role, type],
     pools: ResourcePoolManager,
-    group_cls: type[WorkerGroup],
+    group_cls: type[AnyGroup],
     running: ExitStack,
-) -> dict[Role, WorkerGroup]:
+) -> dict[Role, AnyGroup]:
     """One group per role; roles of one pool share its processes. Closing `running` stops them all."""
     from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, cls in roles.items():
-        arguments: dict[str, Any] = {"config": config}
-        if issubclass(cls, ActorRolloutRefWorker):
-            arguments["role"] = str(role)
-        by_pool.setdefault(pools.mapping[role], {})[str(role)] = ClassWithInitArgs(cls, **arguments)
+        plays = {"role": str(role)} if issubclass(cls, ActorRolloutRefWorker) else {}
+        members = by_pool.setdefault(pools.mapping[role], {})
+        members[str(role)] = ClassWithInitArgs(cls, config=config, **plays)
     if group_cls is not LocalWorkerGroup:
         from hone.controller.ray_start import start_ray, stop_ray
 
@@ -90,7 +90,7 @@ def start_workers(
                 running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
     limits = config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
     deadlines = PhaseDeadlines(*limits)
-    groups: dict[Role, WorkerGroup] = {}
+    groups: dict[Role, AnyGroup] = {}
     for pool_name, members in by_pool.items():
         pool = pools.create_resource_pool()[pool_name]
         what = (
@@ -114,8 +114,8 @@ def start_workers(
 
 
 def policy_groups(
-    groups: Mapping[Role, WorkerGroup],
-) -> tuple[WorkerGroup, WorkerGroup, WorkerGroup]:
+    groups: Mapping[Role, AnyGroup],
+) -> tuple[WorkerGroup[ActorWorker], WorkerGroup[RolloutWorker], WorkerGroup[ReferenceWorker]]:
     """Actor, rollout and reference: each its own group, or one of verl's that plays several roles."""
     both = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
     actor, rollout = groups.get(Role.Actor) or both, groups.get(Role.Rollout) or both
@@ -127,7 +127,7 @@ def policy_groups(
     return actor, rollout, groups.get(Role.RefPolicy) or actor
 
 
-def load_models(groups: Mapping[Role, WorkerGroup]) -> None:
+def load_models(groups: Mapping[Role, AnyGroup]) -> None:
     """Load the model of every role; ranks that have theirs are counted."""
     for role, group in groups.items():
         with _shown(f"load the model of {role}, ranks", group.world_size):

@@ -10,10 +10,10 @@ import contextlib
 import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from hone.config.trainer import TrainerConfig
 from hone.protocol import DataProto
+from hone.tokenizer import Tokenizer
 from hone.tracking import RunFolder, Tracking
 from hone.tracking.run_folder import step_files
 from hone.trainer.ppo.rollout_file import (
@@ -29,14 +29,14 @@ class RolloutWriter:
     """Makes and writes the file of a step in a thread, one at a time; a batch that is handed over stays as
     it is."""
 
-    def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Any) -> None:
+    def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
         self._run, self._trainer = run, trainer
         self._all_steps = trainer.rollout_data_dir
         self._folder = RunFolder(self._all_steps).path if self._all_steps else run.rollouts
         self._keep = trainer.rollout_steps_to_keep
         self._save_freq = trainer.save_freq
         self._tokenizer = tokenizer
-        self._own_tokenizer: Any = None
+        self._own_tokenizer: Tokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
         self._pending: Future[None] | None = None
         self._not_ours: set[Path] = set()
@@ -102,7 +102,7 @@ def kept_steps(step: int, keep: int, save_freq: int) -> set[int]:
     return {*range(step - keep + 1, step + 1), *range(saved - keep + 1, saved + 1)} - {0}
 
 
-def _copied(tokenizer: Any) -> Any:
+def _copied(tokenizer: Tokenizer) -> Tokenizer:
     """A tokenizer for another thread: two may not use a fast one at once. One of the user's that cannot be
     copied is written in Python, and serves both."""
     try:

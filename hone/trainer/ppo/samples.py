@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hone.protocol import DataProto
+from hone.tokenizer import Tokenizer
 from hone.trainer.ppo.rollout_file import rollout_table
+from hone.types import Row
 
 _SHOWN = ("data_source", "prompt_text", "response_text", "ground_truth", "score")
 
 
-def sample_rows(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]:
     """The first `count` rows: the same prompts in every validation."""
     first = batch.select_idxs(list(range(min(count, len(batch)))))
-    rows: list[dict[str, Any]] = rollout_table(first, tokenizer, step=0).select(_SHOWN).to_pylist()
+    rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SHOWN).to_pylist()
     return rows

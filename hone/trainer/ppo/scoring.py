@@ -5,9 +5,9 @@ What a scorer says beside its score (its extras) are columns too; they win over 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -17,16 +17,23 @@ from hone.agents.loops.listing import LoopNames
 from hone.columns import COLUMNS, declared, reward_column, row_may_bring, write
 from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
-from hone.data.dataset import SINGLE_TURN_AGENT
-from hone.data.rows import DataError
+from hone.controller import WorkerGroup
+from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
+from hone.data.loader import Dataset
+from hone.data.rows import DataError, RowStore
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
+from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
+from hone.types import Function, Row
+from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
+Extras: TypeAlias = Mapping[str, Sequence[Any]]
+"""What a score function returned beside its score: by name, a value per row."""
 FAILURE = "reward_failure"
 """The extra that names why a row could not be scored; None where it was."""
 SCORED_BY_TABLE = (
@@ -37,11 +44,11 @@ _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 
 
 def check_rows(
-    reward_fn: Any, dataset: Any, config: PPOTrainerConfig, *, is_by_table: bool = False
+    reward_fn: Function, dataset: Dataset, config: PPOTrainerConfig, *, is_by_table: bool = False
 ) -> None:
     """Stop before the first step where rows bring a column of ours, images, name a loop that is not
     known, or have a source without a score. `is_by_table`: only the manager of training was given."""
-    if not hasattr(dataset, "store"):
+    if not isinstance(dataset, RLHFDataset):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
     check_columns(dataset.store, config.data.prompt_key)
@@ -53,7 +60,7 @@ def check_rows(
         raise UnknownSourceError(f"{error}{SCORED_BY_TABLE if is_by_table else ''}") from error
 
 
-def check_loops(dataset: Any, loops: LoopNames) -> None:
+def check_loops(dataset: RLHFDataset, loops: LoopNames) -> None:
     """A row names a loop of the configuration, never a place to import one from."""
     kept = set(dataset.positions)
     known: set[str | None] = {None}
@@ -68,13 +75,13 @@ def check_loops(dataset: Any, loops: LoopNames) -> None:
             raise DataError(f"{dataset.store.where(position)}: {error}") from error
 
 
-def check_media(dataset: Any, config: PPOTrainerConfig, *, default_loop: str) -> None:
+def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
     """Rows with images, videos or audio are refused: our engines and loops read text alone."""
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     kept = set(dataset.positions)
     own_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in enumerate(dataset.store.scan((*keys, "agent_name"))):
-        media = [key for key in keys if _is_filled(row.get(key))]
+        media = [key for key in keys if _is_filled(row, key)]
         own_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
         if position in kept and media and not (own_engine and own_loop):
             raise DataError(
@@ -84,11 +91,12 @@ def check_media(dataset: Any, config: PPOTrainerConfig, *, default_loop: str) ->
             )
 
 
-def _is_filled(value: Any) -> bool:
+def _is_filled(row: Row, key: str) -> bool:
+    value = row.get(key)
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-def check_columns(store: Any, prompt_key: str) -> None:
+def check_columns(store: RowStore, prompt_key: str) -> None:
     """A column that a step of the loop writes may not come with the data."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
     ours = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
@@ -105,14 +113,14 @@ def check_columns(store: Any, prompt_key: str) -> None:
                 )
 
 
-def check_sources(reward_fn: Any, dataset: Any, *, default_loop: str) -> None:
+def check_sources(reward_fn: Function, dataset: RLHFDataset, *, default_loop: str) -> None:
     """Stop where a row's data source has no score; rows that another loop plays may bring their own."""
-    if not hasattr(reward_fn, "check_rows"):
+    if not isinstance(reward_fn, RuleRewardManager):
         return
     columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
     kept = set(dataset.positions)
 
-    def needs_rule(position: int, row: Mapping[str, Any]) -> bool:
+    def needs_rule(position: int, row: Row) -> bool:
         loop = row.get("agent_name") or default_loop
         return position in kept and loop == SINGLE_TURN_AGENT
 
@@ -124,11 +132,11 @@ def check_sources(reward_fn: Any, dataset: Any, *, default_loop: str) -> None:
 
 
 def score_parts(
-    batch: DataProto, reward_fn: Any, reward_model: Any
-) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    batch: DataProto, reward_fn: Function, reward_model: WorkerGroup[RewardModelWorker] | None
+) -> tuple[dict[str, Tensor], Extras]:
     """Token scores [B, T] by part, and extra facts a row. A loop's own score stands for the rule."""
     parts: dict[str, Tensor] = {}
-    extras: Mapping[str, Any] = {}
+    extras: Extras = {}
     if batch.has_column(LOOP_SCORE):
         parts[AGENT] = batch.batch[LOOP_SCORE]
     else:
@@ -137,7 +145,7 @@ def score_parts(
         extras = result.get("reward_extra_info", {})
         _check_extras(extras, reward_fn)
     if reward_model is not None:
-        scored = reward_model.compute_rm_score(batch)
+        scored = reward_model.call(RewardModelWorker.compute_rm_score, batch)
         if scored.has_column("step_mask"):
             write(batch, "step_mask", scored.batch["step_mask"])
             parts[PROCESS] = scored.batch["process_scores"]
@@ -147,7 +155,7 @@ def score_parts(
     return parts, extras
 
 
-def _check_extras(extras: Mapping[str, Any], reward_fn: Any) -> None:
+def _check_extras(extras: Extras, reward_fn: Function) -> None:
     """An extra may not be called like a column that a step of the loop writes or reads."""
     for name in extras:
         column = declared(name)
@@ -192,7 +200,7 @@ def said_of_rows(batch: DataProto, name: str) -> bool:
 def write_scores(
     batch: DataProto,
     parts: Mapping[str, Tensor],
-    extras: Mapping[str, Any],
+    extras: Extras,
     config: RewardModelConfig,
 ) -> None:
     """Write `reward/<part>`, their weighted sum, and the extras as columns."""
@@ -215,6 +223,6 @@ def write_scores(
     batch.meta_info["reward_extra_names"] = sorted(extras)
 
 
-def pop_metrics(manager: Any) -> dict[str, float]:
+def pop_metrics(manager: Function) -> dict[str, float]:
     """What a reward manager counted since it was last asked; one of the user's may count nothing."""
     return manager.pop_metrics() if hasattr(manager, "pop_metrics") else {}

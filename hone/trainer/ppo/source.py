@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -22,9 +22,20 @@ from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns
 from hone.trainer.ppo.metrics import mean_over_ranks
+from hone.types import Settings
+from hone.workers.rollout_worker import RolloutWorker
 
 _POLL_S = 0.2
 """How long ranks of a rollout pool wait for a group before they say that there is none."""
+
+
+class GroupState(TypedDict):
+    """A group in a checkpoint: its prompt row, by its place in the data set."""
+
+    index: int
+    uid: str
+    samples: int
+    sampling: Settings
 
 
 @dataclass(frozen=True)
@@ -48,12 +59,17 @@ class TrajectorySource:
     """Trajectories of the published policy, through a rollout worker group."""
 
     def __init__(
-        self, workers: WorkerGroup, *, run_seed: int, pad_token_id: int, keep_log_probs: bool
+        self,
+        workers: WorkerGroup[RolloutWorker],
+        *,
+        run_seed: int,
+        pad_token_id: int,
+        keep_log_probs: bool,
     ) -> None:
         self._workers = workers
         self._run_seed = run_seed
         self._pad, self._keep_log_probs = pad_token_id, keep_log_probs
-        self.path: str = workers.weight_path()
+        self.path = workers.call(RolloutWorker.weight_path)
         self._submissions = [0] * workers.world_size  # the runner of each rank counts its own
         self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, submission there, uid
         self._done: list[_Group] = []  # in the order of their end
@@ -71,7 +87,7 @@ class TrajectorySource:
         return len(self._running) + len(self._done)
 
     def submit(
-        self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Mapping[str, Any]
+        self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
     ) -> range:
         """Start `samples` responses to each prompt row; the numbers of the groups."""
         rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
@@ -105,7 +121,7 @@ class TrajectorySource:
                 key = rank, self._submissions[rank], str(own.non_tensor_batch["uid"][0])
                 self._running[key] = _Group(self._submitted, own)
                 self._submitted += 1
-        self._workers.submit(shares)
+        self._workers.call_each(RolloutWorker.submit, shares)
 
     def take(self, n_groups: int | None = None) -> DataProto:
         """As many finished groups (None: all that were submitted), in the order of submission.
@@ -122,7 +138,8 @@ class TrajectorySource:
         while len(self._done) < wanted:
             alone = self._workers.world_size == 1
             missing = wanted - len(self._done) if alone else None
-            for rank, finished in enumerate(self._workers.finished(missing, _POLL_S)):
+            ranks = self._workers.call_all(RolloutWorker.finished, missing, _POLL_S)
+            for rank, finished in enumerate(ranks):
                 for group in finished.groups:
                     asked = self._running.pop((rank, group.submission, group.uid))
                     self._done.append(_Group(asked.number, asked.rows, group.outputs))
@@ -147,12 +164,12 @@ class TrajectorySource:
 
     def abort(self) -> None:
         """Drop everything that was submitted and not taken."""
-        self._workers.abort(None)
+        self._workers.call_all(RolloutWorker.abort, None)
         self._running, self._done = {}, []
 
     # -- state --------------------------------------------------------------------------------
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[GroupState]:
         """What was submitted and not taken, for a checkpoint: rows by their place in the data set."""
         groups = sorted([*self._running.values(), *self._done], key=lambda group: group.number)
         return [
@@ -165,7 +182,7 @@ class TrajectorySource:
             for group in groups
         ]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]], loader: PromptLoader) -> None:
+    def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
         """Submit them again: with the same seeds they become the same trajectories."""
         for group in state:
             prompts = loader.rows_again([(group["index"], group["uid"])])

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,10 @@ from hone.columns import adopt, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_train_loader, create_val_loader, training_rows
+from hone.data.loader import Dataset
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
+from hone.tokenizer import Processor, Tokenizer
 from hone.tracking import RunFolder, Timers, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
@@ -37,6 +38,10 @@ from hone.trainer.ppo.scoring import check_rows, pop_metrics, score_parts, write
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
 from hone.trainer.ppo.validation import attempts_at, validation_rows
 from hone.trainer.threads import with_threads
+from hone.types import Function
+from hone.workers.actor import ActorWorker, ReferenceWorker
+from hone.workers.critic import CriticWorker
+from hone.workers.reward_model import RewardModelWorker
 
 
 class PPOTrainer:
@@ -45,31 +50,29 @@ class PPOTrainer:
     def __init__(
         self,
         config: PPOTrainerConfig,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         role_worker_mapping: Mapping[Role, type] | None = None,
         resource_pool_manager: ResourcePoolManager | None = None,
-        ray_worker_group_cls: type[WorkerGroup] | None = None,
-        processor: Any = None,
-        reward_fn: Any = None,
-        val_reward_fn: Any = None,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
+        ray_worker_group_cls: type[roles.AnyGroup] | None = None,
+        processor: Processor | None = None,
+        reward_fn: Function | None = None,
+        val_reward_fn: Function | None = None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
     ) -> None:
-        data = config.data
+        data, trainer = config.data, config.trainer
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
         self.train_dataset = training_rows(train_dataset, data, tokenizer, processor)
         self.loader = create_train_loader(
-            data, self.train_dataset, data.prompts_per_generation, config.trainer.seed
+            data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
         self.val_loader = None
         if data.val_files or val_dataset is not None:
             self.val_dataset = validation_rows(val_dataset, data, tokenizer, processor)
-            self.val_loader = create_val_loader(data, self.val_dataset, config.trainer.seed)
-        self.total_steps = (
-            config.trainer.total_training_steps
-            or self.loader.batches_per_epoch * config.trainer.total_epochs
-        )
+            self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
+        all_epochs = self.loader.batches_per_epoch * trainer.total_epochs
+        self.total_steps = trainer.total_training_steps or all_epochs
         self.config = with_threads(with_schedule_length(config, self.total_steps))
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
@@ -77,15 +80,13 @@ class PPOTrainer:
         if self.val_loader is not None:
             only_training = reward_fn is not None and val_reward_fn is None
             check_rows(self.val_reward_fn, self.val_dataset, config, is_by_table=only_training)
-        self.roles = dict(
-            role_worker_mapping
-            or roles.default_roles(self.plan, lora=config.actor_rollout_ref.model.uses_lora)
-        )
+        lora = config.actor_rollout_ref.model.uses_lora
+        self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or roles.group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.run = RunFolder(config.trainer.default_local_dir)
-        self.rollouts = RolloutWriter(self.run, config.trainer, tokenizer)
+        self.run = RunFolder(trainer.default_local_dir)
+        self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
         self.timers = Timers()
         self.skipped_updates = metrics.SkippedUpdates()
         self.group_signal = GroupSignal(compares_groups=self.plan.estimator.groups != "ignored")
@@ -98,28 +99,21 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Start every role and load its model."""
-        groups = roles.start_workers(
-            self.config, self.roles, self.pools, self.group_cls, self._running
-        )
+        config, rollout = self.config, self.config.actor_rollout_ref.rollout
+        groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._running)
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
-        refuse_uneven(self.config, self.actor.data_parallel_size)
-        self.critic = groups.get(Role.Critic)
-        self.reward_model = groups.get(Role.RewardModel)
-        rollout = self.config.actor_rollout_ref.rollout
+        refuse_uneven(config, self.actor.data_parallel_size)
+        self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
+        self.reward_model: WorkerGroup[RewardModelWorker] | None = groups.get(Role.RewardModel)
         self.source = TrajectorySource(
             self.rollout,
-            run_seed=self.config.sampling_seed,
+            run_seed=config.sampling_seed,
             pad_token_id=self.tokenizer.pad_token_id,
             keep_log_probs=rollout.calculate_log_probs,
         )
         self.dynamic_sampling = DynamicSampling(
-            self.config,
-            self.loader,
-            self.source,
-            submit=self.submit,
-            take=self.take,
-            score=self.score,
+            config, self.loader, self.source, submit=self.submit, take=self.take, score=self.score
         )
         self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
         self.publisher.publish()
@@ -224,7 +218,7 @@ class PPOTrainer:
         with self.phase("reward"):
             return self._scored(batch, self.reward_fn)
 
-    def _scored(self, batch: DataProto, reward_fn: Any) -> DataProto:
+    def _scored(self, batch: DataProto, reward_fn: Function) -> DataProto:
         parts, extras = score_parts(batch, reward_fn, self.reward_model)
         write_scores(batch, parts, extras, self.config.reward_model)
         return batch
@@ -235,17 +229,18 @@ class PPOTrainer:
         if self.plan.log_prob_pass:
             with self.phase("old_log_prob"):
                 squares = self.plan.sum_pi_squared
-                computed = self.actor.compute_log_prob(batch, with_sum_pi_squared=squares)
+                computed = self.actor.call(
+                    ActorWorker.compute_log_prob, batch, with_sum_pi_squared=squares
+                )
                 adopt(batch, computed, self.plan.log_prob_columns)
         if self.plan.bypass:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
         if self.plan.reference:
             with self.phase("ref"):
-                adopt(batch, self.reference.compute_ref_log_prob(batch))
-        if self.plan.critic:
+                adopt(batch, self.reference.call(ReferenceWorker.compute_ref_log_prob, batch))
+        if self.plan.critic and self.critic is not None:
             with self.phase("values"):
-                assert self.critic is not None
-                adopt(batch, self.critic.compute_values(batch))
+                adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
@@ -278,14 +273,14 @@ class PPOTrainer:
     def update(self, batch: DataProto) -> dict[str, float]:
         """Critic, then actor, whose new weights are published."""
         measured: dict[str, float] = {}
-        if self.plan.critic:
+        rows = len(batch)
+        if self.plan.critic and self.critic is not None:
             with self.phase("update_critic"):
-                assert self.critic is not None
-                out = self.critic.update_critic(batch, step_rows=len(batch))
+                out = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                out = self.actor.update_actor(batch, step_rows=len(batch))
+                out = self.actor.call(ActorWorker.update_actor, batch, step_rows=rows)
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
             measured |= self.publish()
         self.skipped_updates.check(measured, self.global_step)
@@ -365,9 +360,9 @@ class PPOTrainer:
         """Everything the next process needs to go on as if nothing had happened."""
         self.rollouts.flush()
         with self.phase("save_checkpoint"):
-            self.actor.save_checkpoint(str(folder / "actor"))
+            self.actor.call_all(ActorWorker.save_checkpoint, str(folder / "actor"))
             if self.critic is not None:
-                self.critic.save_checkpoint(str(folder / "critic"))
+                self.critic.call_all(CriticWorker.save_checkpoint, str(folder / "critic"))
             state = {
                 "step": self.global_step,
                 "loader": self.loader.state_dict(),
@@ -383,9 +378,9 @@ class PPOTrainer:
         if found is None:
             return
         step, folder = found
-        self.actor.load_checkpoint(str(folder / "actor"))
+        self.actor.call_all(ActorWorker.load_checkpoint, str(folder / "actor"))
         if self.critic is not None:
-            self.critic.load_checkpoint(str(folder / "critic"))
+            self.critic.call_all(CriticWorker.load_checkpoint, str(folder / "critic"))
         self.publisher.publish()
         state = checkpoint.read_state(folder, "loader", "kl_controller")
         self.loader.load_state_dict(state["loader"])

@@ -13,6 +13,7 @@ import torch
 from hone.agents.widths import concat_padded
 from hone.config.data import DataConfig
 from hone.data.create import create_rl_dataset, given_dataset
+from hone.data.loader import Dataset
 from hone.data.rows import DataError
 from hone.ops.at_n import (
     best_at,
@@ -25,13 +26,19 @@ from hone.ops.at_n import (
 )
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
+from hone.tokenizer import Processor, Tokenizer
 from hone.tracking.console import Bar
 from hone.trainer.ppo.metrics import are_numbers, spread
 
 _CORE_STATISTICS = ("mean", "best", "maj")
 
 
-def validation_rows(given: Any, data: DataConfig, tokenizer: Any, processor: Any) -> Any:
+def validation_rows(
+    given: Dataset | None,
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    processor: Processor | None,
+) -> Dataset:
     """The data set that was given, or that of `data.val_files`."""
     if given is not None:
         return given_dataset(given, data, tokenizer, processor, is_train=False)

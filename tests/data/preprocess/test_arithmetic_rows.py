@@ -10,7 +10,8 @@ from hone.data.preprocess.arithmetic import (
     split_rows,
     tinyzero_splits,
 )
-from hone.data.rows import DataError, Row
+from hone.data.rows import DataError
+from hone.types import Row
 
 
 def parsed(row: Row) -> Problem:
