@@ -49,7 +49,7 @@ def _rendered(messages: Sequence[Message], tokenizer: Any, kwargs: Mapping[str, 
     ]
     options = {**kwargs, "add_generation_prompt": True}
     try:
-        text: str = apply_template(talk, tokenizer, tokenize=False, **options)
+        text = str(apply_template(talk, tokenizer, tokenize=False, **options))
     except BrokenTemplate:
         raise
     except Exception as error:  # a template is foreign code

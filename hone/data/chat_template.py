@@ -12,13 +12,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hone.data import template_trial
 from hone.data.interruption import Overdue, limited
 from hone.text import clean_values
+from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +42,17 @@ class BrokenTemplate(ValueError):
 
 
 def apply_template(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
+    messages: Sequence[Settings],
+    tokenizer: Tokenizer,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Settings] | None = None,
     tokenize: bool,
     **options: Any,
-) -> Any:
+) -> str | list[int]:
     """`tokenizer.apply_chat_template`, within the limits: text, or ids where `tokenize` is true."""
     _check(messages, tokenizer, tools, options)
 
-    def render() -> Any:
+    def render() -> str | list[int]:
         return tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
@@ -79,7 +81,7 @@ def _too_large() -> str:
     )
 
 
-def _sentence(tokenizer: Any, what: str) -> str:
+def _sentence(tokenizer: Tokenizer, what: str) -> str:
     name = getattr(tokenizer, "name_or_path", None) or "the tokenizer"
     return (
         f"the chat template of {name} {what}; repair it, or give another one "
@@ -88,10 +90,10 @@ def _sentence(tokenizer: Any, what: str) -> str:
 
 
 def _check(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    tools: Sequence[Mapping[str, Any]] | None,
-    options: Mapping[str, Any],
+    messages: Sequence[Settings],
+    tokenizer: Tokenizer,
+    tools: Sequence[Settings] | None,
+    options: Settings,
 ) -> None:
     """Try a template that this process has not seen, on the messages at hand."""
     template = _template_of(tokenizer, tools, options)
@@ -106,7 +108,9 @@ def _check(
         raise BrokenTemplate(_sentence(tokenizer, what))
 
 
-def _template_of(tokenizer: Any, tools: Any, options: Mapping[str, Any]) -> str | None:
+def _template_of(
+    tokenizer: Tokenizer, tools: Sequence[Settings] | None, options: Settings
+) -> str | None:
     """The text that will be rendered; None where the tokenizer has no Jinja template."""
     if not hasattr(tokenizer, "get_chat_template"):
         return None
@@ -117,7 +121,7 @@ def _template_of(tokenizer: Any, tools: Any, options: Mapping[str, Any]) -> str 
     return template if isinstance(template, str) else None
 
 
-def _tried(template: str, variables: Mapping[str, Any]) -> str | None:
+def _tried(template: str, variables: Settings) -> str | None:
     """What a trial in another process found wrong, or None."""
     task = {
         "path": sys.path,

@@ -14,18 +14,18 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from hone.config.data import DataConfig
 from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
-from hone.data.prompts import PromptError, PromptTooLong, as_messages, render_prompt
+from hone.data.prompts import Prompt, PromptError, PromptTooLong, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, FileRows, read_file
 from hone.data.schema import Problem, SchemaCheck, kind_of
 from hone.text import shown
+from hone.tokenizer import Tokenizer
 from hone.types import Row
 
 SHOWN = 5
@@ -75,7 +75,7 @@ class Findings:
 def check_file(
     path: str | os.PathLike[str],
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     known_sources: Collection[str] | Callable[[str], bool] | None = None,
     known_loops: Collection[str] = BUILT_IN_LOOPS,
     config: DataConfig | None = None,
@@ -148,7 +148,11 @@ def _counted(number: int, what: str) -> str:
 
 
 def _look_at(
-    file: FileRows, findings: Findings, tokenizer: Any, settings: DataConfig, score: Score | None
+    file: FileRows,
+    findings: Findings,
+    tokenizer: Tokenizer | None,
+    settings: DataConfig,
+    score: Score | None,
 ) -> None:
     check = SchemaCheck(settings.prompt_key, settings.prompt_format)
     for index, row in enumerate(file.rows.scan()):
@@ -228,20 +232,17 @@ def _look_at_reward(
             findings.scores[outcome] += 1
 
 
-def _identity(row: Row, prompt: Any, settings: DataConfig, supervised: bool) -> str:
+def _identity(row: Row, prompt: Prompt, settings: DataConfig, supervised: bool) -> str:
     """A prompt with its images: the same words about another picture are another prompt. So are
     those with another answer, where the answer is what is learnt."""
+    listed = row.get(settings.image_key)
     images = [
         image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
-        for image in _listed(row.get(settings.image_key))
+        for image in (listed if isinstance(listed, list) else ())
     ]
     answers = [row.get(name) for name in sorted(_ANSWERS) if supervised]
     text = json.dumps([prompt, images, answers], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
 
 
 def _lacks_truth(row: Row) -> bool:
@@ -252,7 +253,7 @@ def _lacks_truth(row: Row) -> bool:
     return reward.get("ground_truth") in (None, "") and not has_tests
 
 
-def _length(prompt: Any, tokenizer: Any, settings: DataConfig) -> int:
+def _length(prompt: Prompt, tokenizer: Tokenizer | None, settings: DataConfig) -> int:
     if tokenizer is not None:
         ids = render_prompt(
             prompt,

@@ -6,10 +6,12 @@ comparing some that differ in the text of one turn. Leaves out rows and files: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from hone.data.prompts import Message, PromptError, render_prompt
+from hone.data.prompts import Message, PromptError, Tools, render_prompt
+from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
 Encoded = tuple[list[int], list[int]]  # (input_ids, loss_mask), one length
 
@@ -19,9 +21,9 @@ STAND_INS = ("0", "1")
 
 def encode_conversation(
     messages: Sequence[Message],
-    tokenizer: Any,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer,
+    tools: Tools | None = None,
+    template_kwargs: Settings | None = None,
     ignore_mismatch: bool = False,
     max_tokens: int | None = None,
 ) -> Encoded:
@@ -86,9 +88,9 @@ class _Template:
     def __init__(
         self,
         messages: Sequence[Message],
-        tokenizer: Any,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any] | None,
+        tokenizer: Tokenizer,
+        tools: Tools | None,
+        template_kwargs: Settings | None,
         max_tokens: int | None,
     ) -> None:
         self._tokenizer = tokenizer

@@ -5,10 +5,12 @@ Leaves out caching and credentials: `datasets` has its own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.data.rows import DataError
 from hone.types import Row
+
+_T = TypeVar("_T")
 
 
 def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
@@ -21,7 +23,7 @@ def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
             " give --source_dir, a folder with its files"
         ) from error
     try:
-        loaded: Any = datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
+        loaded = datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{name} could not be read from the hub: {error}; give --source_dir, a folder with its"
@@ -35,7 +37,7 @@ def plain(row: Row) -> Row:
     return {name: _encoded(value) for name, value in row.items()}
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: _T) -> _T | Row | list[Any]:
     if isinstance(value, list):
         return [_encoded(item) for item in value]
     if hasattr(value, "save") and hasattr(value, "size"):

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any
 
 from hone.cores import usable_cores
 from hone.data.prompts import PromptError, is_far_too_long, tokenise
 from hone.text import flaw_of
+from hone.tokenizer import Tokenizer
 
 BATCH = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
@@ -23,7 +23,7 @@ Rendered = str | list[int]
 
 
 def token_counts(
-    prompts: Iterable[Callable[[], Rendered]], tokenizer: Any, max_tokens: int | None = None
+    prompts: Iterable[Callable[[], Rendered]], tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> Iterator[int | PromptError]:
     """For each prompt, in order, how many tokens it has, or why it cannot be rendered or tokenised.
 
@@ -52,7 +52,7 @@ def _tried(render: Callable[[], Rendered]) -> Rendered | PromptError:
 class _Counter:
     """Counts the tokens of batches, from any thread."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int | None) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         alone = len(tokenise(PROBE, tokenizer))  # settles the tokenizer's options at its first use
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -76,7 +76,7 @@ class _Counter:
         far = self._max_tokens is not None and is_far_too_long(prompt, self._max_tokens)
         return not far and flaw_of(prompt, allow_nul=True) is None
 
-    def _together(self, texts: Sequence[Any]) -> list[int]:
+    def _together(self, texts: Sequence[Rendered | PromptError]) -> list[int]:
         assert self._backend is not None
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [len(ids) for ids in encoded]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hone.data.rows import DataError
 from hone.plugins import PluginError, load_extern_object
 from hone.plugins import load_object as load_named
+from hone.types import Function
 
 
-def load_object(path: str, name: str | None, key: str) -> Any:
+def load_object(path: str, name: str | None, key: str) -> Function:
     """Object `name` of a file (`dir/file.py`) or a module (`pkg.mod` or `pkg://pkg.mod`).
 
     Without a name, the path ends with it: `dir/file.py:Class` or `pkg.mod:Class`.

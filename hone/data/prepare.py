@@ -19,7 +19,7 @@ from typing import Any
 
 from hone.data.preprocess.sources import Source
 from hone.data.rows import DataError, write_parquet
-from hone.types import Row
+from hone.types import Function, Row, Settings
 
 _ROOM = "hone.data.preprocess"
 
@@ -31,7 +31,7 @@ class Recipe:
     builder: str
     """`module:function` below hone.data.preprocess."""
     summary: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Settings = field(default_factory=dict)
     """Arguments that make this variant."""
     generator: str | None = None
     """Builder that needs no source, used when none is named."""
@@ -215,11 +215,11 @@ def _builder(recipe: Recipe, from_source: bool) -> Callable[..., dict[str, list[
     return found
 
 
-def _takes_source(builder: Callable[..., Any]) -> bool:
+def _takes_source(builder: Function) -> bool:
     return "source" in inspect.signature(builder).parameters
 
 
-def own_options(recipe: Recipe, builder: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def own_options(recipe: Recipe, builder: Function) -> dict[str, inspect.Parameter]:
     """The builder's keyword arguments that the recipe leaves open."""
     return {
         name: parameter

@@ -7,12 +7,19 @@ Leaves out images: a row keeps them, and a processor renders them with the model
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from hone.data.chat_template import BrokenTemplate, apply_template
 from hone.text import described, flaw_of, shown
+from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
-Message = dict[str, Any]
+Message: TypeAlias = dict[str, Any]
+"""One chat message: `role`, `content`, and what else a template knows."""
+Prompt: TypeAlias = str | Sequence[Message] | None
+"""What a row has for a prompt: text, or messages (or the typed parts of one)."""
+Tools: TypeAlias = Sequence[Settings]
+"""The schemas that a chat template shows to the model."""
 
 PROMPT_FORMATS = ("chat", "raw")
 TRUNCATIONS = ("left", "right", "middle", "error")
@@ -40,24 +47,27 @@ class PromptTooLong(PromptError):
     reason = "too long"
 
 
-def as_messages(raw_prompt: Any) -> list[Message]:
+def as_messages(raw_prompt: Prompt) -> list[Message]:
     """A string is one user turn; a list of typed parts is one user turn; messages stay."""
     if isinstance(raw_prompt, str):
         return [{"role": "user", "content": raw_prompt}]
-    if hasattr(raw_prompt, "tolist"):  # a column that has been through numpy
+    if raw_prompt is not None and hasattr(
+        raw_prompt, "tolist"
+    ):  # a column that has been through numpy
         raw_prompt = raw_prompt.tolist()
     if not isinstance(raw_prompt, Sequence) or not raw_prompt:
         raise PromptError(
             f"a prompt is a string or a non-empty list of messages, not {shown(raw_prompt)}"
         )
-    if not all(isinstance(part, Mapping) for part in raw_prompt):
+    parts = [part for part in raw_prompt if isinstance(part, Mapping)]
+    if len(parts) < len(raw_prompt):
         raise PromptError(f"every message of a prompt is an object, got {shown(raw_prompt)}")
-    if all("type" in part and part.get("role") is None for part in raw_prompt):
-        return [_as_message({"role": "user", "content": list(raw_prompt)})]
-    return [_as_message(part) for part in raw_prompt]
+    if all("type" in part and part.get("role") is None for part in parts):
+        return [_as_message({"role": "user", "content": parts})]
+    return [_as_message(part) for part in parts]
 
 
-def _as_message(part: Mapping[str, Any]) -> Message:
+def _as_message(part: Message) -> Message:
     message = without_nulls(part)
     if not isinstance(message.get("role"), str):
         raise PromptError(f"a message needs a 'role' (system, user, assistant…): {shown(part)}")
@@ -74,7 +84,7 @@ def _as_message(part: Mapping[str, Any]) -> Message:
     return message
 
 
-def _is_part(part: Any) -> bool:
+def _is_part(part: Message) -> bool:
     return (
         isinstance(part, Mapping)
         and isinstance(part.get("type", ""), str)
@@ -113,11 +123,11 @@ def without_nulls(value: Any) -> Any:
 
 
 def render_prompt(
-    raw_prompt: Any,
-    tokenizer: Any,
+    raw_prompt: Prompt,
+    tokenizer: Tokenizer,
     prompt_format: str = "chat",
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Tools | None = None,
+    template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt, ready for the model to continue.
@@ -130,11 +140,11 @@ def render_prompt(
 
 
 def prompt_text(
-    raw_prompt: Any,
-    tokenizer: Any,
+    raw_prompt: Prompt,
+    tokenizer: Tokenizer,
     prompt_format: str = "chat",
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Tools | None = None,
+    template_kwargs: Settings | None = None,
 ) -> str | list[int]:
     """The text of a prompt that is tokenised, or its ids where only the tokenizer can make these.
 
@@ -166,12 +176,12 @@ def prompt_text(
 
 def _rendered(
     messages: list[Message],
-    tokenizer: Any,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_kwargs: Mapping[str, Any] | None,
-) -> Any:
+    tokenizer: Tokenizer,
+    tools: Tools | None,
+    template_kwargs: Settings | None,
+) -> str | list[int]:
     """The template's text, or its ids where only the tokenizer can make these."""
-    options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
+    options = {"add_generation_prompt": True, **(template_kwargs or {})}
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
     is_own = not hasattr(tokenizer, "get_chat_template")  # such as that of mistral-common
@@ -186,7 +196,7 @@ def _rendered(
         ) from error
 
 
-def raw_text(raw_prompt: Any) -> str:
+def raw_text(raw_prompt: Prompt) -> str:
     """The text of a prompt rendered beforehand: a string, or the content of its only message."""
     if isinstance(raw_prompt, str):
         return raw_prompt
@@ -200,7 +210,7 @@ def raw_text(raw_prompt: Any) -> str:
     return content
 
 
-def tokenise(text: str, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
+def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
     """Token ids of a text, without special tokens; PromptTooLong as `render_prompt` says."""
     if flaw := flaw_of(text, allow_nul=True):
         raise PromptError(f"the text of the row {flaw}")
@@ -214,7 +224,7 @@ def is_far_too_long(text: str, max_tokens: int) -> bool:
     return len(text) > FAR_CHARACTERS * (max_tokens + 64)
 
 
-def _refuse_far_too_long(text: str, tokenizer: Any, max_tokens: int) -> None:
+def _refuse_far_too_long(text: str, tokenizer: Tokenizer, max_tokens: int) -> None:
     """Tokenise ever longer beginnings of a long text until one alone has twice what fits.
 
     Twice: a cut inside a word may give it more tokens than it has in the whole text.

@@ -13,13 +13,17 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hone.text import BadText, clean_text, described, flaw_of, read_json
-from hone.types import Row
+from hone.types import Function, JsonValue, Row
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TRAINING_KEYS = "data.train_files and data.val_files"
@@ -89,15 +93,14 @@ class _ArrowRows:
     Its values are known to be readable: `_readable_rows` has left the others out.
     """
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: pa.Table) -> None:
         self._table = table
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = self._table.slice(index, 1).to_pylist()[0]
-        return row
+        return dict(self._table.slice(index, 1).to_pylist()[0])
 
     def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
         present = self._table.column_names
@@ -160,11 +163,7 @@ def file_fingerprint(path: str) -> str:
 
 
 def _json_lines(lines: Iterable[str], path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
-    number = -1
-    for line in lines:
-        if not line.strip():
-            continue
-        number += 1
+    for number, line in enumerate(line for line in lines if line.strip()):
         try:
             row = read_json(line)
         except BadText as error:
@@ -173,10 +172,9 @@ def _json_lines(lines: Iterable[str], path: str, bad: BadRows) -> Iterator[tuple
             bad.report(reason, f"{path}, row {number}: {flaw or f'not JSON: {error}'}")
             continue
         # Only an escape, or a byte that was read by `surrogateescape`, can spoil the text.
-        if not line.isascii() or "\\u" in line:
-            yield from _sound(number, row, path, bad)
-        else:
-            yield from _object(number, row, path, bad)
+        may_be_spoilt = not line.isascii() or "\\u" in line
+        flaw = flaw_of(row, allow_nul=True) if may_be_spoilt else None
+        yield from _sound(number, row, flaw, path, bad)
 
 
 def _json_document(text: str, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
@@ -185,27 +183,23 @@ def _json_document(text: str, path: str, bad: BadRows) -> Iterator[tuple[int, Ro
         yield from _json_lines(text.split("\n"), path, bad)  # U+2028 may stand inside a string
         return
     for number, row in enumerate(read_json(text)):
-        yield from _sound(number, row, path, bad)
+        yield from _sound(number, row, flaw_of(row, allow_nul=True), path, bad)
 
 
-def _sound(number: int, row: Any, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
-    flaw = flaw_of(row, allow_nul=True)
+def _sound(
+    number: int, row: JsonValue, flaw: str | None, path: str, bad: BadRows
+) -> Iterator[tuple[int, Row]]:
     if flaw is not None:
         bad.report("hostile text", f"{path}, row {number}: {flaw}")
-    else:
-        yield from _object(number, row, path, bad)
-
-
-def _object(number: int, row: Any, path: str, bad: BadRows) -> Iterator[tuple[int, Row]]:
-    if isinstance(row, dict):
+    elif isinstance(row, dict):
         yield number, row
     else:
         kind = type(row).__name__
         bad.report("not an object", f"{path}, row {number}: a {kind}, not an object of columns")
 
 
-def _read_json(path: str, bad: BadRows) -> tuple[Rows, list[int]]:
-    opener: Any = gzip.open if path.endswith(".gz") else open
+def _read_json(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
+    opener: Function = gzip.open if path.endswith(".gz") else open
     name = path.removesuffix(".gz")
     # Bytes that are not UTF-8 become lone surrogates, so that only their row is refused. A mark of
     # the byte order, which some editors write, is left out.
@@ -226,11 +220,11 @@ def _read_parquet(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
     return _ArrowRows(table if len(numbers) == len(table) else table.take(numbers)), numbers
 
 
-def _readable_rows(table: Any, path: str, bad: BadRows) -> Sequence[int]:
+def _readable_rows(table: pa.Table, path: str, bad: BadRows) -> Sequence[int]:
     """Numbers of the rows that Python can hold: text is UTF-8, times are within its range."""
     import pyarrow as pa
 
-    if not any(map(_may_be_unreadable, table.schema.types)):
+    if not any(_holds(kind, pa.types.is_temporal) for kind in table.schema.types):
         try:
             table.validate(full=True)
             return range(table.num_rows)
@@ -247,15 +241,9 @@ def _readable_rows(table: Any, path: str, bad: BadRows) -> Sequence[int]:
     return readable
 
 
-def _may_be_unreadable(kind: Any) -> bool:
-    import pyarrow as pa
-
-    inner = [kind.field(i).type for i in range(kind.num_fields)]
-    return pa.types.is_temporal(kind) or any(map(_may_be_unreadable, inner))
-
-
-def _read(path: str, bad: BadRows) -> tuple[Rows, Sequence[int]]:
-    return _read_parquet(path, bad) if path.endswith(".parquet") else _read_json(path, bad)
+def _holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a type, or one inside it, passes the test."""
+    return test(kind) or any(_holds(kind.field(i).type, test) for i in range(kind.num_fields))
 
 
 def read_file(
@@ -271,8 +259,9 @@ def read_file(
         what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
         raise DataError(f"data file {path} {what}; check {keys}")
     bad_before = bad.total
+    read = _read_parquet if path.endswith(".parquet") else _read_json
     try:
-        rows, numbers = _read(path, bad)
+        rows, numbers = read(path, bad)
     except (pa.ArrowException, BadText, OSError, EOFError, zlib.error, MemoryError) as error:
         bad.report("unreadable file", f"{path}: cannot be read: {described(error)}")
         return None
@@ -288,9 +277,7 @@ class RowStore:
 
     def __init__(self, files: Sequence[FileRows]) -> None:
         self.files = list(files)
-        self._starts = [0]
-        for file in self.files:
-            self._starts.append(self._starts[-1] + len(file.rows))
+        self._starts = [0, *accumulate(len(file.rows) for file in self.files)]
         self._names = _distinct_names(self.files)
 
     def __len__(self) -> int:
@@ -355,7 +342,7 @@ def read_rows(
     return RowStore(read)
 
 
-def _in_memory(rows: Sequence[Any]) -> RowStore:
+def _in_memory(rows: Sequence[Row]) -> RowStore:
     """Rows that a program made; their content names them, as a file's does."""
     content = json.dumps(rows, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
     fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -363,20 +350,19 @@ def _in_memory(rows: Sequence[Any]) -> RowStore:
     return RowStore([FileRows("rows in memory", plain, range(len(plain)), fingerprint)])
 
 
-def as_table(rows: Sequence[Row]) -> Any:
+def as_table(rows: Sequence[Row]) -> pa.Table:
     """The rows as an Arrow table that parquet can hold; a column that has no one type is named.
 
     Parquet knows no struct without fields: where a column has only `{}` in a place, it gets null there.
     """
     import pyarrow as pa
 
-    names = dict.fromkeys(name for row in rows for name in row)  # not only the first row's
     columns = {}
-    for name in names:
+    for name in dict.fromkeys(name for row in rows for name in row):  # not only the first row's
         values = [row.get(name) for row in rows]
         try:
             array = pa.array(values)
-            if _has_empty_struct(array.type):
+            if _holds(array.type, lambda kind: pa.types.is_struct(kind) and not kind.num_fields):
                 array = pa.array([_without_empty_structs(value) for value in values])
         except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
             raise DataError(
@@ -386,14 +372,7 @@ def as_table(rows: Sequence[Row]) -> Any:
     return pa.table(columns)
 
 
-def _has_empty_struct(kind: Any) -> bool:
-    import pyarrow as pa
-
-    inner = [kind.field(i).type for i in range(kind.num_fields)]
-    return (pa.types.is_struct(kind) and not inner) or any(map(_has_empty_struct, inner))
-
-
-def _without_empty_structs(value: Any) -> Any:
+def _without_empty_structs(value: JsonValue) -> JsonValue:
     if isinstance(value, dict):
         return {name: _without_empty_structs(inner) for name, inner in value.items()} or None
     if isinstance(value, list):

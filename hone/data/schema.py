@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hone.data.prompts import PromptError, as_messages, raw_text, refuse_unknown_roles
 from hone.text import clean_text, flaw_of
+from hone.types import JsonValue, Row
 
 NAMES = ("data_source", "agent_name")
 OBJECTS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
@@ -30,7 +30,7 @@ class Problem:
         return self.message
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: JsonValue) -> str:
     """The JSON kind of a value: schemas may differ in numbers' types, not in kind."""
     if value is None:
         return "null"
@@ -53,7 +53,7 @@ class SchemaCheck:
         self.prompt_format = prompt_format
         self._kinds: dict[str, str] = {}
 
-    def problem(self, row: Mapping[str, Any]) -> Problem | None:
+    def problem(self, row: Row) -> Problem | None:
         """What is wrong with the row, or None."""
         return (
             text_problem(row, (self.prompt_key, *NAMES))
@@ -62,7 +62,7 @@ class SchemaCheck:
             or self._kind_problem(row)
         )
 
-    def _prompt_problem(self, row: Mapping[str, Any]) -> Problem | None:
+    def _prompt_problem(self, row: Row) -> Problem | None:
         prompt = row.get(self.prompt_key)
         if prompt is None or (isinstance(prompt, (str, list)) and not prompt):
             return Problem(
@@ -82,7 +82,7 @@ class SchemaCheck:
             return Problem("unknown role", str(error))
         return None
 
-    def _type_problem(self, row: Mapping[str, Any]) -> Problem | None:
+    def _type_problem(self, row: Row) -> Problem | None:
         for name in OBJECTS:
             kind = kind_of(row.get(name))
             if kind not in ("object", "null"):
@@ -93,7 +93,7 @@ class SchemaCheck:
                 return Problem("wrong type", f"column {name!r} is text, got {kind}")
         return _arguments_problem(row)
 
-    def _kind_problem(self, row: Mapping[str, Any]) -> Problem | None:
+    def _kind_problem(self, row: Row) -> Problem | None:
         ground_truth = (row.get("reward_model") or {}).get("ground_truth")
         values = {
             f"column {self.prompt_key!r}": row[self.prompt_key],
@@ -109,7 +109,7 @@ class SchemaCheck:
         return None
 
 
-def text_problem(row: Mapping[str, Any], plain: Collection[str]) -> Problem | None:
+def text_problem(row: Row, plain: Collection[str]) -> Problem | None:
     """Text that is no Unicode or is nested too deeply; in the `plain` columns NUL is refused too."""
     for name, value in row.items():
         if flaw := flaw_of(value, allow_nul=name not in plain):
@@ -117,7 +117,7 @@ def text_problem(row: Mapping[str, Any], plain: Collection[str]) -> Problem | No
     return None
 
 
-def _arguments_problem(row: Mapping[str, Any]) -> Problem | None:
+def _arguments_problem(row: Row) -> Problem | None:
     """Arguments of tools and interactions, at the top of the row or in extra_info."""
     extra_info = row.get("extra_info") or {}
     for place, fields in (("", row), ("extra_info.", extra_info)):

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 from hone.config.sft import SFTDataConfig
 from hone.data.conversation import Encoded, encode_conversation
 from hone.data.prompts import (
+    Prompt,
     PromptError,
+    Tools,
     as_messages,
     refuse_unknown_roles,
     render_prompt,
@@ -25,10 +27,11 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.rows import BadRows, DataError, read_rows
+from hone.data.rows import BadRows, DataError, RowStore, read_rows
 from hone.data.schema import text_problem
 from hone.text import BadText, flaw_of, read_json, shown
-from hone.types import Row
+from hone.tokenizer import Tokenizer
+from hone.types import Row, Settings
 
 THREADS = 4
 """Tokenizers let go of Python's lock, so that threads share their work."""
@@ -46,11 +49,11 @@ class Unlearnable(PromptError):
 
 
 def encode_single_turn(
-    prompt: Any,
+    prompt: Prompt,
     response: str,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt_format: str,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> Encoded:
     """A prompt as rollout renders it, then the response and the end token, both learnt."""
@@ -83,7 +86,7 @@ class SFTDataset:
     def __init__(
         self,
         parquet_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         config: SFTDataConfig,
         max_samples: int = -1,
         *,
@@ -92,11 +95,12 @@ class SFTDataset:
         self.tokenizer = tokenizer
         self.config = config
         self.bad_rows = BadRows(config.on_bad_row)
-        self._rows: Any = rows
-        if rows is None:
-            if parquet_files is None:
-                raise DataError("no data files were named; set data.train_files")
+        if rows is not None:
+            self._rows: Sequence[Row] | RowStore = rows
+        elif parquet_files is not None:
             self._rows = read_rows(parquet_files, self.bad_rows)
+        else:
+            raise DataError("no data files were named; set data.train_files")
         self.template_kwargs = dict(config.apply_chat_template_kwargs)
         if config.chat_template is not None:
             self.template_kwargs["chat_template"] = config.chat_template
@@ -275,7 +279,7 @@ class MultiTurnSFTDataset(SFTDataset):
             return str(error)
         return None
 
-    def _tools(self, row: Row) -> list[Any] | None:
+    def _tools(self, row: Row) -> Tools | None:
         """The row's tool schemas: a list of objects, or JSON text of one."""
         key = self.config.multiturn.tools_key
         tools: Any = row.get(key)
@@ -287,7 +291,9 @@ class MultiTurnSFTDataset(SFTDataset):
             if flaw := flaw_of(tools):
                 raise PromptError(f"column {key!r} {flaw}")
         else:
-            tools = without_nulls(tools.tolist() if hasattr(tools, "tolist") else tools)
+            tools = without_nulls(
+                tools if tools is None or isinstance(tools, list) else tools.tolist()
+            )
         if tools is None:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -308,7 +314,7 @@ def looked_up(row: Row, key: str, dict_keys: Sequence[str] | None, setting: str)
         raise PromptError(
             f"column {key!r} ({setting}) is missing or empty; the row has {', '.join(map(str, row))}"
         )
-    value: Any = row[key]
+    value = row[key]
     for name in dict_keys or ():
         if not isinstance(value, Mapping) or value.get(name) is None:
             inside = ", ".join(map(str, value)) if isinstance(value, Mapping) else shown(value)

@@ -11,16 +11,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.check import Findings, recognised
-from hone.data.prompts import PromptError, as_messages, render_prompt
+from hone.data.prompts import Message, PromptError, Tools, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, FileRows, read_file
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 from hone.text import shown
-from hone.types import Row
+from hone.tokenizer import Tokenizer
+from hone.types import JsonValue, Row
 
 DEFAULT_ROWS = "0-2"
 KEYS = "the file name"
@@ -47,9 +47,9 @@ def show_file(
     path: str | os.PathLike[str],
     *,
     rows: str | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     config: DataConfig | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools | None = None,
 ) -> str:
     """The chosen rows of a file, a block each; `tools` are schemas that the chat template shows."""
     file = read_file(path, BadRows("raise", skip_key=None), KEYS)
@@ -67,8 +67,8 @@ class _View:
         file: FileRows,
         findings: Findings,
         settings: DataConfig,
-        tokenizer: Any,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tokenizer: Tokenizer | None,
+        tools: Tools | None,
     ) -> None:
         self.file, self.findings, self.settings = file, findings, settings
         self.tokenizer, self.tools = tokenizer, tools
@@ -137,7 +137,7 @@ class _View:
                 yield f"{name}: {shown_value(value)}"
 
 
-def _messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _messages(messages: Sequence[Message]) -> Iterator[str]:
     for message in messages:
         content = message["content"]
         text = content if isinstance(content, str) else shown_value(content)
@@ -149,7 +149,7 @@ def _indented(text: str, margin: str = "  | ") -> str:
     return "\n".join(f"{margin}{line}" for line in text.split("\n"))
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: JsonValue) -> str:
     """A value in one line: text as it is, anything else as JSON, shortened."""
     if isinstance(value, str):
         text = value.replace("\n", "\\n")

@@ -23,6 +23,8 @@ def render(template: str, variables: dict[str, Any]) -> str:
     """The text, by an environment like the one that `transformers` renders with."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
@@ -30,9 +32,9 @@ def render(template: str, variables: dict[str, Any]) -> str:
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> list[Node]:
             next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)

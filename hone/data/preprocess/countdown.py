@@ -7,9 +7,8 @@ Leaves out scoring: hone.rewards.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from hone.data.preprocess.sources import Source, Upstream
 from hone.data.rows import DataError
@@ -186,9 +185,7 @@ def rows_of_problems(
     ]
 
 
-def rows_of_records(
-    records: Iterable[Mapping[str, Any]], *, template: str, split: str
-) -> list[Row]:
+def rows_of_records(records: Iterable[Row], *, template: str, split: str) -> list[Row]:
     """Rows of upstream's records (`nums`, `target`, perhaps a worked `solution`)."""
     return [
         countdown_row(

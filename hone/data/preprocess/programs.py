@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import json
-from typing import Any
 
 from hone.data.preprocess.sources import Source, Upstream
-from hone.types import Row
+from hone.types import JsonValue, Row
 
 ASK = "Write the whole solution in one Python code block (```python)."
 # Where the scorer puts the model's program, in a test that needs text before it.
@@ -38,7 +37,12 @@ TACO = Upstream(("taco",), {"test": ("test", "test_512")}, "likaixin/TACO-verifi
 
 
 def _row(
-    data_source: str, prompt: str, tests: Any, split: str, index: int, task_id: object = None
+    data_source: str,
+    prompt: str,
+    tests: JsonValue | dict[str, str],
+    split: str,
+    index: int,
+    task_id: JsonValue = None,
 ) -> Row:
     info: Row = {"split": split, "index": index}
     if task_id is not None:
