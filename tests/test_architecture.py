@@ -40,7 +40,7 @@ LEVELS = {
     "event_loop": 0,  # user code in an event loop: scorers, agent loops
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
     "tokenizer": 0,
-    "types": 0,  # names for values whose type only the user knows
+    "types": -1,  # names for values whose type only the user knows: every room may use them
     "text": 0,  # text from outside: cleaned wherever it enters
 }
 LAZY_ROOTS = {"__init__", "compat"}  # may name any room, but only once a name is asked for
