@@ -18,6 +18,7 @@ def off(pattern: str, why: str) -> Rule:
 
 ABSENT_RULES: tuple[Rule, ...] = (
     neutral("**._target_", "the schema decides the class of a block"),
+    neutral("model_engine", "the strategy of each role says which engine trains it"),
     neutral("hydra.searchpath", "the trees are built in; only the config's own folder is searched"),
     neutral("hydra.**", "Hydra parses the command line here, it writes no folder of its own"),
     off("**.megatron.**", MEGATRON),

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.absent import absent_rule
-from hone.config.compose import Composed, Further, compose, compose_settings, config_to_dict
+from hone.config.compose import (
+    Composed,
+    Further,
+    abbreviates,
+    compose,
+    compose_settings,
+    config_to_dict,
+    get,
+)
 from hone.config.convert import show_value
 from hone.config.describe import (
     KeyInfo,
@@ -25,7 +33,7 @@ from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import walk_fields
 from hone.config.sources import Setting, read_config
 from hone.config.states import Accepts, Rule
-from hone.config.trees import TREES, Tree
+from hone.config.trees import BUILT_IN, TREES, Tree
 
 _TREE_NAMES = "\0"
 """Where a text names the trees it is true of."""
@@ -51,11 +59,25 @@ def show(
         schema=schema,
         further=further,
     )
+    return with_origins(composed, only_set)
+
+
+def with_origins(composed: Composed, only_set: bool = False) -> str:
+    """A configuration as YAML, each value with its origin, the notes at the end."""
     lines = list(_tree_lines(composed, only_set))
     if composed.notes:
         lines += ["", "# set, but without effect here:"]
         lines += [f"#   {note}" for note in composed.notes]
     return "\n".join(lines) + "\n"
+
+
+def as_yaml(composed: Composed, block: str = "") -> str:
+    """A configuration, or a block of it, as plain YAML that composes to the same again."""
+    import yaml  # type: ignore[import-untyped]
+
+    tree = config_to_dict(get(composed.config, block) if block else composed.config)
+    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return f"# @package {block}\n{text}" if block else text
 
 
 def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
@@ -131,20 +153,13 @@ def _near(key: str, trees: Sequence[Tree], where: str) -> str:
             "\n".join([f"{len(same)} keys end in '{key}'{where}:", *(f"  {k}" for k in same)])
             + "\n"
         )
-    fitting = [k for k in every if _abbreviates(key, k)]
+    fitting = [k for k in every if abbreviates(key, k)]
     if len(fitting) > 1:
         raise ConfigError(
             f"there is no key '{key}'{where}. Did you mean one of {', '.join(fitting)}?"
         )
     suggestion = fitting[0] if fitting else nearest(key, every)
     raise ConfigError(f"there is no key '{key}'{where}.{did_you_mean(suggestion)}")
-
-
-def _abbreviates(short: str, key: str) -> bool:
-    """`actor.lr` for `actor_rollout_ref.actor.optim.lr`: the same last word, the others on the way."""
-    *wanted, last = short.split(".")
-    *way, end = key.split(".")
-    return last == end and set(wanted) <= set(way)
 
 
 def _renamed_block(key: str, names: Mapping[str, str]) -> str | None:
@@ -198,7 +213,7 @@ def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
     if file.suffix not in (".yaml", ".yml"):
         return 1, f"{file} is no YAML file\n"
     try:
-        schema, settings = read_config(file.stem, file.parent, tuple(TREES))
+        schema, settings = read_config(file.stem, [file.parent], [], BUILT_IN)
         if not file.is_file():
             return 1, f"there is no file {file}\n"
         tree = TREES[schema] if schema in TREES else _likely_tree(settings)

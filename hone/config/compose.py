@@ -8,25 +8,37 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from hone.config.absent import absent_rule
-from hone.config.convert import build, show_value, to_plain
+from hone.config.convert import (
+    build,
+    build_anyway,
+    show_value,
+    takes_null,
+    to_plain,
+    told_misfits,
+)
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
 from hone.config.keys import block_type, hints, walk_fields
-from hone.config.references import resolve, value_in
+from hone.config.references import look_up, rename_references, resolve, value_in
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
-from hone.config.sources import COMMAND_LINE, Setting, parse_overrides, read_config
+from hone.config.sources import COMMAND_LINE, GROUPS, Setting, flatten, read_config
 from hone.config.states import Rule, rule_of
-from hone.config.trees import OTHER_NAMES, TREES, Tree
+from hone.config.trees import BUILT_IN, TREES, Tree
+from hone.types import JsonObject
 
 T = TypeVar("T")
+
+_SUGGESTED = re.compile(r"Did you mean '([^']+)'")
+_MOST_SUGGESTED = 4
 
 Further = Callable[[Any, dict[str, str]], tuple[list[str], list[str]]]
 """From a tree and the keys that were set to problems and notes."""
@@ -51,50 +63,37 @@ def compose(
     *,
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
+    config_dir: str | Path | None = None,
     schema: str | None = None,
     starting: Callable[[dict[str, Any]], list[Setting]] | None = None,
     further: Further | None = None,
 ) -> Composed:
     """Resolve a configuration and remember where each value came from.
 
-    `starting` gives values for keys that were not set, from those that were, by dotted key. `further`
-    are checks of what the tree asks for beyond its values: which columns an algorithm reads.
+    `config_path` and `config_dir` are folders of the user's own YAML files. `starting` gives values for
+    keys that were not set, from those that were, by dotted key. `further` are checks of what the tree
+    asks for beyond its values: which columns an algorithm reads.
     """
-    found, settings = _from_files(OTHER_NAMES.get(config_name, config_name), config_path)
-    tree = TREES[schema or found or "ppo_trainer"]
-    settings = [*settings, *parse_overrides(overrides)]
+    name = config_name.removesuffix(".yaml").removesuffix(".yml")
+    folders = [folder for folder in (config_path, config_dir) if folder]
+    named, settings = read_config(name, folders, overrides, BUILT_IN)
+    tree = TREES[schema or named or "ppo_trainer"]
     if starting is not None:
         given = {s.key: s.value for s in tree.translate(settings, [])}
         settings = [*starting(given), *settings]
     return compose_settings(tree, settings, further)
 
 
-def _from_files(
-    config_name: str, config_path: str | Path | None
-) -> tuple[str | None, list[Setting]]:
-    if config_path is not None:
-        return read_config(config_name, config_path, tuple(TREES))
-    if config_name in TREES:
-        return config_name, []
-    if "megatron" in config_name:
-        raise ConfigError(f"config '{config_name}': megatron is not built; use ppo_trainer")
-    raise ConfigError(
-        f"there is no built-in config '{config_name}'."
-        f"{did_you_mean(nearest(config_name, TREES))} "
-        "A config of your own needs --config-path, the folder that holds it"
-    )
-
-
 def compose_settings(
     schema: Tree, settings: Sequence[Setting], further: Further | None = None
 ) -> Composed:
-    """Apply settings to the schema's defaults and check the result."""
+    """Apply settings to the schema's defaults and check the result; all defects are reported at once."""
     root = schema.root
     tree = copy.deepcopy(to_plain(root()))
     origins: dict[str, str] = {}
     problems: list[str] = []
     notes: list[str] = []
-    for setting in schema.translate(settings, problems):
+    for setting in _settled(schema, schema.translate(settings, problems), tree):
         rule = absent_rule(setting.key) if _owner(root, setting.key) is None else None
         if rule is not None:
             answer = _answer(setting.key, setting.value, None, rule, setting.origin)
@@ -105,9 +104,27 @@ def compose_settings(
             problems.append(problem)
         else:
             origins[setting.key] = setting.origin
+    try:
+        config: Any
+        config, misfits = build_anyway(root, resolve(tree), origins)
+    except ConfigError as error:  # a reference that leads nowhere
+        raise ConfigError([*problems, *error.problems]) from None
+    problems += told_misfits(misfits, origins) if misfits else []
+    for key in misfits:
+        config = replace(config, key, default_values(root)[key])
+    more, more_notes = _checked(config, schema, origins, further)
+    problems += [text for text in more if not _follows_from(text, misfits, problems)]
     if problems:
-        raise ConfigError(problems)
-    config: Any = build(root, resolve(tree), origins)
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return Composed(config, origins, tuple(dict.fromkeys([*notes, *more_notes])))
+
+
+def _checked(
+    config: Any, schema: Tree, origins: dict[str, str], further: Further | None
+) -> tuple[list[str], list[str]]:
+    """Problems and notes of a tree whose values all have their types."""
+    problems: list[str] = []
+    notes: list[str] = []
     asked = {key: origins[key] for key in _asked_for(config, origins)}
     _answer_states(config, schema, asked, problems, notes)
     problems.extend(schema.find_problems(config, origins))
@@ -116,9 +133,49 @@ def compose_settings(
         more_problems, more_notes = further(config, asked)
         problems.extend(more_problems)
         notes.extend(more_notes)
-    if problems:
-        raise ConfigError(problems)
-    return Composed(config, origins, tuple(dict.fromkeys(notes)))
+    return problems, notes
+
+
+def _follows_from(text: str, misfits: Iterable[str], problems: Sequence[str]) -> bool:
+    """Whether a problem may only be there because another left a key at its default."""
+    suggested = (word for told in problems for word in _SUGGESTED.findall(told))
+    return any(f"{key}=" in text for key in (*misfits, *suggested))
+
+
+def _settled(schema: Tree, settings: Sequence[Setting], defaults: JsonObject) -> Iterator[Setting]:
+    """The settings that give a value. References get the names that keys have here, and those to a
+    whole block are replaced by what they name. Null in a file is no value where a key takes none."""
+
+    def renamed(key: str) -> str:
+        moved = schema.translate([Setting(key, None, "")], [])
+        return moved[0].key if len(moved) == 1 else key
+
+    settings = [dataclasses.replace(s, value=rename_references(s.value, renamed)) for s in settings]
+    types = {key: hints(cls)[key.rpartition(".")[2]] for key, cls, *_ in walk_fields(schema.root)}
+    for setting in settings:
+        owner, value = _owner(schema.root, setting.key), setting.value
+        from_file = not setting.origin.startswith(COMMAND_LINE)
+        if value is None and from_file and owner in types and not takes_null(types[owner]):
+            continue
+        if isinstance(value, str) and value.startswith("${") and owner not in types:
+            # A key that is not declared takes what was written; defaults ask for nothing.
+            tree = _nested(settings, {} if owner is None else defaults)
+            yield from flatten(look_up(value, tree), setting.key, setting.origin)
+        else:
+            yield setting
+
+
+def _nested(settings: Sequence[Setting], defaults: JsonObject) -> JsonObject:
+    """The defaults with every setting written into them, declared or not."""
+    tree = copy.deepcopy(defaults)
+    for setting in settings:
+        node = tree
+        *way, last = setting.key.split(".")
+        for name in way:
+            inner = node.get(name)
+            node[name] = node = inner if isinstance(inner, dict) else {}
+        node[last] = setting.value
+    return tree
 
 
 @functools.cache
@@ -195,7 +252,8 @@ def _apply(tree: dict[str, Any], root: type, setting: Setting) -> str | None:
         node, cls = node[name], inner
     if setting.value is None or setting.value == {}:
         return None
-    return f"{setting.key} is a block of keys; set the keys inside it ({setting.origin})"
+    choices = f"choose {', '.join(GROUPS[walked])}, or " if walked in GROUPS else ""
+    return f"{setting.key} is a block of keys; {choices}set the keys inside it ({setting.origin})"
 
 
 def _set_leaf(
@@ -221,15 +279,37 @@ def _set_leaf(
 
 
 def unknown_key(root: type, cls: type, walked: str, name: str, setting: Setting) -> str:
-    """The sentence for a key that does not exist: nearest sibling, else the same leaf elsewhere."""
-    sibling = nearest(name, hints(cls))
-    if sibling is None:
-        leaf = setting.key.split(".")[-1]
-        every = [key for key, *_ in walk_fields(root)]
-        same = [key for key in every if key.split(".")[-1] == leaf]
-        sibling = min(same, key=len) if same else nearest(setting.key, every)
-    owner = walked or "the config"
-    return f"{owner} has no key '{name}'.{did_you_mean(sibling)} ({setting.origin})"
+    """The sentence for a key that does not exist, with the key that was meant where one fits."""
+    is_last = setting.key.rpartition(".")[2] == name
+    sibling = nearest(name, hints(cls), cutoff=0.6 if is_last else 0.75)
+    meant = [sibling] if sibling else keys_meant(root, setting.key, is_last)
+    suggestion = f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+    return f"{walked or 'the config'} has no key '{name}'.{suggestion} ({setting.origin})"
+
+
+def keys_meant(root: type, key: str, is_last: bool = True) -> list[str]:
+    """The keys that a short form stands for, else those of that name in the same block, or the only
+    one anywhere: a suggestion must not set another model's key."""
+    every = [known for known, *_ in walk_fields(root)]
+    top, name = key.split(".")[0], key.split(".")[-1]
+    meant = [known for known in every if known.endswith(f".{key}")]
+    meant = meant or [known for known in every if abbreviates(key, known)]
+    if not meant and top not in hints(root):  # a short form with its last word misspelt
+        way = key.removesuffix(name)
+        last = {end for known in every if abbreviates(way + (end := known.split(".")[-1]), known)}
+        meant = [known for known in every if abbreviates(f"{way}{nearest(name, last)}", known)]
+    elif not meant and is_last:
+        same = [known for known in every if known.rpartition(".")[2] == name]
+        inside = [known for known in same if known.startswith(f"{top}.")]
+        meant = inside or (same if len(same) == 1 else [])
+    return meant if len(meant) <= _MOST_SUGGESTED else []
+
+
+def abbreviates(short: str, key: str) -> bool:
+    """`actor.lr` for `actor_rollout_ref.actor.optim.lr`: the same last word, the others on the way."""
+    *wanted, last = short.split(".")
+    *way, end = key.split(".")
+    return last == end and set(wanted) <= set(way)
 
 
 @overload

@@ -150,16 +150,33 @@ def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
 
 
 def build(cls: type[T], tree: Mapping[str, Any], origins: Mapping[str, str]) -> T:
-    """The frozen dataclass tree for `tree`, whose keys are all known; every misfit is reported.
-
-    A key that only follows a misfit is not reported beside it.
-    """
-    problems: dict[str, str] = {}
-    result: T = _build(cls, tree, "", origins, problems)
-    written = [problem for key, problem in problems.items() if key in origins]
-    if problems:
-        raise ConfigError(written or list(problems.values()))
+    """The frozen dataclass tree for `tree`, whose keys are all known; every misfit is reported."""
+    result, misfits = build_anyway(cls, tree, origins)
+    if misfits:
+        raise ConfigError(told_misfits(misfits, origins))
     return result
+
+
+def build_anyway(
+    cls: type[T], tree: Mapping[str, Any], origins: Mapping[str, str]
+) -> tuple[T, dict[str, str]]:
+    """The dataclass tree with what does not fit left as it is, and a sentence per such key."""
+    misfits: dict[str, str] = {}
+    result: T = _build(cls, tree, "", origins, misfits)
+    return result, misfits
+
+
+def told_misfits(misfits: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
+    """The sentences to report: a key that only follows a misfit is not reported beside it."""
+    return [text for key, text in misfits.items() if key in origins] or list(misfits.values())
+
+
+def takes_null(annotation: Any) -> bool:
+    """Whether null is a value of the annotation."""
+    try:
+        return fit(None, annotation) is None
+    except _NoFit:
+        return False
 
 
 def _build(

@@ -6,12 +6,16 @@ The schema's references are plain and there are dozens; taking them by hand make
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hone.config.errors import ConfigError
+from hone.types import JsonValue
 
 _PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _LEAST = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+_REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
+_HERE = "the reference itself"
 _DEEPEST = 20
 """References to references; a longer chain is a circle."""
 
@@ -74,13 +78,43 @@ def _look_up(key: str, tree: dict[str, Any], depth: int) -> Any:
     return _value(node, tree, depth + 1)
 
 
-def _by_omegaconf(tree: dict[str, Any]) -> dict[str, Any]:
-    from hydra.core.utils import setup_globals
+def rename_references(value: JsonValue, rename: Callable[[str], str]) -> JsonValue:
+    """The value with the keys inside its references under their new names."""
+    if isinstance(value, list):
+        return [rename_references(item, rename) for item in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    return _REFERENCE.sub(lambda match: match[1] + rename(match[2]), value)
+
+
+def look_up(text: str, tree: Mapping[str, JsonValue]) -> JsonValue:
+    """What a value that is one reference stands for, a block too; None where it names nothing."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    _add_resolvers()
+    config = OmegaConf.create({**tree, _HERE: text})
+    try:
+        value = config[_HERE]
+    except OmegaConfBaseException:
+        return None
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return {str(k): v for k, v in plain.items()} if isinstance(plain, dict) else plain
+
+
+def _add_resolvers() -> None:
+    from hydra.core.utils import setup_globals
+    from omegaconf import OmegaConf
+
     setup_globals()  # Hydra's own resolvers, such as `now`
     OmegaConf.register_new_resolver("least", lambda *numbers: min(numbers), replace=True)
+
+
+def _by_omegaconf(tree: dict[str, Any]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _add_resolvers()
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:

@@ -1,37 +1,74 @@
 """What the user wrote, as settings with an origin: command-line overrides and YAML files.
 
-Hydra parses the overrides and orders the files of a defaults list; the schema is not known here.
+Hydra parses the overrides and orders the files of a defaults list; verl's trees and groups are known to it
+by name alone, because their contents are the schema's defaults.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.types import JsonObject, JsonValue
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 COMMAND_LINE = "command line"
+MISSING = "???"
+"""OmegaConf's mark of a value that must be given; the schema's default stands in for it."""
 
-# Groups of the family's own defaults lists. Their contents are the schema's defaults here.
-FAMILY_GROUPS = {
-    "actor": ("actor", "dp_actor"),
+_ENGINES = ("dp", "megatron", "torchtitan", "veomni")
+GROUPS: dict[str, tuple[str, ...]] = {
+    **{role: (role, *(f"{e}_{role}" for e in _ENGINES)) for role in ("actor", "critic", "ref")},
+    **dict.fromkeys(("engine", "optim"), ("fsdp", "automodel", *_ENGINES[1:])),
+    **{name: (name,) for name in ("distillation", "npu_profile", "profiler", "reward", "rollout")},
+    **{name: (name,) for name in ("reward_manager", "transfer_queue")},
     "algorithm": ("rollout_correction",),
-    "critic": ("critic", "dp_critic"),
     "data": ("legacy_data",),
-    "engine": ("fsdp",),
     "model": ("hf_model",),
-    "optim": ("fsdp",),
-    "profiler": ("profiler",),
-    "ref": ("ref", "dp_ref"),
-    "reward_manager": ("reward_manager",),
-    "reward_model": ("dp_reward_loop", "dp_reward_model", "reward_model"),
-    "rollout": ("rollout",),
-    "npu_profile": ("npu_profile",),
+    "model_engine": _ENGINES,
+    "reward_model": (
+        "reward_model",
+        *(f"{e}_reward_{kind}" for e in _ENGINES for kind in ("model", "loop")),
+    ),
 }
-FAMILY_FILES = ("reward_manager", "_generated_ppo_trainer")
+_FILES = ("reward_manager", "legacy_reward_impl")
+_DEFAULTS_LISTS: dict[str, dict[str, str]] = {
+    "ppo_trainer": {
+        "model_engine": "dp",
+        "actor@actor_rollout_ref.actor": "${model_engine}_actor",
+        "data@data": "legacy_data",
+        "ref@actor_rollout_ref.ref": "${model_engine}_ref",
+        "rollout@actor_rollout_ref.rollout": "rollout",
+        "model@actor_rollout_ref.model": "hf_model",
+        "critic@critic": "${model_engine}_critic",
+        "reward_model@reward_model": "${model_engine}_reward_loop",
+    },
+    "sft_trainer": {
+        "model@model": "hf_model",
+        "engine@engine": "fsdp",
+        "optim@optim": "fsdp",
+    },
+}
+"""verl's groups, their choices, and what its own defaults lists choose."""
+_STARTS = re.compile(r"[~+-]|[^=]+=")
+"""How an argument begins that is no value of the one before it."""
+_ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtitan|veomni)")
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A config of verl's by name: its tree here, and the values in which it differs from that."""
+
+    tree: str
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,59 +76,68 @@ class Setting:
     """One dotted key that someone set."""
 
     key: str
-    value: Any
+    value: JsonValue
     origin: str
     delete: bool = False
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
     """Settings of `key=value`, `+key=value`, `++key=value` and `~key` arguments."""
+    settings: list[Setting] = []
+    for text, after in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
+        parsed = parse_override(text, after)
+        if parsed.is_sweep_override():
+            raise ConfigError(
+                f"{text!r} names several values for one key; write a list as key=[a,b], or add -m "
+                f"to run once per value ({COMMAND_LINE})"
+            )
+        key = str(parsed.key_or_group)
+        if parsed.is_delete():
+            settings.append(Setting(key, None, COMMAND_LINE, delete=True))
+        else:
+            settings.extend(flatten(parsed.value(), key, COMMAND_LINE))
+    return settings
+
+
+def parse_override(text: str, after: str = "") -> Override:
+    """One override as Hydra reads it; `after` is the argument behind it, for the error's advice.
+
+    A plain value that Hydra's grammar stumbles over (`~/models/x`) is a string.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    settings: list[Setting] = []
-    for text in overrides:
-        try:
-            parsed = _parse(parser, text)
-        except HydraException as error:
-            raise ConfigError(
-                f"cannot read the argument {text!r}; write key=value, with quotes around values "
-                f"that hold spaces, commas or brackets ({str(error).splitlines()[0]})"
-            ) from None
-        if not parsed.key_or_group:
-            raise ConfigError(f"cannot read the argument {text!r}; write key=value")
-        if parsed.is_sweep_override():
-            raise ConfigError(
-                f"{text!r} names several values for one key; write a list as key=[a,b] ({COMMAND_LINE})"
-            )
-        value = None if parsed.is_delete() else parsed.value()
-        if parsed.is_delete():
-            settings.append(Setting(parsed.key_or_group, None, COMMAND_LINE, delete=True))
-        else:
-            settings.extend(flatten(value, parsed.key_or_group, COMMAND_LINE))
-    return settings
-
-
-def _parse(parser: Any, text: str) -> Any:
-    """One override; a plain value that Hydra's grammar stumbles over (`~/models/x`) is a string."""
-    from hydra.errors import HydraException
-
+    key, equals, value = text.partition("=")
+    after = after.strip()
+    spaced = after.startswith("=") or (equals and after and not _STARTS.match(after))
+    if (key and not value and spaced) or key != key.strip():
+        raise ConfigError(
+            f"cannot read the argument {text!r}; write {key.strip()}=VALUE without spaces around the ="
+        )
     try:
-        return parser.parse_override(text)
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException:
+            if not key or not value or set(value) & set("[]{}'\"\\"):
+                raise
+            parsed = parser.parse_override(f"{key}='{value}'")
+        if parsed.key_or_group:
+            return parsed
     except HydraException:
-        key, _, value = text.partition("=")
-        if not key or not value or set(value) & set("[]{}'\"\\"):
-            raise
-        return parser.parse_override(f"{key}='{value}'")
+        pass
+    advice = "write key=value, with quotes around values that hold spaces, commas or brackets"
+    if "." in key and not equals:
+        advice = f"write {key}=VALUE"
+    raise ConfigError(f"cannot read the argument {text!r}; {advice}")
 
 
-def flatten(value: Any, key: str, origin: str) -> Iterator[Setting]:
+def flatten(value: JsonValue, key: str, origin: str) -> Iterator[Setting]:
     """One setting for every leaf; a mapping with nothing in it is a leaf."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from flatten(inner, f"{key}.{name}" if key else str(name), origin)
-    elif key:
+    elif key and value != MISSING:
         yield Setting(key, value, origin)
 
 
@@ -105,74 +151,131 @@ def read_file(path: Path, package: str = "") -> list[Setting]:
         loaded = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}") from None
     tree = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a list; a config file is a mapping of keys")
-    tree.pop("defaults", None)
-    return list(flatten(tree, package, path.name))
+    kept: JsonObject = {str(k): value for k, value in tree.items() if k != "defaults"}
+    return list(flatten(kept, package, path.name))
 
 
 def read_config(
-    config_name: str, config_path: str | Path, schemas: Sequence[str]
+    name: str,
+    folders: Sequence[str | Path],
+    overrides: Sequence[str],
+    built_in: Mapping[str, BuiltIn],
 ) -> tuple[str | None, list[Setting]]:
-    """Settings of a user's config and the files its defaults list names, in order of precedence.
+    """The tree that a config is for, if it says, and its settings in order of precedence.
 
-    The first element is the schema that the defaults list names, if it names one.
+    The config is the file of that name in one of the folders, or a built-in one. `overrides` are the
+    command line's: choices of a group (`engine=fsdp`) select files, the others follow them.
     """
-    folder = Path(config_path).expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigError(f"--config-path {config_path} is no folder")
-    name = config_name.removesuffix(".yaml").removesuffix(".yml")
-    if not (folder / f"{name}.yaml").is_file():
-        if name in schemas:
-            return name, []
-        known = [*(p.stem for p in folder.glob("*.yaml")), *schemas]
-        raise ConfigError(
-            f"there is no config '{name}' in {folder}.{did_you_mean(nearest(name, known))}"
-        )
-    schema: str | None = None
+    places = [_place(folder) for folder in folders]
+    folder = next((p for p in places if (p / f"{name}.yaml").is_file()), None)
+    if folder is None:
+        _require_built_in(name, folders, places, built_in)
+    choices = [text for text in overrides if _is_choice(text, places)]
+    listed = [(name, "")]
+    if folder is not None or choices:
+        listed = _defaults_list(name, folder, places, choices, built_in)
     settings: list[Setting] = []
-    for path, package in _defaults_list(name, folder, schemas):
-        file = folder / f"{path}.yaml"
-        if file.is_file():
-            settings.extend(read_file(file, package))
-        if path in schemas:
-            schema = path
-    return schema, settings
+    tree: str | None = None
+    for path, package in listed:
+        file = next((f for p in places if (f := p / f"{path}.yaml").is_file()), None)
+        tree = built_in[path].tree if path in built_in else tree
+        if file is not None:
+            settings += read_file(file, package)
+        elif path in built_in:
+            settings += (Setting(key, v, path) for key, v in built_in[path].values.items())
+        elif engine := _ENGINE_CHOICE.match(path):
+            settings.append(Setting(f"{package}.strategy", engine[2], path))
+    keys = [text for text in overrides if text not in choices]
+    return tree, [*settings, *parse_overrides(keys)]
 
 
-def _defaults_list(name: str, folder: Path, schemas: Sequence[str]) -> list[tuple[str, str]]:
+def _place(folder: str | Path) -> Path:
+    return Path(str(folder).removeprefix("file://")).expanduser().resolve()
+
+
+def _require_built_in(
+    name: str,
+    folders: Sequence[str | Path],
+    places: Sequence[Path],
+    built_in: Mapping[str, BuiltIn],
+) -> None:
+    """Hydra looks for a relative folder beside its program, where the built-in configs would lie."""
+    for given, place in zip(folders, places, strict=True):
+        relative = not Path(given).is_absolute() or place.parts[-2:] == ("trainer", "config")
+        if not place.is_dir() and not (relative and name in built_in):
+            hint = did_you_mean(nearest(name, built_in))
+            raise ConfigError(f"there is no config '{name}': {given} is no folder here.{hint}")
+    if name in built_in:
+        return
+    known = [*(p.stem for place in places for p in place.glob("*.yaml")), *built_in]
+    where = f" in {', '.join(map(str, places))}" if places else ""
+    advice = "" if places else " A config of your own needs --config-path, the folder that holds it"
+    raise ConfigError(
+        f"there is no config '{name}'{where}.{did_you_mean(nearest(name, known))}{advice}"
+    )
+
+
+def _is_choice(text: str, places: Sequence[Path]) -> bool:
+    """Whether an override chooses a file of a group, as Hydra has it, in place of setting a key."""
+    key, equals, value = text.partition("=")
+    group, at, _ = key.lstrip("+~").partition("@")
+    if (at or "/" in group) and re.fullmatch(r"\w[\w/]*", group):
+        return bool(equals) or text.startswith("~")
+    return value in GROUPS.get(group, ()) or any(
+        (place / group / f"{value}.yaml").is_file() for place in places
+    )
+
+
+def _defaults_list(
+    name: str,
+    folder: Path | None,
+    places: Sequence[Path],
+    choices: Sequence[str],
+    built_in: Mapping[str, BuiltIn],
+) -> list[tuple[str, str]]:
     """(file without suffix, package) in the order in which Hydra would merge them."""
     from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
     from yaml import YAMLError
 
-    store = ConfigStore.instance()
-    for schema in schemas:
-        store.store(name=schema, node={}, provider="hone")
-    for group, options in FAMILY_GROUPS.items():
-        for option in options:
-            store.store(name=option, group=group, node={}, provider="hone")
-    for file in FAMILY_FILES:
-        store.store(name=file, node={}, provider="hone")
+    _declare(built_in)
+    primary = folder or Path(__file__).parent  # which holds no YAML
+    search = ",".join(f"'file://{place}'" for place in places if place != folder)
+    more = [f"hydra.searchpath=[{search}]"] if search else []
+    chosen = [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
     try:
-        with warnings.catch_warnings(), initialize_config_dir(str(folder), version_base=None):
+        with warnings.catch_warnings(), initialize_config_dir(str(primary), version_base=None):
             warnings.simplefilter("ignore")  # a search path of another package's need not exist
             loader = GlobalHydra.instance().config_loader()
-            listed = loader.compute_defaults_list(name, [], run_mode=RunMode.RUN)
+            listed = loader.compute_defaults_list(name, [*more, *chosen], run_mode=RunMode.RUN)
     except YAMLError as error:
         raise ConfigError(
             f"{name}.yaml is not valid YAML: {' '.join(str(error).split())}"
         ) from None
     except HydraException as error:
-        raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {error}") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {reason}") from None
     return [
         (default.config_path, default.package or "")
         for default in listed.defaults
         if default.config_path and not default.config_path.startswith("hydra/")
     ]
+
+
+def _declare(built_in: Mapping[str, BuiltIn]) -> None:
+    """Tell Hydra which trees and groups exist, so that defaults lists and choices may name them."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    lists = {name: _DEFAULTS_LISTS.get(config.tree, {}) for name, config in built_in.items()}
+    for name, chosen in (lists | {file: {} for file in _FILES}).items():
+        listed = [*({group: option} for group, option in chosen.items()), "_self_"]
+        store.store(name=name, node={"defaults": listed}, provider="hone")
+    for group, options in GROUPS.items():
+        for option in options:
+            store.store(name=option, group=group, node={}, provider="hone")

@@ -18,7 +18,7 @@ from hone.config.generation import GenerationConfig
 from hone.config.ranges import NOT_NEGATIVE, POSITIVE, TOP_P, Range, out_of_range
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
-from hone.config.sources import Setting
+from hone.config.sources import BuiltIn, Setting
 from hone.config.states import (
     ENGINE_RULES,
     PROFILER_RULES,
@@ -230,10 +230,26 @@ TREES: dict[str, Tree] = {
     )
 }
 
-OTHER_NAMES: dict[str, str] = {
-    "_generated_ppo_trainer": "ppo_trainer",
-    "sft_trainer_engine": "sft_trainer",
-    "sft": "sft_trainer",
+_STRATEGY = {"ppo_trainer": "actor_rollout_ref.actor.strategy", "sft_trainer": "engine.strategy"}
+_OTHER_NAMES = {
     "ppo": "ppo_trainer",
+    "sft": "sft_trainer",
+    "sft_trainer_engine": "sft_trainer",
+    "_generated_ppo_trainer": "ppo_trainer",
+    "fully_async_ppo_trainer": "ppo_trainer",
+    "one_step_off_ppo_trainer": "ppo_trainer",
 }
-"""Other names of the same trees."""
+BUILT_IN: dict[str, BuiltIn] = {
+    **{name: BuiltIn(name) for name in TREES},
+    **{name: BuiltIn(tree) for name, tree in _OTHER_NAMES.items()},
+    "dapo_trainer": BuiltIn("ppo_trainer", {"reward_model.reward_manager": "dapo"}),
+}
+"""verl's configs by name."""
+BUILT_IN |= {
+    name.replace("_trainer", f"_{engine}_trainer"): BuiltIn(
+        config.tree, {**config.values, _STRATEGY[config.tree]: engine}
+    )
+    for name, config in BUILT_IN.items()
+    if name.endswith("_trainer")
+    for engine in ("megatron", "torchtitan", "veomni")
+}

@@ -17,8 +17,8 @@ from traceback import format_exception
 from typing import Any
 
 from hone.config import Composed, compose
-from hone.config.compose import Further, get
-from hone.config.errors import nearest
+from hone.config.compose import Further, get, keys_meant
+from hone.config.errors import ConfigError, nearest
 from hone.config.generation import GenerationConfig
 from hone.config.keys import walk_fields
 from hone.config.sources import Setting
@@ -93,28 +93,52 @@ def composed_of(
     values for keys that the command line leaves out; a user's YAML is taken as it is. `further` are
     checks beyond those of the tree.
     """
+    chosen = _parsed(arguments, tree, program)
+    composed = compose(
+        chosen.overrides,
+        config_name=chosen.config_name or tree,
+        config_path=chosen.config_path,
+        config_dir=chosen.config_dir,
+        schema=tree,
+        starting=starting if chosen.config_name in (None, "", tree) else None,
+        further=further,
+    )
+    if chosen.cfg or chosen.info:
+        from hone.config.commands import as_yaml, with_origins
+
+        package = "" if chosen.package in (None, "_global_") else chosen.package
+        text = as_yaml(composed, package) if chosen.cfg else with_origins(composed, only_set=True)
+        sys.stdout.write(text)
+        raise SystemExit(0)
+    _latest[:] = [composed]
+    tell_kept(lambda: _kept_by(composed.config))
+    return composed
+
+
+def _parsed(arguments: Sequence[str], tree: str, program: str) -> argparse.Namespace:
+    """The command line, with Hydra's options under Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
         description=f"Overrides are key=value; `hone config show --tree {tree}` lists the keys.",
     )
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
-    parser.add_argument("--config-name", "-cn", default=tree, help="which YAML to start from")
+    parser.add_argument("--config-dir", "-cd", help="another such folder")
+    parser.add_argument("--config-name", "-cn", help=f"which YAML to start from ({tree})")
+    parser.add_argument("--multirun", "-m", action="store_true", help="run key=a,b once per value")
+    parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="print the config")
+    parser.add_argument("--resolve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--package", "-p", metavar="KEY", help="the block that --cfg prints")
+    parser.add_argument("--info", "-i", action="store_true", help="print what was set, and where")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    if option := _unknown_option(parser, arguments):
-        parser.error(f"there is no option {option}; {_as_key(option, tree)}")
-    chosen = parser.parse_intermixed_args(list(arguments))
-    composed = compose(
-        chosen.overrides,
-        config_name=chosen.config_name,
-        config_path=chosen.config_path,
-        schema=tree,
-        starting=starting if chosen.config_name == tree else None,
-        further=further,
-    )
-    _latest[:] = [composed]
-    tell_kept(lambda: _kept_by(composed.config))
-    return composed
+    known = set(parser._option_string_actions)
+    words = [word.partition("=")[0] if word.startswith("--info=") else word for word in arguments]
+    for word in words:
+        option = word.partition("=")[0]
+        if word.startswith("--") and option not in known:
+            raise ConfigError(_no_option(word, option, tree))
+    return parser.parse_intermixed_args(words)
 
 
 def _kept_by(config: Any) -> str:
@@ -143,20 +167,18 @@ def without_flag(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
     return [word for word in arguments if word != flag], flag in arguments
 
 
-def _unknown_option(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str | None:
-    known = set(parser._option_string_actions)
-    options = (word.partition("=")[0] for word in arguments if word.startswith("--"))
-    return next((option for option in options if option not in known), None)
-
-
-def _as_key(option: str, tree: str) -> str:
+def _no_option(word: str, option: str, tree: str) -> str:
     """What to write instead of an option: a setting is given as key=value."""
-    name = option.lstrip("-").replace("-", "_")
-    keys = [key for key, *_ in walk_fields(TREES[tree].root)]
-    same = [key for key in keys if key == name or key.endswith(f".{name}")]
-    key = min(same, key=len) if same else nearest(name, keys)
-    example = f", for example {key}=…" if key else ""
-    return f"settings are given as key=value{example} (`hone config show --tree {tree}` lists them)"
+    name, value = option.lstrip("-").replace("-", "_"), word.partition("=")[2] or "VALUE"
+    root = TREES[tree].root
+    keys = [key for key, *_ in walk_fields(root)]
+    near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
+    meant = [name] if name in keys else keys_meant(root, name) or [key for key in near if key]
+    advice = ", as in " * bool(meant) + " or ".join(f"{key}={value}" for key in meant)
+    return (
+        f"there is no option {option}; settings are key=value{advice} "
+        f"(`hone config show --tree {tree}` lists them)"
+    )
 
 
 def announce(composed: Composed) -> None:

@@ -41,3 +41,15 @@ def test_flatten_joins_dotted_keys_of_a_file() -> None:
         ("a.b.c", 1, "x.yaml"),
         ("d", None, "x.yaml"),
     ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["a.b", "=", "3"], ["a.b=", "3"], ["a.b", "=3"], ["a.b", " = 3"], ["a.b =3"]]
+)
+def test_spaces_around_the_equals_sign_are_named(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"write a\.b=VALUE without spaces around the ="):
+        parse_overrides(arguments)
+
+
+def test_an_empty_value_before_another_key_is_empty() -> None:
+    assert [s.value for s in parse_overrides(["a=", "b=3"])] == ["", 3]

@@ -11,7 +11,7 @@ MISTAKES = [
     Mistake(
         "a setting given as an option",
         ["train", "--train_files", "rows.jsonl"],
-        ("no option --train_files", "key=value", "data.train_files=…"),
+        ("no option --train_files", "key=value", "data.train_files=VALUE"),
     ),
     Mistake(
         "a word that is no setting",
