@@ -73,7 +73,7 @@ def with_origins(composed: Composed, only_set: bool = False) -> str:
 
 def as_yaml(composed: Composed, block: str = "") -> str:
     """A configuration, or a block of it, as plain YAML that composes to the same again."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     tree = config_to_dict(get(composed.config, block) if block else composed.config)
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
