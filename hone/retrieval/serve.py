@@ -1,0 +1,135 @@
+"""`hone serve-retriever`: a corpus, its index (built once, then reused), and the service over it.
+
+`python -m hone.retrieval.serve` takes the flags of Search-R1's retrieval_server too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.retrieval.contract import Index, Progress
+from hone.retrieval.corpus import Corpus, CorpusError, open_corpus
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TOPK, DEFAULT_PORT = 3, 8000
+_ENCODER = "all-MiniLM-L6-v2"
+
+
+@dataclass(frozen=True)
+class IndexOptions:
+    """Which index, and where it is kept."""
+
+    corpus: Path
+    index: str = "bm25"
+    folder: Path | None = None
+    """Where the index is kept; beside the corpus by default."""
+    file: Path | None = None
+    """A faiss file that is there already (Search-R1's index_path)."""
+    encoder: str = _ENCODER
+    kind: str = "Flat"
+    device: str = "cpu"
+    batch: int = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags; Search-R1's names are accepted beside ours."""
+    flag = parser.add_argument
+    flag("--corpus", "--corpus_path", type=Path, required=True, help="JSON lines, plain or .gz")
+    flag("--index", default=None, choices=["bm25", "dense"], help="default bm25")
+    flag("--index-folder", type=Path, default=None, help="default: beside the corpus")
+    flag("--index_path", type=Path, default=None, help="a faiss file that is there already")
+    flag("--encoder", "--retriever_model", default=_ENCODER, help="folder or name of the encoder")
+    flag("--retriever_name", default=None, help="bm25, or any name of a dense encoder (e5, bge)")
+    flag("--kind", "--faiss_type", default="Flat", help="faiss index: Flat, HNSW64 (default Flat)")
+    flag("--device", default="cpu", help="where the encoder runs (default cpu)")
+    flag("--faiss_gpu", action="store_true", help="taken as --device cuda")
+    flag("--topk", type=int, default=DEFAULT_TOPK, help="passages where a request names no number")
+    flag("--host", default="127.0.0.1", help="loopback unless you ask for more")
+    flag("--port", type=int, default=DEFAULT_PORT)
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Build or open the index, then answer until interrupted."""
+    from aiohttp import web
+
+    from hone.retrieval.server import Service
+
+    dense = given.index == "dense" or given.retriever_name not in (None, "bm25")
+    options = IndexOptions(
+        given.corpus,
+        "dense" if dense else "bm25",
+        given.index_folder,
+        given.index_path if dense else None,
+        given.encoder,
+        given.kind,
+        "cuda" if given.faiss_gpu else given.device,
+    )
+    corpus, index = open_index(options, _shown)
+    address = f"http://{given.host}:{given.port}/retrieve"
+    _shown(f"{len(corpus)} passages, {options.index}; answering at {address}", 1, 1)
+    app = Service(corpus, index, given.topk).application()
+    web.run_app(app, host=given.host, port=given.port, print=None, handle_signals=True)
+    return 0
+
+
+def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:
+    """The corpus and its index, built where it is missing or of another corpus or encoder."""
+    folder = options.folder or options.corpus.with_name(f"{options.corpus.name}.index")
+    corpus = open_corpus(options.corpus, folder)
+    made_from = _made_from(options, corpus)
+    note = folder / f"{options.index}.json"
+    known = note.exists() and json.loads(note.read_text()) == made_from
+    if options.index == "bm25":
+        from hone.retrieval.bm25 import build_bm25, open_bm25
+
+        if not known:
+            build_bm25(corpus, folder / "bm25", progress)
+            _write(note, made_from)
+        return corpus, open_bm25(folder / "bm25")
+    from hone.retrieval.dense import Encoder, build_dense, open_dense
+
+    encoder, file = Encoder(options.encoder, device=options.device), options.file
+    if file is not None and not file.exists():
+        raise CorpusError(f"--index_path {file} does not exist; leave it out to build an index")
+    if file is None:
+        file = folder / "dense.faiss"
+        if not known:
+            build_dense(corpus, file, encoder, options.kind, options.batch, progress)
+            _write(note, made_from)
+    return corpus, open_dense(file, encoder, len(corpus))
+
+
+def _made_from(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
+    """What an index depends on."""
+    stat = corpus.file.stat()
+    found = {"passages": str(len(corpus)), "bytes": str(stat.st_size), "index": options.index}
+    if options.index == "dense":
+        found |= {"encoder": options.encoder, "kind": options.kind}
+    return found
+
+
+def _write(file: Path, found: dict[str, str]) -> None:
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.replace(file)
+
+
+def _shown(what: str, done: int, of: int) -> None:
+    log.info("%s%s", what, "" if done == of else f": {done:,} of {of:,}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Search-R1's retrieval service.")
+    add_arguments(parser)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    return serve(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

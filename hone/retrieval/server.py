@@ -1,0 +1,126 @@
+"""Search-R1's retrieval service over HTTP: `POST /retrieve`, and `GET /health`.
+
+Requests that arrive while a search runs are answered together by the next one. Plain HTTP without
+authentication: it listens on loopback unless asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from hone.retrieval.contract import Hit, Index
+from hone.retrieval.corpus import Corpus
+from hone.types import JsonObject, JsonValue
+
+MAX_BODY = 16 << 20
+MAX_TOPK, MAX_QUERIES, MAX_TOGETHER = 1000, 10_000, 256
+
+
+@dataclass(frozen=True)
+class _Order:
+    queries: list[str]
+    topk: int
+    scores: bool
+
+
+class Service:
+    """Answers queries over one corpus and index; one search at a time, as many queries as wait."""
+
+    def __init__(self, corpus: Corpus, index: Index, topk: int) -> None:
+        self._corpus, self._index, self._topk = corpus, index, topk
+        self._waiting: list[tuple[str, int, asyncio.Future[list[Hit]]]] = []
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
+        self.answered = 0
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_post("/retrieve", self._retrieve)
+        app.router.add_get("/health", self._health)
+        app.cleanup_ctx.append(self._searching)
+        return app
+
+    async def _searching(self, _: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._search())
+        yield
+        task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _search(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._arrived.wait()
+            batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
+            if not self._waiting:
+                self._arrived.clear()
+            queries = [query for query, _, _ in batch]
+            most = min(max(topk for _, topk, _ in batch), len(self._corpus))
+            try:
+                found = await loop.run_in_executor(self._thread, self._index.search, queries, most)
+            except Exception as error:
+                for _, _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for (_, topk, future), hits in zip(batch, found, strict=True):
+                if not future.done():
+                    future.set_result(hits[:topk])
+            self.answered += len(batch)
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        try:
+            order = _read(await request.read(), self._topk)
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[list[Hit]]] = [loop.create_future() for _ in order.queries]
+        self._waiting += [
+            (query, order.topk, future)
+            for query, future in zip(order.queries, futures, strict=True)
+        ]
+        if futures:
+            self._arrived.set()
+        found = await asyncio.gather(*futures)
+        return web.json_response({"result": [self._result(hits, order.scores) for hits in found]})
+
+    def _result(self, hits: Sequence[Hit], scores: bool) -> JsonValue:
+        documents: list[JsonObject] = [{**self._corpus[hit.number]._asdict()} for hit in hits]
+        if not scores:
+            return list(documents)
+        return [
+            {"document": document, "score": hit.score}
+            for document, hit in zip(documents, hits, strict=True)
+        ]
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {"status": "ok", "passages": len(self._corpus), "answered": self.answered}
+        )
+
+
+def _read(body: bytes, default_topk: int) -> _Order:
+    """The order in a request's body; ValueError says what is wrong with it."""
+    try:
+        given = json.loads(body)
+    except ValueError:
+        raise ValueError("the body is no JSON") from None
+    if not isinstance(given, dict):
+        raise ValueError("the body must be an object with queries, topk and return_scores")
+    queries, topk = given.get("queries"), given.get("topk")
+    if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
+        raise ValueError("queries must be a list of strings")
+    if len(queries) > MAX_QUERIES:
+        raise ValueError(f"{len(queries)} queries are too many; send {MAX_QUERIES} or fewer")
+    topk = default_topk if topk is None else topk
+    if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:
+        raise ValueError(f"topk={topk!r} must be a whole number from 1 to {MAX_TOPK}")
+    scores = given.get("return_scores", False)
+    if not isinstance(scores, bool):
+        raise ValueError("return_scores must be true or false")
+    return _Order(list(queries), topk, scores)
