@@ -7,7 +7,8 @@ Names are resolved when first used, so that a scoring process starts without tor
 from __future__ import annotations
 
 import importlib
-from typing import Any
+
+from hone.types import Function
 
 _EXPORTS = {
     "AbstractRewardManager": "hone.rewards.managers.abstract",
@@ -28,7 +29,7 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Function:
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,13 +7,14 @@ place that knows. It neither catches nor judges what the scorer does.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
 from hone.rewards.places import describe, place_of, unbound
+from hone.types import Function, Row, Settings
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ class ScorerSignatureError(SetupError, TypeError):
     """A scorer cannot be called with what it would be given."""
 
 
-def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
+def accepted_names(function: Function) -> frozenset[str] | None:
     """The keyword names `function` takes; None when it takes any, or does not tell (a builtin)."""
     try:
         return _accepted_names(function)
@@ -52,7 +53,7 @@ def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 @lru_cache(maxsize=1024)
-def _accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
+def _accepted_names(function: Function) -> frozenset[str] | None:
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -72,16 +73,13 @@ def explicit_names(cls: type) -> frozenset[str]:
     return frozenset(found - {"self", "args", "kwargs", "options"})
 
 
-def call_scorer(
-    function: Callable[..., Any], arguments: Mapping[str, Any], options: Mapping[str, Any]
-) -> Any:
+def call_scorer(function: Function, arguments: Settings, options: Settings) -> Any:
     """Call with what `taken_arguments` says, awaiting a coroutine."""
-    return settle(function(**taken_arguments(function, arguments, options)))
+    result = function(**taken_arguments(function, arguments, options))
+    return run_coroutine(result) if inspect.iscoroutine(result) else result
 
 
-def taken_arguments(
-    function: Callable[..., Any], arguments: Mapping[str, Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def taken_arguments(function: Function, arguments: Settings, options: Settings) -> Row:
     """The row's arguments that the scorer takes, and every option.
 
     An option the scorer does not take is an error, so that no setting is lost in silence.
@@ -102,9 +100,7 @@ def taken_arguments(
     return taken
 
 
-def check_signature(
-    function: Callable[..., Any], arguments: Sequence[str], options: Mapping[str, Any]
-) -> None:
+def check_signature(function: Function, arguments: Sequence[str], options: Settings) -> None:
     """Raise where a call with `arguments` (names) and options could not be made, whatever the row."""
     if not callable(function):
         raise ScorerSignatureError(
@@ -134,7 +130,7 @@ def check_signature(
         )
 
 
-def _refuse_bound(function: Callable[..., Any]) -> None:
+def _refuse_bound(function: Function) -> None:
     """Arguments of `custom_reward_function.reward_kwargs` that the function does not take."""
     if not isinstance(function, partial):
         return
@@ -159,8 +155,3 @@ def _hint(signature: inspect.Signature, arguments: Sequence[str]) -> str:
     if names > set(arguments):
         return ". Arguments of your own come from custom_reward_function.reward_kwargs"
     return ""
-
-
-def settle(result: Any) -> Any:
-    """The value of a coroutine, or `result` itself."""
-    return run_coroutine(result) if inspect.iscoroutine(result) else result

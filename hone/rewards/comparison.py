@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+
+from hone.types import JsonValue
 
 _TOLERANCE = 1e-6  # relative to the truth, absolute below 1
 
@@ -39,7 +40,7 @@ def _same_word(word: str, wanted: str) -> bool:
         return False
 
 
-def is_json_of(text: str, expected: Any) -> bool:
+def is_json_of(text: str, expected: JsonValue) -> bool:
     """Whether this is JSON of the expected value. Text that is no JSON, or too deep, is not."""
     try:
         return _same_value(json.loads(text), expected)
@@ -47,7 +48,7 @@ def is_json_of(text: str, expected: Any) -> bool:
         return False
 
 
-def _same_value(value: Any, expected: Any) -> bool:
+def _same_value(value: JsonValue, expected: JsonValue) -> bool:
     if isinstance(value, bool) != isinstance(expected, bool):
         return False
     if isinstance(value, (int, float)) and isinstance(expected, float):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def _by_thread(function: Callable[[], T], timeout_s: float) -> T:
     results: list[T] = []
     errors: list[BaseException] = []
 
-    def work() -> Any:
+    def work() -> None:
         try:
             results.append(function())
         except BaseException as error:  # carried to the caller, who raises it

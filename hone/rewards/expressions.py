@@ -146,8 +146,8 @@ def evaluate_compat(text: str) -> float:
 
 
 def _compat_value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value  # type: ignore[return-value]
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
         operand = _compat_value(node.operand)
         return -operand if isinstance(node.op, ast.USub) else operand

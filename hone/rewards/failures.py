@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+
+from hone.types import JsonObject
 
 POLICIES = ("raise", "score")
 
@@ -53,7 +54,7 @@ class Scored:
     """A row's score, what else the scorer said, and mishaps on the way."""
 
     score: float
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: JsonObject = field(default_factory=dict)
     mishaps: dict[str, int] = field(default_factory=dict)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+
+from hone.types import JsonObject, JsonValue
 
 INVALID = "[INVALID]"
 """What a scorer's `pred` says where a response has no answer."""
@@ -17,7 +18,7 @@ class GroundTruthError(ValueError):
     """A row's ground truth does not have the form its scorer needs."""
 
 
-def decode(value: Any) -> Any:
+def decode(value: JsonValue) -> JsonValue:
     """JSON text of an object or array becomes that object; anything else is returned as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
@@ -27,7 +28,7 @@ def decode(value: Any) -> Any:
     return value
 
 
-def is_missing(value: Any) -> bool:
+def is_missing(value: JsonValue) -> bool:
     """Whether a ground truth says nothing: null, NaN, blank text, `[INVALID]`, or empty all the way in.
 
     A scorer that compared a response with it would credit responses that say nothing either.
@@ -42,11 +43,12 @@ def is_missing(value: Any) -> bool:
     return value is None or value != value
 
 
-def integer(value: Any, name: str) -> int:
+def integer(value: JsonValue, name: str) -> int:
     """`value` as the integer it is, or GroundTruthError: nothing is rounded."""
+    value = plain(value)
     try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
+        number = int(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
         number = None
     if number is None or (not isinstance(value, str) and number != value):
         raise GroundTruthError(
@@ -56,22 +58,33 @@ def integer(value: Any, name: str) -> int:
     return number
 
 
-def mapping(value: Any, *keys: str) -> Mapping[str, Any]:
+def integers(value: JsonValue, name: str) -> list[int]:
+    """`value` as a list of integers, or GroundTruthError."""
+    if not isinstance(value, list):
+        raise GroundTruthError(
+            f"{name} of ground_truth must be a list of integers; got {value!r:.80}. "
+            "Check reward_model.ground_truth of the data row."
+        )
+    return [integer(item, name) for item in value]
+
+
+def mapping(value: JsonValue, *keys: str) -> JsonObject:
     """`value` as a mapping that holds `keys`, or GroundTruthError that says what was got."""
-    decoded = decode(value)
-    if isinstance(decoded, Mapping) and all(key in decoded for key in keys):
+    decoded = decode(plain(value))
+    if isinstance(decoded, dict) and all(key in decoded for key in keys):
         return decoded
-    got = sorted(decoded) if isinstance(decoded, Mapping) else repr(value)[:80]
+    got = sorted(decoded) if isinstance(decoded, dict) else repr(value)[:80]
     raise GroundTruthError(
         f"ground_truth must be a mapping with {', '.join(keys)}; got {got}. "
         "Check reward_model.ground_truth of the data row."
     )
 
 
-def plain(value: Any) -> Any:
+def plain(value: JsonValue) -> JsonValue:
     """NumPy scalars and arrays (and containers of them) as plain Python values."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return plain(value.tolist()) if hasattr(value, "tolist") else value
+    tolist = getattr(value, "tolist", None)
+    return value if tolist is None else plain(tolist())

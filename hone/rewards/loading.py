@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hone.config.evaluation import EvaluationConfig
 from hone.config.reward import RewardModelConfig
+from hone.config.schema import PPOTrainerConfig
 from hone.plugins import PluginError, load_extern_object, load_object
 from hone.protocol import DataProto
 from hone.rewards.calling import (
@@ -28,12 +29,14 @@ from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import register_score
+from hone.tokenizer import Tokenizer
+from hone.types import Function, Row
 
 logger = logging.getLogger(__name__)
 
 
 def load_reward_manager(
-    config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any
+    config: PPOTrainerConfig, tokenizer: Tokenizer, num_examine: int, **reward_kwargs: Any
 ) -> AbstractRewardManager:
     """The manager that `reward_manager`, `reward_model` and `custom_reward_function` ask for.
 
@@ -80,34 +83,32 @@ def _tell_of_observations() -> None:
     )
 
 
-def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
+def get_custom_reward_fn(config: PPOTrainerConfig | EvaluationConfig) -> Function | None:
     """The user's scorer with its `reward_kwargs` bound, or None when none is configured."""
     custom = config.custom_reward_function
     if not custom.path:
         return None
     try:
-        function: Callable[..., Any] = load_extern_object(custom.path, custom.name)
+        function: Function = load_extern_object(custom.path, custom.name)
     except PluginError as error:
         raise PluginError(f"custom_reward_function.path={custom.path}: {error}") from error
     bound = dict(custom.reward_kwargs)
     return functools.partial(function, **bound) if bound else function
 
 
-def compute_reward(
-    data: DataProto, reward_fn: Callable[..., Any]
-) -> tuple[torch.Tensor, dict[str, Any]]:
+def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, Row]:
     """Rewards [B, T] and the extra columns, from any manager."""
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result.get("reward_extra_info", {})
 
 
-def _manager_class(config: Any) -> type[AbstractRewardManager]:
+def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
     chosen = config.reward_manager
     if chosen.source == "register":
         return get_reward_manager_cls(chosen.name or config.reward_model.reward_manager)
     if chosen.source == "importlib":
         found: type[AbstractRewardManager] = load_extern_object(
-            chosen.module.path, chosen.module.name
+            chosen.module.path or "", chosen.module.name
         )
         return found
     raise WrongSetting(
@@ -116,12 +117,12 @@ def _manager_class(config: Any) -> type[AbstractRewardManager]:
     )
 
 
-def _policy(config: Any) -> FailurePolicy:
+def _policy(config: PPOTrainerConfig) -> FailurePolicy:
     kwargs = config.reward_model.reward_kwargs
     return FailurePolicy(kwargs.on_failure, kwargs.failure_score, kwargs.timeout_s)
 
 
-def _manager_settings(config: Any) -> dict[str, Any]:
+def _manager_settings(config: PPOTrainerConfig) -> Row:
     """`reward_model.reward_kwargs` less the policy, with null values filled from their source."""
     kwargs = config.reward_model.reward_kwargs
     settings = {field.name: getattr(kwargs, field.name) for field in dataclasses.fields(kwargs)}
@@ -137,7 +138,7 @@ def _manager_settings(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _score_options(config: Any, scorer: Callable[..., Any] | None) -> dict[str, Any]:
+def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Row:
     """Keyword arguments for scorers: what the user set, and where the code sandbox is.
 
     A user's own scorer is given those that it names, and all of `score_kwargs`.

@@ -6,7 +6,7 @@ Catches what a scorer raises and hands it back as a counted failure; the policy 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,19 @@ from hone.rewards.calling import call_scorer
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.ground_truth import INVALID, plain
 from hone.rewards.places import describe, place_of_error
+from hone.types import Function, JsonObject, JsonValue, Row, Settings
 
 
 @dataclass(frozen=True)
-class Row:
+class Response:
     """What a scorer is told about one response."""
 
     data_source: str
     solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
+    ground_truth: JsonValue
+    extra_info: Row
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Row:
         """The scorer's keyword arguments."""
         return {
             "data_source": self.data_source,
@@ -36,9 +37,7 @@ class Row:
         }
 
 
-def score_row(
-    compute_score: Callable[..., Any], row: Row, options: Mapping[str, Any]
-) -> Scored | Failed:
+def score_row(compute_score: Function, row: Response, options: Settings) -> Scored | Failed:
     """Score one row. What is wrong with the set-up (SetupError) is raised, whatever the policy."""
     before = failures.events.copy()
     try:
@@ -54,7 +53,7 @@ def score_row(
     return outcome
 
 
-def failed_by(error: BaseException, compute_score: Callable[..., Any]) -> Failed:
+def failed_by(error: BaseException, compute_score: Function) -> Failed:
     """The failure for an exception, with the user's own line."""
     place = place_of_error(error, compute_score)
     where = f" at {place}" if place else ""
@@ -67,7 +66,7 @@ def failed_by(error: BaseException, compute_score: Callable[..., Any]) -> Failed
 
 def read_result(result: Any) -> Scored | Failed:
     """A number, a dict with `score`, or a tuple whose first item is the score."""
-    extras: dict[str, Any] = {}
+    extras: JsonObject = {}
     value = result
     if isinstance(result, Mapping):
         if "score" not in result:
@@ -91,6 +90,6 @@ def read_result(result: Any) -> Scored | Failed:
     return Scored(score, extras)
 
 
-def vote_of(pred: Any) -> str | None:
+def vote_of(pred: JsonValue) -> str | None:
     """What a response votes for in maj@k, by its scorer's `pred`; None casts no vote."""
     return None if pred is None or str(pred).strip() in ("", INVALID) else str(pred)

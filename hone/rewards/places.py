@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import sysconfig
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
-from typing import Any
+
+from hone.types import Function
 
 _PACKAGE = str(Path(__file__).parents[1])
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
-def describe(function: Callable[..., Any]) -> str:
+def describe(function: Function) -> str:
     """`name of file` for a function from a user's file, else `module.name`."""
     inner = unbound(function)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
@@ -25,13 +25,13 @@ def describe(function: Callable[..., Any]) -> str:
     return f"{module}.{name}"
 
 
-def place_of(function: Callable[..., Any]) -> str | None:
+def place_of(function: Function) -> str | None:
     """`file:line` of the definition; None for what is not written in Python."""
     code = _code_of(unbound(function))
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def place_of_error(error: BaseException, function: Callable[..., Any]) -> str | None:
+def place_of_error(error: BaseException, function: Function) -> str | None:
     """`file:line` where a score function raised: the innermost line of the user's own file.
 
     A call that did not reach the user's code is at the definition of the function.
@@ -46,7 +46,7 @@ def place_of_error(error: BaseException, function: Callable[..., Any]) -> str | 
     return f"{own[-1].filename}:{own[-1].lineno}" if own else place_of(function)
 
 
-def unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+def unbound(function: Function) -> Function:
     """What stands behind `functools.partial` and `functools.wraps`."""
     while True:
         if isinstance(function, functools.partial):
@@ -57,7 +57,7 @@ def unbound(function: Callable[..., Any]) -> Callable[..., Any]:
             return function
 
 
-def _code_of(function: Any) -> CodeType | None:
+def _code_of(function: Function) -> CodeType | None:
     code = getattr(function, "__code__", None)
     if code is None and callable(function):
         code = getattr(type(function).__call__, "__code__", None)

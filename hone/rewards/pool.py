@@ -19,11 +19,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Generic, TypeVar
 
 from hone.rewards.failures import Failed
+from hone.types import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ MESSAGE_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 
 
+T = TypeVar("T")
+
+
 class PoolError(RuntimeError):
     """Workers cannot be started, or the pool is closed."""
 
@@ -43,7 +47,7 @@ class PoolError(RuntimeError):
 class _Worker:
     """One process and what it is doing."""
 
-    def __init__(self, factory: str, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, factory: str, keywords: Settings) -> None:
         ours, theirs = socket.socketpair()
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(MESSAGE_TIMEOUT_S), 0))
@@ -62,7 +66,7 @@ class _Worker:
         with contextlib.suppress(OSError):  # it has died already: the pool sees its end
             self.link.send((factory, dict(keywords)))
 
-    def give(self, job: int, arguments: Mapping[str, Any], timeout_s: float) -> None:
+    def give(self, job: int, arguments: Settings, timeout_s: float) -> None:
         self.link.send((dict(arguments), timeout_s))
         self.job = job
         self.deadline = time.monotonic() + timeout_s
@@ -84,13 +88,13 @@ def _same_imports() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
-class DeadlinePool:
+class DeadlinePool(Generic[T]):
     """Processes that each hold what `factory` (`"module:name"`) makes from `keywords`.
 
     `run` calls that object once a job with the job's keyword arguments.
     """
 
-    def __init__(self, factory: str, keywords: Mapping[str, Any], size: int) -> None:
+    def __init__(self, factory: str, keywords: Settings, size: int) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one process, got {size}")
         self.factory = factory
@@ -103,7 +107,7 @@ class DeadlinePool:
         self.lock = threading.Lock()
         _open_pools.add(self)
 
-    def run(self, jobs: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
+    def run(self, jobs: Sequence[Settings], timeout_s: float) -> list[T | Failed]:
         """What each job returned, or Failed with reason `timeout`, `crash` or `exception`."""
         with self.lock:
             if self.closed:
@@ -118,8 +122,8 @@ class DeadlinePool:
                 for worker in [w for w in self.workers if w.job is not None]:
                     self._drop(worker)
 
-    def _run(self, jobs: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
-        results: list[Any] = [None] * len(jobs)
+    def _run(self, jobs: Sequence[Settings], timeout_s: float) -> list[T | Failed]:
+        results: dict[int, T | Failed] = {}
         waiting = deque(range(len(jobs)))
         while waiting or any(worker.job is not None for worker in self.workers):
             self._fill(min(self.size, len(waiting) + sum(w.job is not None for w in self.workers)))
@@ -129,7 +133,7 @@ class DeadlinePool:
             if not self.workers:
                 continue
             self._collect(results, timeout_s)
-        return results
+        return [results[job] for job in range(len(jobs))]
 
     def _fill(self, wanted: int) -> None:
         while len(self.workers) < wanted:
@@ -141,9 +145,7 @@ class DeadlinePool:
                     "reward_model.reward_kwargs.num_processes"
                 ) from error
 
-    def _give(
-        self, worker: _Worker, job: int, arguments: Mapping[str, Any], timeout_s: float
-    ) -> bool:
+    def _give(self, worker: _Worker, job: int, arguments: Settings, timeout_s: float) -> bool:
         try:
             worker.give(job, arguments, timeout_s)
         except OSError:  # it died while idle (killed for memory, say): the job goes to another
@@ -151,7 +153,7 @@ class DeadlinePool:
             return False
         return True
 
-    def _collect(self, results: list[Any], timeout_s: float) -> None:
+    def _collect(self, results: dict[int, T | Failed], timeout_s: float) -> None:
         """Wait for the next answer or deadline, and act on all that are due."""
         active = [w for w in self.workers if w.job is not None or not w.ready]
         nearest = min(worker.deadline for worker in active)
@@ -170,7 +172,7 @@ class DeadlinePool:
                     "timeout", f"no score after {timeout_s:g} s; the process was killed"
                 )
 
-    def _receive(self, worker: _Worker, results: list[Any]) -> None:
+    def _receive(self, worker: _Worker, results: dict[int, T | Failed]) -> None:
         try:
             answer = worker.link.recv()
         except (EOFError, OSError):

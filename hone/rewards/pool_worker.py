@@ -10,10 +10,12 @@ import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TypeVar
 
 from hone.rewards.failures import Failed, SetupError
+from hone.types import Function, Row
 
+T = TypeVar("T")
 GRACE_S = 10.0
 """How long after its deadline a call whose parent vanished may still run."""
 
@@ -32,7 +34,7 @@ def serve(link: Connection) -> None:
     factory, keywords = link.recv()
     module, _, name = factory.partition(":")
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)(**keywords)
+        function: Function = getattr(importlib.import_module(module), name)(**keywords)
     except Exception as error:  # the pool's owner must see why its scorer does not load
         link.send(Failed("start", f"{type(error).__name__}: {error}"))
         return
@@ -48,7 +50,7 @@ def serve(link: Connection) -> None:
             link.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
 
 
-def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def call(function: Callable[..., T], arguments: Row) -> T | SetupError | Failed:
     """The result, an error of the set-up as it is, any other exception as a failure."""
     try:
         return function(**arguments)

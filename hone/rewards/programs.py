@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hone.rewards import ground_truth as truth
 from hone.rewards.comparison import is_json_of, same_output
 from hone.rewards.failures import SetupError
+from hone.types import JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:
     from hone.sandbox import SandboxResult
@@ -52,8 +53,8 @@ class CallTest:
     """Call `function` (or the method of `Solution`) with `arguments`; it must return `expected`."""
 
     function: str
-    arguments: list[Any]
-    expected: Any
+    arguments: list[JsonValue]
+    expected: JsonValue
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def extract_code(text: str) -> str:
     return text if code is None else code
 
 
-def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> list[Test]:
+def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Test]:
     """The tests of a row, from its ground truth or from `extra_info["test_cases"]`."""
     given = truth.decode(truth.plain(ground_truth))
     if not given and extra_info:
@@ -111,12 +112,13 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> list[
     return tests
 
 
-def _tests(given: Any) -> list[Test]:
+def _tests(given: JsonValue) -> list[Test]:
     if isinstance(given, str):
         return [] if _says_nothing(given) else [SourceTest(given)]
-    if isinstance(given, Mapping):
+    if isinstance(given, dict):
         return _tests_of_mapping(given)
-    return [test for item in given or () for test in _one_test(item)]
+    items = given if isinstance(given, list) else []
+    return [test for item in items for test in _one_test(item)]
 
 
 def _says_nothing(source: str) -> bool:
@@ -125,39 +127,42 @@ def _says_nothing(source: str) -> bool:
     return all(not line or line.startswith("#") or line == CODE_MARK for line in lines)
 
 
-def _tests_of_mapping(given: Mapping[str, Any]) -> list[Test]:
+def _tests_of_mapping(given: JsonObject) -> list[Test]:
     for key in ("functional", "assert_case"):
         if given.get(key):
             return _tests(given[key])
     inputs, outputs = given.get("inputs"), given.get("outputs")
-    if inputs is None or outputs is None or len(inputs) != len(outputs):
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise truth.GroundTruthError(
             f"tests need 'functional', or 'inputs' and 'outputs' of equal length; got {sorted(given)}"
         )
     name = given.get("fn_name")
     pairs = zip(inputs, outputs, strict=True)
     if name:
-        return [CallTest(name, _arguments(item), _returned(value)) for item, value in pairs]
+        return [CallTest(str(name), _arguments(item), _returned(value)) for item, value in pairs]
     return [StdinTest(_text(item), _text(value)) for item, value in pairs]
 
 
-def _one_test(item: Any) -> list[Test]:
-    if isinstance(item, Mapping):
+def _one_test(item: JsonValue) -> list[Test]:
+    if isinstance(item, dict):
         return [StdinTest(_text(item["input"]), _text(item["output"]))]
     if isinstance(item, str):
         return [] if _says_nothing(item) else [SourceTest(item)]
-    given, expected = item
-    return [StdinTest(_text(given), _text(expected))]
+    if isinstance(item, list) and len(item) == 2:
+        return [StdinTest(_text(item[0]), _text(item[1]))]
+    raise truth.GroundTruthError(
+        f"a test is source, [input, output] or a mapping; got {item!r:.80}"
+    )
 
 
-def _arguments(item: Any) -> list[Any]:
+def _arguments(item: JsonValue) -> list[JsonValue]:
     """Arguments of a call: a list, or lines of JSON, one an argument."""
     if isinstance(item, str):
         return [json.loads(line) for line in item.splitlines() if line.strip()]
-    return list(item)
+    return item if isinstance(item, list) else [item]
 
 
-def _returned(value: Any) -> Any:
+def _returned(value: JsonValue) -> JsonValue:
     """The returned value; the benchmarks wrap it in a list or write it as JSON."""
     if isinstance(value, str):
         try:
@@ -167,7 +172,7 @@ def _returned(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _text(value: Any) -> str:
+def _text(value: JsonValue) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -5,19 +5,19 @@ Ten hostile expressions then cost what one costs, divided by the cores, and all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hone.rewards.failures import Failed
-from hone.rewards.outcome import Row, score_row
+from hone.rewards.outcome import Response, score_row
 from hone.rewards.places import unbound
 from hone.rewards.scores import symbolic, table
+from hone.types import Function, Settings
 
 Comparisons = dict[symbolic.Pair, bool | Failed]
 
 
 def compare_ahead(
-    compute_score: Callable[..., Any], rows: Sequence[Row], options: Mapping[str, Any]
+    compute_score: Function, rows: Sequence[Response], options: Settings
 ) -> list[Comparisons]:
     """Make what our own rules will ask for; each row's comparisons, for another process.
 
@@ -28,9 +28,7 @@ def compare_ahead(
     return [symbolic.known(of_row) for of_row in pairs]
 
 
-def _asked(
-    compute_score: Callable[..., Any], row: Row, options: Mapping[str, Any]
-) -> list[symbolic.Pair]:
+def _asked(compute_score: Function, row: Response, options: Settings) -> list[symbolic.Pair]:
     if not _compares_expressions(compute_score, row):
         return []
     with symbolic.noting() as pairs:
@@ -38,7 +36,7 @@ def _asked(
     return pairs
 
 
-def _compares_expressions(compute_score: Callable[..., Any], row: Row) -> bool:
+def _compares_expressions(compute_score: Function, row: Response) -> bool:
     if table.is_table(compute_score):
         entry = table.find(row.data_source)
         return entry is not None and entry.symbolic

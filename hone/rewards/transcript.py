@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from hone.types import JsonObject, Settings
 
 POLICY, OBSERVATION = "policy", "observation"
 
@@ -19,12 +20,12 @@ def policy_text(segments: Segments) -> str:
     return texts[0] if len(texts) == 1 else "\n".join(text for text in texts if text)
 
 
-def of_policy(text: str) -> dict[str, Any]:
+def of_policy(text: str) -> JsonObject:
     """What `extra_info` says of a response that is the policy's from end to end."""
     return {"transcript": text, "transcript_segments": [{"role": POLICY, "text": text}]}
 
 
-def segments_of(solution_str: str, extra_info: Mapping[str, Any] | None) -> Segments:
+def segments_of(solution_str: str, extra_info: Settings | None) -> Segments:
     """The segments that came with a row; a text that came without any is the policy's own."""
     segments = (extra_info or {}).get("transcript_segments")
     return segments if segments else [{"role": POLICY, "text": solution_str}]

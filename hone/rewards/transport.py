@@ -10,17 +10,17 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from hone.plugins import load_object
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.outcome import Row, score_row
+from hone.rewards.outcome import Response, score_row
 from hone.rewards.places import describe
 from hone.rewards.scores import symbolic, table
 from hone.rewards.symbolic_batch import Comparisons
+from hone.types import Function, Row, Settings
 
 
-def reference(function: Callable[..., Any]) -> str | Callable[..., Any]:
+def reference(function: Function) -> str | Function:
     """Where `function` is defined, or the object itself when it is not a function."""
     name = getattr(function, "__qualname__", None)
     if name is None:
@@ -42,11 +42,9 @@ def reference(function: Callable[..., Any]) -> str | Callable[..., Any]:
     return f"{function.__module__}:{name}"
 
 
-def row_scorer_keywords(
-    compute_score: Callable[..., Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def row_scorer_keywords(compute_score: Function, options: Settings) -> Row:
     """The message from which `make_row_scorer` builds the same scorer elsewhere."""
-    bound: dict[str, Any] = {}
+    bound: Row = {}
     function = compute_score
     while isinstance(function, functools.partial):
         if function.args:
@@ -72,9 +70,9 @@ def row_scorer_keywords(
 
 
 def make_row_scorer(
-    scorer: str | Callable[..., Any],
-    bound: Mapping[str, Any],
-    options: Mapping[str, Any],
+    scorer: str | Function,
+    bound: Settings,
+    options: Settings,
     registered: Mapping[str, Mapping[str, table.Entry]],
 ) -> Callable[..., Scored | Failed]:
     """In the scoring process: a function from a row to its result."""
@@ -85,7 +83,7 @@ def make_row_scorer(
 
     symbolic.use_processes(1)  # there is one of us per core already
 
-    def score(row: Row, known: Comparisons | None = None) -> Scored | Failed:
+    def score(row: Response, known: Comparisons | None = None) -> Scored | Failed:
         symbolic.remember(known or {})
         return score_row(function, row, options)
 

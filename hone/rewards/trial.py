@@ -16,8 +16,9 @@ from hone.rewards.failures import Failed, FailurePolicy
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.reading import extra_info_of
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Row
+from hone.rewards.outcome import Response
 from hone.rewards.places import place_of
+from hone.types import JsonValue, Row, Settings
 
 FORMS = (
     "{truth}",
@@ -41,12 +42,12 @@ class TrialRow:
 
     where: str
     data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
+    ground_truth: JsonValue
+    extra_info: Row
     prompt: str
 
     @staticmethod
-    def of(row: Mapping[str, Any], where: str, source_key: str, prompt_key: str) -> TrialRow:
+    def of(row: Settings, where: str, source_key: str, prompt_key: str) -> TrialRow:
         reward_model = dict(row.get("reward_model") or {})
         columns = {"extra_info": [row.get("extra_info")]}
         return TrialRow(
@@ -57,11 +58,11 @@ class TrialRow:
             _text_of(row.get(prompt_key)),
         )
 
-    def responses(self) -> list[Row]:
+    def responses(self) -> list[Response]:
         truth = _text_of(self.ground_truth)
         texts = [form.format(truth=truth, prompt=self.prompt) for form in FORMS]
         return [
-            Row(
+            Response(
                 self.data_source,
                 text,
                 self.ground_truth,
@@ -126,7 +127,7 @@ def _consequence(policy: FailurePolicy) -> str:
     return f"such a response scores {policy.failure_score:g}"
 
 
-def _text_of(value: Any) -> str:
+def _text_of(value: JsonValue) -> str:
     """The plainest text of a ground truth or prompt: the first that is in it."""
     if isinstance(value, Mapping):
         return _text_of(value.get("content") or next(iter(value.values()), ""))
@@ -137,15 +138,16 @@ def _text_of(value: Any) -> str:
 
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
-) -> Callable[[Mapping[str, Any]], float | str]:
+) -> Callable[[Settings], float | str]:
     """From a row to what the score function of `file.py` or `file.py:name` gives to its ground truth,
     or to why it fails on every text that holds it."""
     path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
     function = load_extern_object(path, name or DEFAULT_NAME)
-    manager = NaiveRewardManager(None, 0, function)
+    no_tokenizer: Any = None  # texts come as texts
+    manager = NaiveRewardManager(no_tokenizer, 0, function)
     manager.check_scorer()
 
-    def score(row: Mapping[str, Any]) -> float | str:
+    def score(row: Settings) -> float | str:
         failures = []
         for response in TrialRow.of(row, "", source_key, prompt_key).responses():
             outcome = manager.score_known([response])[0]

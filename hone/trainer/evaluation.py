@@ -21,7 +21,7 @@ from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.outcome import Row, vote_of
+from hone.rewards.outcome import Response, vote_of
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores import table
 from hone.rewards.scores.latex import boxed_answer
@@ -147,7 +147,7 @@ def _refuse_no_score(attempts: Sequence[Attempts], failed: int, first: Mapping[s
         )
 
 
-def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[Row]:
+def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[Response]:
     """What is scored: one a response."""
     data = config.data
     for key, column in (
@@ -167,7 +167,7 @@ def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(row.get("extra_info") or {})
     return [
-        Row(
+        Response(
             str(row[data.data_source_key]),
             text,
             reward_model.get("ground_truth"),
@@ -177,7 +177,9 @@ def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[
     ]
 
 
-def _scored(rows: Sequence[Row], scorer: Any, config: EvaluationConfig) -> list[Scored | Failed]:
+def _scored(
+    rows: Sequence[Response], scorer: Any, config: EvaluationConfig
+) -> list[Scored | Failed]:
     """One result a row, in order; a rule that would compare with nothing is not asked."""
     if scorer is not default_compute_score:
         return _run_scorer(rows, scorer, config)
@@ -190,7 +192,7 @@ def _scored(rows: Sequence[Row], scorer: Any, config: EvaluationConfig) -> list[
 
 
 def _run_scorer(
-    rows: Sequence[Row], scorer: Any, config: EvaluationConfig
+    rows: Sequence[Response], scorer: Any, config: EvaluationConfig
 ) -> list[Scored | Failed]:
     options: dict[str, Any] = {}
     if scorer is default_compute_score:
@@ -199,7 +201,9 @@ def _run_scorer(
             options["sandbox_fusion_url"] = config.sandbox_fusion.url
     count = min(config.num_processes or usable_cores(), max(len(rows), 1))
     message = row_scorer_keywords(scorer, options)
-    pool = DeadlinePool("hone.rewards.transport:make_row_scorer", message, count)
+    pool: DeadlinePool[Scored | Failed] = DeadlinePool(
+        "hone.rewards.transport:make_row_scorer", message, count
+    )
     outcomes: list[Scored | Failed] = []
     try:
         with progress("score", len(rows)) as bar:

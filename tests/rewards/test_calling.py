@@ -18,9 +18,9 @@ from hone.rewards.calling import (
     check_signature,
 )
 from hone.rewards.failures import Failed
-from hone.rewards.outcome import Row, score_row
+from hone.rewards.outcome import Response, score_row
 
-ROW = Row("mine", "text", "truth", {"a": 1})
+ROW = Response("mine", "text", "truth", {"a": 1})
 
 
 def plain(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

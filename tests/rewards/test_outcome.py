@@ -8,9 +8,9 @@ import torch
 
 from hone.rewards import failures
 from hone.rewards.failures import Failed, FailurePolicy, Scored
-from hone.rewards.outcome import Row, read_result, score_row
+from hone.rewards.outcome import Response, read_result, score_row
 
-ROW = Row("mine", "text", "truth", {"a": 1})
+ROW = Response("mine", "text", "truth", {"a": 1})
 
 
 @pytest.mark.parametrize(

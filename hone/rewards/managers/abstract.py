@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hone.protocol import DataProto
 from hone.rewards.scores.table import default_compute_score
+from hone.tokenizer import Tokenizer
+from hone.types import Function, Row
 
-RawRewardFn = Callable[..., Any]
+RawRewardFn = Function
 """`(data_source, solution_str, ground_truth, extra_info) -> float | dict | tuple`."""
 
 
@@ -24,7 +25,7 @@ class AbstractRewardManager(ABC):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
@@ -37,7 +38,7 @@ class AbstractRewardManager(ABC):
         self.failures: Counter[str] = Counter()
 
     @abstractmethod
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         """Rewards [B, T]; with `return_dict`, `{"reward_tensor", "reward_extra_info"}`."""
 
     def pop_metrics(self) -> dict[str, float]:

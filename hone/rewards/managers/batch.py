@@ -7,13 +7,12 @@ there is no telling which row it was; a bad value in the list fails its own row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hone.rewards.calling import BATCH_ARGUMENTS, call_scorer
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Row, failed_by, read_result, score_row
+from hone.rewards.outcome import Response, failed_by, read_result, score_row
 from hone.rewards.symbolic_batch import compare_ahead
 
 
@@ -22,7 +21,7 @@ class BatchRewardManager(RuleRewardManager):
 
     arguments = BATCH_ARGUMENTS
 
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         if not rows:
             return []
         compare_ahead(self.compute_score, rows, self.options)
@@ -32,7 +31,7 @@ class BatchRewardManager(RuleRewardManager):
             late = Failed("timeout", f"no scores after {self.policy.timeout_s:g} s")
             return [late] * len(rows)
 
-    def score_all(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+    def score_all(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """The scorer's list; the table of data sources has none, so its rows go one by one."""
         if self.uses_table:
             return [score_row(self.compute_score, row, self.options) for row in rows]
@@ -44,7 +43,7 @@ class BatchRewardManager(RuleRewardManager):
         )
         arguments = dict(zip(BATCH_ARGUMENTS, columns, strict=True))
         try:
-            results: Any = call_scorer(self.compute_score, arguments, self.options)
+            results = call_scorer(self.compute_score, arguments, self.options)
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy decides

@@ -5,18 +5,17 @@ It still answers in the family's way, so that the trainer needs no special case.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hone.protocol import DataProto
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.reading import tensors
+from hone.types import Row
 
 
 class BlankRewardManager(AbstractRewardManager):
     """Zeros [B, T] for any batch."""
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]
         return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards

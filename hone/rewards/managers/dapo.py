@@ -6,13 +6,15 @@ falling beyond. `acc` and `score` stay the rule's; the reward carries the penalt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.config.reward import OverlongBufferConfig
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.abstract import RawRewardFn
 from hone.rewards.managers.naive import NaiveRewardManager
+from hone.tokenizer import Tokenizer
+from hone.types import JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
@@ -26,12 +28,12 @@ class DAPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
-        overlong_buffer_cfg: Any = None,
+        overlong_buffer_cfg: OverlongBufferConfig | Settings | None = None,
         *,
         policy: FailurePolicy | None = None,
         **options: Any,
@@ -52,7 +54,7 @@ class DAPORewardManager(NaiveRewardManager):
 
     def shape(
         self, scores: list[float], lengths: list[int]
-    ) -> tuple[list[float], dict[str, list[Any]]]:
+    ) -> tuple[list[float], dict[str, Sequence[JsonValue]]]:
         buffer = self.buffer
         if not buffer.enable or self.max_resp_len is None:
             return scores, {}

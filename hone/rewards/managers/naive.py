@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from hone.event_loop import as_exception, run_coroutine
 from hone.rewards.calling import taken_arguments
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Row, failed_by, read_result, score_row
+from hone.rewards.outcome import Response, failed_by, read_result, score_row
 from hone.rewards.symbolic_batch import compare_ahead
+from hone.types import Function
 
 
 class NaiveRewardManager(RuleRewardManager):
     """One call of the scorer a row."""
 
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         function = self.compute_score
         if inspect.iscoroutinefunction(getattr(function, "func", function)):
             return run_coroutine(self.gather(rows))
         compare_ahead(self.compute_score, rows, self.options)
         return [self.score_one(row) for row in rows]
 
-    def score_one(self, row: Row) -> Scored | Failed:
+    def score_one(self, row: Response) -> Scored | Failed:
         """Score under the soft deadline."""
         work = partial(score_row, self.compute_score, row, self.options)
         try:
@@ -38,13 +38,13 @@ class NaiveRewardManager(RuleRewardManager):
         except DeadlineExceeded:
             return self.late()
 
-    async def gather(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+    async def gather(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Await all rows together, each under its own deadline."""
         return list(await asyncio.gather(*(self.await_one(row) for row in rows)))
 
-    async def await_one(self, row: Row) -> Scored | Failed:
+    async def await_one(self, row: Response) -> Scored | Failed:
         """One row of an async scorer."""
-        function: Callable[..., Any] = self.compute_score
+        function: Function = self.compute_score
         arguments = taken_arguments(function, row.arguments(), self.options)
         try:
             call = asyncio.ensure_future(function(**arguments))

@@ -13,10 +13,11 @@ from hone.cores import usable_cores
 from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.managers.abstract import RawRewardFn
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Row
+from hone.rewards.outcome import Response
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.symbolic_batch import compare_ahead
 from hone.rewards.transport import row_scorer_keywords
+from hone.tokenizer import Tokenizer
 
 
 class PrimeRewardManager(RuleRewardManager):
@@ -24,7 +25,7 @@ class PrimeRewardManager(RuleRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
@@ -37,9 +38,9 @@ class PrimeRewardManager(RuleRewardManager):
             tokenizer, num_examine, compute_score, reward_fn_key, policy=policy, **options
         )
         self.num_processes = num_processes or usable_cores()
-        self.pool: DeadlinePool | None = None
+        self.pool: DeadlinePool[Scored | Failed] | None = None
 
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         message = row_scorer_keywords(self.compute_score, self.options)
         if self.pool is not None and self.pool.keywords != message:
             self.close()  # a score was registered since: the processes must know it

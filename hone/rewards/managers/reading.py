@@ -6,21 +6,25 @@ tools, searches and users said is in `extra_info["transcript"]`, and in no score
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hone.protocol import DataProto
-from hone.rewards.outcome import Row
+from hone.rewards.outcome import Response
 from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
+from hone.tokenizer import Tokenizer
+from hone.types import Row, Settings
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 _TURNS = ("__num_turns__", "num_turns")
 _ROLLOUT_SCORES = ("reward_scores", "rollout_reward_scores")
 
 
-def tensors(data: DataProto) -> Any:
+def tensors(data: DataProto) -> TensorDict:
     """The batch's tensors; an error when it has none."""
     if data.batch is None:
         raise ValueError("the batch holds no tensors; a reward manager needs 'responses'")
@@ -60,11 +64,11 @@ def last_policy_tokens(data: DataProto) -> list[int | None]:
 def read_rows(
     data: DataProto,
     ids: list[list[int]],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     key: str,
     *,
     score_observations: bool = False,
-) -> list[Row]:
+) -> list[Response]:
     """One row per response; `score_observations` puts what others said into the scored text too."""
     columns = data.non_tensor_batch
     if key not in columns:
@@ -85,7 +89,7 @@ def read_rows(
         extra = extra_info_of(columns, reward_model, index)
         extra |= {"transcript": transcript, "transcript_segments": segments}
         rows.append(
-            Row(
+            Response(
                 data_source=str(columns[key][index]),
                 solution_str=transcript if score_observations else policy_text(segments),
                 ground_truth=reward_model.get("ground_truth"),
@@ -95,7 +99,7 @@ def read_rows(
     return rows
 
 
-def _segments(ids: list[int], by_policy: list[bool], tokenizer: Any) -> list[dict[str, str]]:
+def _segments(ids: list[int], by_policy: list[bool], tokenizer: Tokenizer) -> list[dict[str, str]]:
     """The response as runs of one author: `{"role": "policy" or "observation", "text"}`."""
     segments, start = [], 0
     for policy, run in groupby(by_policy):
@@ -106,9 +110,7 @@ def _segments(ids: list[int], by_policy: list[bool], tokenizer: Any) -> list[dic
     return segments
 
 
-def extra_info_of(
-    columns: Mapping[str, Any], reward_model: Mapping[str, Any], index: int
-) -> dict[str, Any]:
+def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Row:
     """The row's `extra_info`, other fields of its `reward_model`, and facts of the rollout."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
@@ -121,6 +123,6 @@ def extra_info_of(
     return extra
 
 
-def _dict_at(columns: Mapping[str, Any], name: str, index: int) -> dict[str, Any]:
+def _dict_at(columns: Settings, name: str, index: int) -> Row:
     value = columns[name][index] if name in columns else None
     return dict(value) if value is not None else {}

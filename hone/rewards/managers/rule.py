@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from hone.rewards.managers.reading import (
     tensors,
     valid_response_ids,
 )
-from hone.rewards.outcome import Row
+from hone.rewards.outcome import Response
 from hone.rewards.repetition import repeatness
 from hone.rewards.scores import table
+from hone.tokenizer import Tokenizer
+from hone.types import JsonValue, Row, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class RuleRewardManager(AbstractRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
@@ -63,17 +65,17 @@ class RuleRewardManager(AbstractRewardManager):
             self.options = {**options, "score_observations": True}
 
     @abstractmethod
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """One result for each row, in order."""
 
     def shape(
         self, scores: list[float], lengths: list[int]
-    ) -> tuple[list[float], dict[str, list[Any]]]:
+    ) -> tuple[list[float], dict[str, Sequence[JsonValue]]]:
         """Rewards from scores, and extra columns; `lengths` counts each response's tokens."""
         return scores, {}
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        extras: dict[str, list[Any]] = {}
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
+        extras: dict[str, Sequence[JsonValue]] = {}
         if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
             # The family's way: without ground truths there is no rule, and the model's word stands.
             rewards = tensors(data)["rm_scores"]
@@ -81,7 +83,7 @@ class RuleRewardManager(AbstractRewardManager):
             rewards, extras = self.score_batch(data)
         return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
 
-    def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, Sequence[JsonValue]]]:
         """Rewards [B, T] and the extra columns of a batch."""
         ids = valid_response_ids(data)
         rows = read_rows(
@@ -112,7 +114,7 @@ class RuleRewardManager(AbstractRewardManager):
         self.examine(rows, shaped)
         return rewards, {**extra_columns(results), **extras}
 
-    def score_known(self, rows: Sequence[Row]) -> list[Scored | Failed]:
+    def score_known(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Score the rows that have what their rule needs; the others fail without a call."""
         lacks = self.lacks_ground_truth
         lacking = {i for i, row in enumerate(rows) if lacks(row.data_source, row.ground_truth)}
@@ -124,7 +126,7 @@ class RuleRewardManager(AbstractRewardManager):
             for index, row in enumerate(rows)
         ]
 
-    def lacks_ground_truth(self, data_source: str, ground_truth: Any) -> bool:
+    def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
         """Whether a built-in rule would compare the response with nothing."""
         return self.uses_table and table.lacks_ground_truth(data_source, ground_truth)
 
@@ -143,14 +145,14 @@ class RuleRewardManager(AbstractRewardManager):
             check_signature(self.compute_score, self.arguments, self.options)
 
     def check_rows(
-        self, rows: Iterable[Mapping[str, Any]], where: Callable[[int], str] = "row {}".format
+        self, rows: Iterable[Settings], where: Callable[[int], str] = "row {}".format
     ) -> None:
         """Raise before the first step when a row's data source has no scorer."""
         if self.uses_table:
             table.check_sources(rows, self.reward_fn_key, where)
 
     def stop_if_nothing_scores(
-        self, rows: Sequence[Row], outcomes: Sequence[Scored | Failed]
+        self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
         """Raise where not one row of the first batch has a score: such a scorer never works."""
         is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not rows
@@ -164,7 +166,7 @@ class RuleRewardManager(AbstractRewardManager):
                 f"{first.reason}: {first.detail}"
             )
 
-    def judge(self, rows: Sequence[Row], results: Sequence[Scored | Failed]) -> list[Scored]:
+    def judge(self, rows: Sequence[Response], results: Sequence[Scored | Failed]) -> list[Scored]:
         """Apply the failure policy, count, and add `score` and `acc` to the extras."""
         judged = []
         for index, (row, result) in enumerate(zip(rows, results, strict=True)):
@@ -183,7 +185,7 @@ class RuleRewardManager(AbstractRewardManager):
                     result.extras["acc"] = 0.0
         return judged
 
-    def settle_failure(self, index: int, row: Row, failed: Failed) -> Scored:
+    def settle_failure(self, index: int, row: Response, failed: Failed) -> Scored:
         """Raise or score, as the policy says; either way the failure is counted and logged."""
         self.failures[failed.reason] += 1
         message = (
@@ -200,7 +202,7 @@ class RuleRewardManager(AbstractRewardManager):
         logger.log(level, "%s; scored %s", message, self.policy.failure_score)
         return Scored(self.policy.failure_score, {"reward_failure": failed.reason})
 
-    def examine(self, rows: Sequence[Row], scores: Sequence[float]) -> None:
+    def examine(self, rows: Sequence[Response], scores: Sequence[float]) -> None:
         """Log the first `num_examine` responses of each data source."""
         shown: dict[str, int] = {}
         for row, score in zip(rows, scores, strict=True):
@@ -221,7 +223,7 @@ def default_policy() -> FailurePolicy:
     return FailurePolicy(defaults.on_failure, defaults.failure_score, defaults.timeout_s)
 
 
-def extra_columns(results: Sequence[Scored]) -> dict[str, list[Any]]:
+def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:
     """One list for each extra name; None in the rows that did not give it."""
     names = dict.fromkeys(name for result in results for name in result.extras)
     return {name: [result.extras.get(name) for result in results] for name in names}

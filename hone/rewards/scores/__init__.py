@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 from hone.rewards.scores.table import (
     UnknownSourceError,
@@ -45,8 +44,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     if name in _MODULES:
-        module: ModuleType = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-        return module
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

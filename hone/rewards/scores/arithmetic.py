@@ -7,10 +7,10 @@ TinyZero's scores, which need an `Assistant:` marker before the answer.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from hone.rewards import ground_truth as truth
 from hone.rewards.scores.answer_tag import all_answers, last_answer
+from hone.types import JsonValue
 
 _INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)
 
@@ -31,7 +31,7 @@ def extract_solution(solution_str: str, *, compat: bool = False) -> int | None:
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     method: str = "strict",
     format_score: float = 0.1,
     score: float = 1.0,

@@ -6,21 +6,19 @@ Assertions come from the ground truth, or from `extra_info` in the benchmarks' o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hone.config.reward import SandboxFusionConfig
 from hone.data.preprocess.programs import humaneval_tests
 from hone.rewards import ground_truth as truth
 from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
+from hone.types import JsonValue, Row, Settings
 
 TEST_TIMEOUT_S = 10.0
 
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any = None,
-    extra_info: Mapping[str, Any] | None = None,
+    ground_truth: JsonValue = None,
+    extra_info: Settings | None = None,
     sandbox_fusion_url: str | None = None,
     memory_limit_mb: int | None = None,
     timeout_s: float = TEST_TIMEOUT_S,
@@ -35,9 +33,9 @@ def compute_score(
     return float(all(passes(code, test, limits) for test in together))
 
 
-def _from_benchmark(extra_info: Mapping[str, Any]) -> list[str]:
+def _from_benchmark(extra_info: Settings) -> list[JsonValue]:
     """Assertions from the fields that MBPP and HumanEval have."""
-    info = truth.plain(extra_info)
+    info: Row = {name: truth.plain(value) for name, value in extra_info.items()}
     if info.get("test") and info.get("entry_point"):
         return [humaneval_tests(info)]
     imports = info.get("test_imports") or []

@@ -7,11 +7,11 @@ The default reads the last `<answer>` anywhere in the response and computes exac
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from hone.rewards import ground_truth as truth
 from hone.rewards.expressions import Evaluated, ExpressionError, evaluate, evaluate_compat
 from hone.rewards.scores.answer_tag import all_answers, last_answer
+from hone.types import JsonValue
 
 _MARKERS = ("Assistant:", "<|im_start|>assistant")
 _COMPAT_TOLERANCE = 1e-5
@@ -41,7 +41,7 @@ def extract_solution(
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     method: str = "strict",
     format_score: float = 0.1,
     score: float = 1.0,
@@ -57,7 +57,7 @@ def compute_score(
     """
     given = truth.mapping(ground_truth, "target", "numbers")
     target = truth.integer(given["target"], "target")
-    numbers = [truth.integer(number, "numbers") for number in given["numbers"]]
+    numbers = truth.integers(given["numbers"], "numbers")
     answer = extract_solution(
         solution_str,
         compat=compat,

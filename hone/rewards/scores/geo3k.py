@@ -5,10 +5,9 @@ r"""Geometry3K: nine tenths for the right boxed answer, one tenth for `<think>�
 
 from __future__ import annotations
 
-from typing import Any
-
 from hone.rewards.scores.latex import boxed_answer
 from hone.rewards.scores.math_reward import is_equiv
+from hone.types import JsonValue
 
 
 def format_reward(solution_str: str) -> float:
@@ -20,14 +19,14 @@ def format_reward(solution_str: str) -> float:
     return float(boxed >= 0 and solution_str.find("}", boxed) >= 0)
 
 
-def acc_reward(solution_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
+def acc_reward(solution_str: str, ground_truth: JsonValue, use_boxed: bool = True) -> float:
     """1.0 if the boxed answer (or, without `use_boxed`, the whole text) is right."""
     answer = boxed_answer(solution_str) if use_boxed else solution_str
     return float(is_equiv(answer, str(ground_truth)))
 
 
 def judge(
-    solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
+    solution_str: str, ground_truth: JsonValue, use_boxed: bool = True, format_score: float = 0.1
 ) -> dict[str, float]:
     """The score with its two parts."""
     accuracy = acc_reward(solution_str, ground_truth, use_boxed)
@@ -37,7 +36,7 @@ def judge(
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
+    solution_str: str, ground_truth: JsonValue, use_boxed: bool = True, format_score: float = 0.1
 ) -> float:
     """`(1 - format_score) · accuracy + format_score · form`."""
     return judge(solution_str, ground_truth, use_boxed, format_score)["score"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Any
+
+from hone.types import JsonValue
 
 TAIL_CHARS = 300
 """Only the end of a response is read: the answer stands there, and regex time stays bounded."""
@@ -32,7 +33,7 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,

@@ -7,10 +7,10 @@ hundred characters alone. No symbolic check: the references are integers or shor
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from hone.rewards.ground_truth import INVALID
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
+from hone.types import JsonObject, JsonValue
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
@@ -55,8 +55,8 @@ def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> t
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, strict_box_verify: bool = False
-) -> dict[str, Any]:
+    solution_str: str, ground_truth: JsonValue, strict_box_verify: bool = False
+) -> JsonObject:
     """`{"score": ±1.0, "acc": bool, "pred": text}`."""
     correct, pred = verify(solution_str, str(ground_truth), strict_box_verify)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}

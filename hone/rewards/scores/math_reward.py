@@ -7,7 +7,6 @@ under a hard limit in another process.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from hone.rewards.scores.latex import (
     as_number,
@@ -20,6 +19,7 @@ from hone.rewards.scores.latex import (
     without_unit,
 )
 from hone.rewards.scores.symbolic import MAX_CHARS, symbolically_equal
+from hone.types import JsonValue
 
 __all__ = [
     "compute_score",
@@ -34,7 +34,7 @@ _BASE = re.compile(r"\d_")
 _PERCENT = re.compile(r"\\?%")
 
 
-def compute_score(solution_str: str, ground_truth: Any, symbolic: bool = True) -> float:
+def compute_score(solution_str: str, ground_truth: JsonValue, symbolic: bool = True) -> float:
     """1.0 if the boxed answer is right, else 0.0."""
     answer = boxed_answer(solution_str)
     if answer is None:

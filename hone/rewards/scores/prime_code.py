@@ -7,11 +7,11 @@ from the ground truth or from `extra_info.test_cases`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+from threading import Semaphore
 
 from hone.config.reward import SandboxFusionConfig
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
+from hone.types import JsonValue, Settings
 
 FIRST_TESTS = 10
 TEST_TIMEOUT_S = 10.0
@@ -19,10 +19,10 @@ TEST_TIMEOUT_S = 10.0
 
 def judge(
     solution_str: str,
-    ground_truth: Any = None,
-    extra_info: Mapping[str, Any] | None = None,
+    ground_truth: JsonValue = None,
+    extra_info: Settings | None = None,
     sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Any = None,
+    concurrent_semaphore: Semaphore | None = None,
     memory_limit_mb: int | None = None,
     continuous: bool = True,
     timeout_s: float = TEST_TIMEOUT_S,
@@ -40,10 +40,10 @@ def judge(
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any = None,
-    extra_info: Mapping[str, Any] | None = None,
+    ground_truth: JsonValue = None,
+    extra_info: Settings | None = None,
     sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Any = None,
+    concurrent_semaphore: Semaphore | None = None,
     memory_limit_mb: int | None = None,
     continuous: bool = False,
     timeout_s: float = TEST_TIMEOUT_S,

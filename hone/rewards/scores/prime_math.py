@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 from hone.rewards.scores.latex import as_number, boxed_answer, decimals_of, strip_string
 from hone.rewards.scores.math_reward import is_equiv
+from hone.types import JsonValue
 
 RELATIVE_TOLERANCE = Fraction(1, 10_000)
 TAIL_CHARS = 2000
@@ -71,7 +71,7 @@ def _rounds_to(left: str, right: str) -> bool:
     return abs(given - truth) <= min(half_a_unit, RELATIVE_TOLERANCE * abs(truth))
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> tuple[bool, bool, str]:
+def compute_score(solution_str: str, ground_truth: JsonValue) -> tuple[bool, bool, str]:
     """`(correct, well formed, extracted answer)`."""
     answer, marked = extract_answer(solution_str)
     return bool(answer) and grade_answer(answer, str(ground_truth)), marked, answer

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from hone.rewards import ground_truth as truth
 from hone.rewards.scores.answer_tag import all_answers, last_answer
+from hone.types import JsonValue, Settings
 
 MAX_TAGS = 10
 """More opening or closing answer tags than this is tag spam; it earns a quarter."""
@@ -27,7 +27,7 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
-def golden_answers(ground_truth: Any) -> list[str]:
+def golden_answers(ground_truth: JsonValue) -> list[str]:
     """The reference answers: `{"target": one or many}`, or one or many directly."""
     decoded = truth.decode(truth.plain(ground_truth))
     target = decoded.get("target") if isinstance(decoded, dict) else decoded
@@ -83,15 +83,15 @@ def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
 
 def judge(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     format_score: float = 0.0,
     score: float = 1.0,
     structure_format_score: float = 0.0,
     final_format_score: float = 0.0,
     retrieval_score: float = 0.0,
-    extra_info: Mapping[str, Any] | None = None,
+    extra_info: Settings | None = None,
     score_observations: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Score and `acc` (exact match, whatever the form earned)."""
     if structure_format_score or final_format_score or retrieval_score:
         from hone.rewards.scores import qa_em_format
@@ -113,7 +113,7 @@ def judge(
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
@@ -129,7 +129,7 @@ compute_score_em = compute_score
 
 def compute_score_subem(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,

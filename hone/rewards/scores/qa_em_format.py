@@ -8,8 +8,7 @@ makes the trajectory ill-formed, and no tag inside a passage is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from hone.rewards.scores.qa_em import (
     em_check,
@@ -18,6 +17,7 @@ from hone.rewards.scores.qa_em import (
     normalize_answer,
 )
 from hone.rewards.transcript import POLICY, Segments, segments_of
+from hone.types import JsonValue, Settings
 
 _TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
@@ -121,14 +121,14 @@ def is_retrieval_correct(passages: Iterable[str], golden: list[str]) -> bool:
 
 def judge(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     structure_format_score: float = 0.0,
     final_format_score: float = 0.0,
     retrieval_score: float = 0.0,
     score: float = 1.0,
-    extra_info: Mapping[str, Any] | None = None,
+    extra_info: Settings | None = None,
     score_observations: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """The score and what it is made of.
 
     `extra_info["transcript_segments"]` tells a retrieved passage from one that the policy made up;
@@ -161,18 +161,18 @@ def judge(
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: JsonValue,
     method: str = "strict",
     structure_format_score: float = 0.0,
     final_format_score: float = 0.0,
     retrieval_score: float = 0.0,
     format_score: float = 0.0,
     score: float = 1.0,
-    extra_info: Mapping[str, Any] | None = None,
+    extra_info: Settings | None = None,
     score_observations: bool = False,
 ) -> float:
     """The score alone. `method` and `format_score` are in Search-R1's signature and unused there."""
-    value: float = judge(
+    return judge(
         solution_str,
         ground_truth,
         structure_format_score,
@@ -182,7 +182,6 @@ def compute_score(
         extra_info,
         score_observations,
     )["score"]
-    return value
 
 
 compute_score_em = compute_score

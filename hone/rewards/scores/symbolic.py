@@ -41,7 +41,7 @@ MAX_CHARS = 1000
 _CACHE_SIZE = 65_536
 
 _lock = threading.Lock()
-_pool: DeadlinePool | None = None
+_pool: DeadlinePool[bool | None] | None = None
 _processes: int | None = None
 _cache: dict[Pair, bool | Failed] = {}
 _noted: ContextVar[list[Pair] | None] = ContextVar("noted", default=None)

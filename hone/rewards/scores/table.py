@@ -16,6 +16,7 @@ from hone.plugins import load_object
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
 from hone.rewards.ground_truth import GroundTruthError, is_missing
+from hone.types import Function, JsonValue, Row, Settings
 
 _HERE = "hone.rewards.scores"
 _MATCHES = ("exact", "prefix", "substring")
@@ -33,7 +34,7 @@ class UnknownSourceError(SetupError, NotImplementedError):
 class Entry:
     """One line of the table."""
 
-    target: str | Callable[..., Any]
+    target: str | Function
     """`"module:function"`, or the function itself."""
     full_mark: float = 1.0
     """The score that counts as correct (`acc` = 1) when the scorer returns a plain number."""
@@ -88,12 +89,12 @@ _BUILT_IN: dict[str, dict[str, Entry]] = {
     "substring": _SUBSTRING,
 }
 _registered: dict[str, dict[str, Entry]] = {match: {} for match in _MATCHES}
-_resolved: dict[str, tuple[Entry, Callable[..., Any]]] = {}
+_resolved: dict[str, tuple[Entry, Function]] = {}
 
 
 def register_score(
     source: str,
-    target: str | Callable[..., Any],
+    target: str | Function,
     *,
     match: str = "exact",
     full_mark: float = 1.0,
@@ -138,13 +139,13 @@ def find(data_source: str) -> Entry | None:
     return None
 
 
-def lacks_ground_truth(data_source: str, ground_truth: Any) -> bool:
+def lacks_ground_truth(data_source: str, ground_truth: JsonValue) -> bool:
     """Whether the rule of `data_source` would compare a response with nothing."""
     entry = find(data_source)
     return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
 
 
-def scorer_of(data_source: str) -> tuple[Entry, Callable[..., Any]]:
+def scorer_of(data_source: str) -> tuple[Entry, Function]:
     """The table's line and the scorer itself, imported; UnknownSourceError when there is none."""
     if data_source not in _resolved:
         entry = find(data_source)
@@ -158,10 +159,10 @@ def scorer_of(data_source: str) -> tuple[Entry, Callable[..., Any]]:
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
+    ground_truth: JsonValue,
+    extra_info: Settings | None = None,
     **options: Any,
-) -> float | dict[str, Any]:
+) -> float | Row:
     """Score one response by the rule of its data source; `options` go to that rule."""
     _, scorer = scorer_of(data_source)
     if lacks_ground_truth(data_source, ground_truth):
@@ -181,7 +182,7 @@ def default_compute_score(
     return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
 
 
-def is_table(function: Callable[..., Any]) -> bool:
+def is_table(function: Function) -> bool:
     """Whether a score function is this table (not a user's function), perhaps with bound arguments."""
     while isinstance(function, partial):
         function = function.func
@@ -194,7 +195,7 @@ def known_sources() -> dict[str, list[str]]:
 
 
 def check_sources(
-    rows: Iterable[str | Mapping[str, Any]],
+    rows: Iterable[str | Settings],
     key: str = "data_source",
     where: Callable[[int], str] = "row {}".format,
 ) -> None:
@@ -206,7 +207,7 @@ def check_sources(
     seen: set[str] = set()
     for index, row in enumerate(rows):
         if isinstance(row, str):
-            source: Any = row
+            source: JsonValue = row
         elif (row.get("reward_model") or {}).get("style") == "model":
             continue
         else:

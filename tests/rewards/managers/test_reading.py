@@ -11,7 +11,7 @@ from hone.protocol import DataProto
 from hone.rewards.managers.reading import read_rows, valid_response_ids
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Row
+from hone.rewards.outcome import Response
 
 MakeBatch = Callable[..., DataProto]
 MANAGERS = ["naive", "batch", "dapo", "prime"]
@@ -24,7 +24,7 @@ def conversation(*turns: str) -> tuple[str, str]:
     return "".join(texts), "".join(m * len(t) for m, t in zip(marks, texts, strict=True))
 
 
-def rows_of(tokenizer: Any, data: DataProto, **options: Any) -> list[Row]:
+def rows_of(tokenizer: Any, data: DataProto, **options: Any) -> list[Response]:
     return read_rows(data, valid_response_ids(data), tokenizer, "data_source", **options)
 
 

@@ -14,7 +14,7 @@ from hone.rewards.failures import Failed
 from hone.rewards.managers.batch import BatchRewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
-from hone.rewards.outcome import Row
+from hone.rewards.outcome import Response
 from hone.rewards.scores import default_compute_score, math_reward, symbolic
 from hone.rewards.scores.expression_size import too_large
 from hone.rewards.symbolic_batch import compare_ahead
@@ -161,7 +161,7 @@ def test_a_rule_of_ours_that_is_chosen_for_all_rows_is_asked_ahead_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = recorded(monkeypatch)
-    rows = [Row("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
+    rows = [Response("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
     compare_ahead(math_reward.compute_score, rows, {})
     assert recorder.runs == [(3, symbolic.SHORT_CPU_S), (3, symbolic.LONG_CPU_S)]
 
@@ -173,7 +173,7 @@ def test_a_users_score_function_is_not_called_ahead() -> None:
         calls.append(solution_str)
         return 1.0
 
-    assert compare_ahead(score, [Row("lighteval/MATH", "x", "y", {})], {}) == [{}]
+    assert compare_ahead(score, [Response("lighteval/MATH", "x", "y", {})], {}) == [{}]
     assert calls == []
 
 
@@ -194,8 +194,10 @@ def test_a_late_comparison_costs_no_process_and_the_next_is_right(
     monkeypatch.setattr(symbolic, "_pool", None)
     monkeypatch.setattr(symbolic, "_processes", 1)
     monkeypatch.setattr(symbolic, "LONG_CPU_S", 0.2)
-    rows = [Row("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in LATE[:2]]
-    rows.append(Row("lighteval/MATH", r"\boxed{x+\frac{2}{\sqrt{2}}}", r"\sqrt{2}+x", {}))
+    rows = [
+        Response("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in LATE[:2]
+    ]
+    rows.append(Response("lighteval/MATH", r"\boxed{x+\frac{2}{\sqrt{2}}}", r"\sqrt{2}+x", {}))
     try:
         results = [
             list(of_row.values()) for of_row in compare_ahead(default_compute_score, rows, {})
