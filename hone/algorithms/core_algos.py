@@ -7,9 +7,9 @@ formula has none (rloo, opo, gpg, reinforce_plus_plus_baseline) is taken and ent
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from hone.algorithms import advantages, policy_losses
@@ -23,7 +23,7 @@ from hone.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
-from hone.algorithms.advantages.outcome import Labels
+from hone.algorithms.advantages.outcome import Column, Labels
 from hone.algorithms.advantages.passk import grpo_passk
 from hone.algorithms.advantages.reinforce_plus_plus import (
     reinforce_plus_plus,
@@ -36,6 +36,7 @@ from hone.algorithms.policy_losses.vanilla import vanilla
 from hone.algorithms.shaping import pf_ppo_rows
 from hone.plugins import TableView
 from hone.protocol import DataProto
+from hone.types import Row, Settings
 
 Pair = tuple[Tensor, Tensor]  # advantages and returns, both [B, T]
 
@@ -74,7 +75,7 @@ def compute_grpo_outcome_advantage(
     index: Labels,
     epsilon: float = EPS,
     norm_adv_by_std_in_grpo: bool | None = None,
-    config: Any = None,
+    config: Settings | None = None,
 ) -> Pair:
     """The division follows the argument, else the config, else it is on."""
     by_std = norm_adv_by_std_in_grpo
@@ -94,8 +95,8 @@ def compute_grpo_passk_outcome_advantage(
     index: Labels,
     epsilon: float = EPS,
     norm_adv_by_std_in_grpo: bool | None = None,
-    config: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    **columns: Column,
 ) -> Pair:
     """The division follows the argument, else the config, else it is on."""
     by_std = norm_adv_by_std_in_grpo
@@ -116,10 +117,10 @@ def compute_gdpo_outcome_advantage(
     index: Labels,
     epsilon: float = EPS,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    non_tensor_batch: dict[str, Any] | None = None,
-    batch: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    non_tensor_batch: Row | None = None,
+    batch: TensorDict | None = None,
+    **columns: Column,
 ) -> Pair:
     """Without a config the rewards themselves are the only part."""
     if config is None:
@@ -142,8 +143,8 @@ def compute_rloo_outcome_advantage(
     response_mask: Tensor,
     index: Labels,
     epsilon: float = EPS,
-    config: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    **columns: Column,
 ) -> Pair:
     return rloo(token_level_rewards, response_mask, index, config, **columns)
 
@@ -153,8 +154,8 @@ def compute_opo_outcome_advantage(
     response_mask: Tensor,
     index: Labels,
     epsilon: float = EPS,
-    config: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    **columns: Column,
 ) -> Pair:
     return opo(token_level_rewards, response_mask, index, config, **columns)
 
@@ -164,8 +165,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     response_mask: Tensor,
     index: Labels,
     epsilon: float = EPS,
-    config: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    **columns: Column,
 ) -> Pair:
     return reinforce_plus_plus_baseline(
         token_level_rewards, response_mask, index, config, **columns
@@ -175,9 +176,9 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    config: Any = None,
+    config: Settings | None = None,
     index: Labels | None = None,
-    **columns: Any,
+    **columns: Column,
 ) -> Pair:
     return reinforce_plus_plus(token_level_rewards, response_mask, index, config, **columns)
 
@@ -186,9 +187,9 @@ def compute_remax_outcome_advantage(
     token_level_rewards: Tensor,
     reward_baselines: Tensor,
     response_mask: Tensor,
-    config: Any = None,
+    config: Settings | None = None,
     index: Labels | None = None,
-    **columns: Any,
+    **columns: Column,
 ) -> Pair:
     return remax(
         token_level_rewards,
@@ -207,8 +208,8 @@ def compute_gpg_outcome_advantage(
     epsilon: float = EPS,
     f_norm: float = 1.0,
     alpha: float = 1.0,
-    config: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    **columns: Column,
 ) -> Pair:
     """`alpha` is taken and replaced by the formula's own, as in verl."""
     return gpg(token_level_rewards, response_mask, index, config, f_norm=f_norm, **columns)
@@ -223,8 +224,8 @@ def compute_optimal_token_baseline_advantage(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = BASELINE_EPS,
-    config: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    **columns: Column,
 ) -> Pair:
     return optimal_token_baseline(
         token_level_rewards,
@@ -249,8 +250,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = BASELINE_EPS,
-    config: Any = None,
-    **columns: Any,
+    config: Settings | None = None,
+    **columns: Column,
 ) -> Pair:
     return tir_optimal_token_baseline(
         token_level_rewards,
@@ -300,9 +301,9 @@ def compute_policy_loss_reinforce(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "seq-mean-token-sum",
-    config: Any = None,
+    config: Settings | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     return reinforce(
         rollout_log_prob,
         log_prob,

@@ -6,7 +6,7 @@ never touched: it says who wrote a token, and advantages, KL and metrics go on u
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from hone.algorithms.correction_metrics import (
 )
 from hone.algorithms.rejection import EXPONENT_BOUND, rejection_mask
 from hone.algorithms.settings import setting
+from hone.algorithms.thresholds import Bound
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
+from hone.types import Settings
 
 _SECTION = "algorithm.rollout_correction"
 _THRESHOLD = f"{_SECTION}.rollout_is_threshold"
@@ -31,7 +33,7 @@ def correct(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
-    config: Any = None,
+    config: Settings | None = None,
     loss_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """(importance weights or None, the narrowed loss mask, metrics named `rollout_corr/…`).
@@ -39,10 +41,7 @@ def correct(
     `config` is algorithm.rollout_correction. `loss_mask` is what earlier filters left; it starts
     as the response mask.
     """
-
-    def option(key: str) -> Any:
-        return setting(config, key, RolloutCorrectionConfig)
-
+    option = partial(setting, config, defaults=RolloutCorrectionConfig)
     mask = response_mask.bool()
     old, rollout = (masked_fill_zero(x.detach(), mask) for x in (old_log_probs, rollout_log_probs))
     log_ratio = old - rollout
@@ -65,7 +64,7 @@ def correct(
     return weights, narrowed, {_PREFIX + key: float(value) for key, value in metrics.items()}
 
 
-def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: Any) -> Tensor:
+def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: Bound) -> Tensor:
     """[B, T] train/rollout by token or by sequence; 0 outside the mask; no gradient.
 
     One number cuts weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).

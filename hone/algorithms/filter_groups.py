@@ -5,8 +5,7 @@ Pure functions of scores and group labels; collecting more groups is the trainer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from hone.ops.groups import Groups
 
-Labels = Sequence[Any] | np.ndarray | Tensor
+Labels = Sequence[Hashable] | np.ndarray | Tensor
 
 
 def keep_informative(scores: Labels, index: Labels) -> Tensor:

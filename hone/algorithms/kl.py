@@ -6,10 +6,10 @@ controllers of the coefficient. Where the KL enters the loss instead, the engine
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
+from hone.config.algorithm import KLControlConfig
 from hone.ops.masked import masked_fill_zero, masked_mean
 from hone.plugins import PluginError, Table
 
@@ -154,7 +154,7 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1 + error * n_steps / self.horizon
 
 
-def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
+def get_kl_controller(kl_ctrl: KLControlConfig) -> FixedKLController:
     """From `algorithm.kl_ctrl`: type, kl_coef, target_kl, horizon."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)

@@ -7,15 +7,19 @@ bounds of the ratio train/rollout; k2 = ½·lr², k3 = e^lr − 1 − lr have on
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hone.algorithms import thresholds
+from hone.algorithms.thresholds import Bound
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
 
+Options = str | Sequence[str] | None
+"""Names of OPTIONS, also with commas between them."""
+Bounds = Bound | Sequence[Bound] | None
 EXPONENT_BOUND = 20.0
 _KEY = "algorithm.rollout_correction.rollout_rs_threshold"
 
@@ -39,7 +43,7 @@ class Verdict:
 
 
 def rejection_mask(
-    log_ratio: Tensor, mask: Tensor, options: Any, bounds: Any
+    log_ratio: Tensor, mask: Tensor, options: Options, bounds: Bounds
 ) -> tuple[Tensor, dict[str, Verdict]]:
     """The tokens of `mask` that pass every option, and each option's verdict."""
     keep = mask.bool()
@@ -53,8 +57,8 @@ def rejection_mask(
     return keep, verdicts
 
 
-def _pair(options: Any, bounds: Any) -> list[tuple[str, Any]]:
-    chosen, given = thresholds.split(options), thresholds.split(bounds)
+def _pair(options: Options, bounds: Bounds) -> list[tuple[str, Bound]]:
+    chosen, given = [str(name) for name in thresholds.split(options)], thresholds.split(bounds)
     for option in chosen:
         if option not in OPTIONS:
             raise ValueError(
@@ -71,7 +75,7 @@ def _pair(options: Any, bounds: Any) -> list[tuple[str, Any]]:
     return list(zip(chosen, given, strict=True))
 
 
-def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Any) -> Verdict:
+def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdict:
     level, kind = option.rsplit("_", 1)
     low, high = _limits(kind, bound)
     per_token = _divergence(kind, log_ratio)
@@ -89,7 +93,7 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Any) -> Verdict:
     return Verdict(values, low, high, mask & (inside if values.dim() == 2 else inside[:, None]))
 
 
-def _limits(kind: str, bound: Any) -> tuple[float, float]:
+def _limits(kind: str, bound: Bound) -> tuple[float, float]:
     if kind == "k1":
         low, high = thresholds.ratio_band(bound, _KEY)
         return -math.log(high), -math.log(low)  # k1 falls as the ratio rises

@@ -10,11 +10,12 @@ from functools import cache
 from typing import Any
 
 from hone.config.block import Block
+from hone.types import Settings
 
 _ABSENT = object()
 
 
-def setting(config: Any, key: str, defaults: type[Block]) -> Any:
+def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
     """`config.<key>`; when `config` is None or lacks the key, the default of that block."""
     value = _dig(config, key)
     if value is _ABSENT:
@@ -24,18 +25,18 @@ def setting(config: Any, key: str, defaults: type[Block]) -> Any:
     return value
 
 
-def given(config: Any, key: str) -> Any:
+def given(config: Settings | None, key: str) -> Any:
     """`config.<key>` if the config itself has it, else None."""
     value = _dig(config, key)
     return None if value is _ABSENT else value
 
 
-def has(config: Any, key: str) -> bool:
+def has(config: Settings | None, key: str) -> bool:
     """Whether the config itself has the key."""
     return _dig(config, key) is not _ABSENT
 
 
-def _dig(config: Any, key: str) -> Any:
+def _dig(config: Settings | None, key: str) -> Any:
     for part in key.split("."):
         if config is None:
             return _ABSENT

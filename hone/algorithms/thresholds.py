@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+Bound = float | str
 
 
-def split(value: Any) -> list[Any]:
+def split(value: Bound | Sequence[Bound] | None) -> list[Bound]:
     """A comma-separated string, a list, or one value, as a list."""
     if value is None:
         return []
@@ -15,7 +16,7 @@ def split(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) else [value]
 
 
-def numbers(value: Any, key: str) -> tuple[float, ...]:
+def numbers(value: Bound, key: str) -> tuple[float, ...]:
     """(hi,) of `2.0`, (lo, hi) of `"0.5_2.0"`; all above 0 and in order."""
     try:
         parsed = tuple(float(part) for part in str(value).split("_"))
@@ -28,7 +29,7 @@ def numbers(value: Any, key: str) -> tuple[float, ...]:
     return parsed
 
 
-def ratio_band(value: Any, key: str) -> tuple[float, float]:
+def ratio_band(value: Bound, key: str) -> tuple[float, float]:
     """Bounds of a ratio around 1; one number stands for 1/hi … hi."""
     bounds = numbers(value, key)
     if len(bounds) == 2:

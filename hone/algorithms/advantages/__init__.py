@@ -8,9 +8,10 @@ both [B, T] and 0 outside response_mask, and says which further columns it reads
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hone.plugins import Table
+from hone.types import Function, JsonValue, Settings
 
 if TYPE_CHECKING:
     from hone.algorithms.advantages.estimator import Estimator
@@ -48,7 +49,7 @@ TABLE = Table(
 )
 
 
-def get_estimator(name: str, config: Any = None, **options: Any) -> Estimator:
+def get_estimator(name: str, config: Settings | None = None, **options: JsonValue) -> Estimator:
     """The estimator of that name, or of "pkg.mod:object", with the options of `config` (`algorithm`).
 
     `options` are those that stand elsewhere in the configuration; an estimator takes the ones it has.
@@ -64,10 +65,9 @@ def groups_of(name: str) -> str | None:
     return getattr(getattr(entry, "estimator", entry), "groups", None)
 
 
-def get_adv_estimator_fn(name: str) -> Callable[..., Any]:
+def get_adv_estimator_fn(name: str) -> Function:
     """The estimator as a function with verl's arguments; an unknown name is an error."""
-    found: Callable[..., Any] = TABLE.get(name)
-    return found
+    return TABLE.get(name)
 
 
 def register_adv_est(name: str, needs: tuple[str, ...] = ()) -> Callable[[T], T]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -20,6 +20,7 @@ from hone.algorithms.settings import has, setting
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
 from hone.plugins import PluginError
+from hone.types import Function, JsonValue, Row, Settings
 
 Pair = tuple[Tensor, Tensor]  # advantages and returns, both [B, T] and 0 outside response_mask
 Groups = Literal["ignored", "compared", "required"]
@@ -37,13 +38,13 @@ class Trajectories:
     rewards: Tensor  # [B, T] token_level_rewards
     mask: Tensor  # [B, T] response_mask
     uid: Labels | None = None  # [B] equal for the responses of one prompt
-    columns: Mapping[str, Any] = field(default_factory=dict)  # those it requires and uses
+    columns: Settings = field(default_factory=dict)  # those it requires and uses
 
     @property
     def trajectory_id(self) -> Labels | None:
         return self.columns.get(TRAJECTORY)
 
-    def column(self, name: str) -> Any:
+    def column(self, name: str) -> Tensor:
         """A column that the estimator requires."""
         if self.columns.get(name) is None:
             raise TypeError(
@@ -71,9 +72,9 @@ class Estimator:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
     @classmethod
-    def of(cls: type[T], config: Any = None, **options: Any) -> T:
+    def of(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
         """Each option from the keyword, else from the config's key of that name, else its default."""
-        values: dict[str, Any] = {}
+        values: Row = {}
         for option in dataclasses.fields(cls):
             name = option.name
             if options.get(name) is not None:
@@ -97,8 +98,8 @@ class FunctionEstimator(Estimator):
     Its attribute `needs` names the columns it requires. It is given what its signature takes.
     """
 
-    function: Callable[..., Any]
-    config: Any
+    function: Function
+    config: Settings | None
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -108,7 +109,7 @@ class FunctionEstimator(Estimator):
         values = {"index": batch.uid, "config": self.config, **batch.columns}
         first = {"token_level_rewards": batch.rewards, "response_mask": batch.mask}
         parameters = inspect.signature(self.function).parameters
-        positions: tuple[Any, ...] = ()
+        positions: tuple[Tensor, ...] = ()
         if first.keys() <= parameters.keys():
             values = first | values
         else:
@@ -142,7 +143,7 @@ class VerlForm:
         token_level_rewards: Tensor,
         response_mask: Tensor,
         index: Labels | None = None,
-        config: Any = None,
+        config: Settings | None = None,
         **keywords: Any,
     ) -> Pair:
         self._refuse_verls_order(index, config)
@@ -157,7 +158,7 @@ class VerlForm:
         columns = (TRAJECTORY, *self.estimator.uses)
         refuse_unknown(self.__name__, unknown, (*known, *columns))
 
-    def _refuse_verls_order(self, index: Any, config: Any) -> None:
+    def _refuse_verls_order(self, index: Labels | None, config: Settings | None) -> None:
         """Raise TypeError for positions that mean something else in verl: they would be ignored here."""
         if isinstance(index, Mapping) or isinstance(config, int | float):
             raise TypeError(
@@ -167,6 +168,10 @@ class VerlForm:
             )
 
 
+Entry = type[Estimator] | VerlForm | Function
+"""What the table of estimators holds."""
+
+
 def _is_column(name: str) -> bool:
     """A column of the batch, or one of the two ways in which verl hands over a whole batch."""
     return (
@@ -174,31 +179,30 @@ def _is_column(name: str) -> bool:
     )
 
 
-def needs_of(function: Any) -> tuple[str, ...]:
+def needs_of(function: Function) -> tuple[str, ...]:
     """The columns that a user's function names in its attribute `needs`."""
     needs = getattr(function, "needs", ())
     return (needs,) if isinstance(needs, str) else tuple(needs)
 
 
-def _name_of(entry: Any) -> str:
+def _name_of(entry: Entry) -> str:
     return getattr(entry, "__name__", repr(entry))
 
 
-def estimator_of(entry: Any, config: Any, **options: Any) -> Estimator:
+def estimator_of(entry: Entry, config: Settings | None, **options: JsonValue) -> Estimator:
     """The estimator of an entry of the table: an estimator class, its verl form, or a function."""
     if isinstance(entry, VerlForm):
         entry = entry.estimator
-    of_base = isinstance(entry, type) and issubclass(entry, Estimator)
-    if (isinstance(entry, type) and not of_base) or not callable(entry):
+    if isinstance(entry, type) and issubclass(entry, Estimator):
+        if entry.__call__ is Estimator.__call__:
+            raise PluginError(f"the estimator {entry.__name__} must define __call__(self, batch)")
+        known = entry.__dataclass_fields__
+        return entry.of(config, **{name: v for name, v in options.items() if name in known})
+    if isinstance(entry, type) or not callable(entry):
         raise PluginError(
             f"{_name_of(entry)} is no advantage estimator; name a function, or a dataclass that "
             "inherits from hone.algorithms.advantages.estimator.Estimator"
         )
-    if of_base and entry.__call__ is Estimator.__call__:
-        raise PluginError(f"the estimator {entry.__name__} must define __call__(self, batch)")
-    if of_base:
-        known = entry.__dataclass_fields__
-        return entry.of(config, **{name: v for name, v in options.items() if name in known})
     if isinstance(entry, Estimator):
         return entry
     return FunctionEstimator(entry, config)

@@ -5,9 +5,7 @@ A part with a large scale then cannot drown the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from hone.algorithms.advantages.estimator import (
 from hone.algorithms.advantages.grpo import EPS, relative_to_group
 from hone.algorithms.advantages.outcome import outcomes, row_sums
 from hone.columns import REWARD_PREFIX
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class GDPO(Estimator):
         return spread, spread
 
 
-def _part(name: str, columns: Mapping[str, Any]) -> Tensor:
+def _part(name: str, columns: Settings) -> Tensor:
     """The reward part: a column `reward/<key>`, else the object column `<key>` of the batch."""
     if name in columns:
         return torch.as_tensor(columns[name])

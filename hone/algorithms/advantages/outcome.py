@@ -7,10 +7,9 @@ the trajectory's advantage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,8 @@ from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
 
 _BLOCK = 256  # rows
 
-Labels = Sequence[Any] | np.ndarray | Tensor
+Labels = Sequence[Hashable] | np.ndarray | Tensor
+Column = Labels | None
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ returns `(loss, metrics)`: this micro-batch's share of the loss (aggregation.py)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hone.plugins import Table
+from hone.types import Function
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ TABLE = Table(
 )
 
 
-def get_policy_loss_fn(name: str) -> Callable[..., Any]:
+def get_policy_loss_fn(name: str) -> Function:
     """The loss of that name, or of "pkg.mod:object"; an unknown name is an error."""
     return TABLE.get(name)
 

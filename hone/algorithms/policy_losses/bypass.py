@@ -8,7 +8,7 @@ denominator, so the loss does not depend on how the mini-batch is cut.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hone.algorithms.policy_losses.vanilla import ppo_clip
 from hone.algorithms.rejection import rejection_mask
 from hone.algorithms.settings import given, setting
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.types import Settings
 
 _KEYWORD = "rollout_correction"
 
@@ -30,11 +31,7 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),
     or from the place where verl's trainer puts them, `config.policy_loss.rollout_correction`.
     """
-    settings = _settings(tokens)
-
-    def option(key: str) -> Any:
-        return setting(settings, key, RolloutCorrectionConfig)
-
+    option = partial(setting, _settings(tokens), defaults=RolloutCorrectionConfig)
     if option("rollout_is_batch_normalize"):
         raise ValueError(
             "rollout_is_batch_normalize divides by a mean over the whole batch, which a loss in "
@@ -63,7 +60,7 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     return torch.where(keep, loss, 0.0), metrics
 
 
-def _settings(tokens: Tokens) -> Any:
+def _settings(tokens: Tokens) -> Settings | None:
     """From one of the two places; both at once is an error, as one of them would be ignored."""
     by_keyword = tokens.extras.get(_KEYWORD)
     in_config = given(tokens.config, f"policy_loss.{_KEYWORD}")

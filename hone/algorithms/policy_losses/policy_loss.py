@@ -18,6 +18,7 @@ from hone.algorithms.keywords import refuse_unknown
 from hone.algorithms.settings import given, setting
 from hone.config.actor import ActorConfig
 from hone.ops.masked import masked_fill_zero, masked_mean
+from hone.types import Settings
 
 RATIO_EXPONENT_BOUND = 20.0
 
@@ -32,10 +33,10 @@ class Tokens:
     log_prob: Tensor
     advantages: Tensor
     mask: Tensor  # bool
-    config: Any
+    config: Settings | None
     weights: Tensor | None = None  # rollout importance weights
     prepared: Columns = field(default_factory=dict)  # this batch's rows of what `prepare` made
-    extras: Mapping[str, Any] = field(default_factory=dict)  # the loss's own keyword arguments
+    extras: Mapping[str, Settings] = field(default_factory=dict)  # the loss's own keyword arguments
 
     @property
     def log_ratio(self) -> Tensor:
@@ -88,7 +89,7 @@ class PolicyLoss:
         log_prob: Tensor,
         advantages: Tensor,
         response_mask: Tensor,
-        config: Any = None,
+        config: Settings | None = None,
     ) -> Columns:
         """Run once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
         if self.prepare_tokens is None:
@@ -104,12 +105,12 @@ class PolicyLoss:
         advantages: Tensor,
         response_mask: Tensor,
         loss_agg_mode: str | None = None,
-        config: Any = None,
+        config: Settings | None = None,
         rollout_is_weights: Tensor | None = None,
         *,
         prepared: Columns | None = None,
-        **extras: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
+        **extras: Settings,
+    ) -> tuple[Tensor, Columns]:
         """This micro-batch's share of the loss, and token means over this call's mask."""
         known = (*_KEYWORDS, *self.extra_keywords)
         refuse_unknown(f"policy loss {self.name}", set(extras) - set(known), known)
@@ -141,7 +142,7 @@ def _clean(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    config: Any,
+    config: Settings | None,
 ) -> Tokens:
     mask = response_mask.bool()
     old, new, adv = (masked_fill_zero(x, mask) for x in (old_log_prob, log_prob, advantages))
