@@ -98,7 +98,7 @@ def verdict(command: Command) -> Verdict:
     """Every reason for which a command is refused, and the notes that it gives."""
     found = Verdict()
     program = re.sub(r"^(verl|scripts)\.", "hone.", command.program)
-    if not _is_program(program):
+    if not any(map(_is_program, (program, f"hone.{program}"))):
         found.reasons.append(f"no program {command.program}")
     tree = _tree_of(command.program.rpartition(".")[2])
     arguments = command.arguments if tree is not None else None
