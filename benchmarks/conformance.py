@@ -142,7 +142,9 @@ def _composed(arguments: Sequence[str], tree: str, program: str) -> tuple[list[s
 def _without(arguments: Sequence[str], problems: Sequence[str]) -> list[str] | None:
     """The arguments without those that the refusals are about; None where none of them is given."""
     text = "\n".join(problems)
-    kept = [word for word in arguments if not _named(word, text)]
+    pairs = zip(["", *arguments], arguments, strict=False)
+    given = {"--config-path", "--config-name", "--config-dir"}
+    kept = [w for before, w in pairs if not _named(f"{before}={w}" if before in given else w, text)]
     return kept if len(kept) < len(arguments) else None
 
 
