@@ -77,7 +77,7 @@ def given_dataset(
     is_train: bool,
 ) -> Dataset:
     """A data set that a program hands over: as it is, or made of rows in the schema of the files."""
-    rows = _rows_of(given)
+    rows = rows_of(given)
     if rows is None:
         return given
     if not rows:
@@ -85,7 +85,7 @@ def given_dataset(
     return create_rl_dataset(rows, data_config, tokenizer, processor, is_train)
 
 
-def _rows_of(given: Dataset) -> list[Row] | None:
+def rows_of(given: Dataset) -> list[Row] | None:
     """The rows of a list, an Arrow table, a Hugging Face data set or a frame; None for a data set."""
     if isinstance(given, (list, tuple)):
         return list(given)

@@ -36,10 +36,16 @@ logger = logging.getLogger(__name__)
 
 
 def load_reward_manager(
-    config: PPOTrainerConfig, tokenizer: Tokenizer, num_examine: int, **reward_kwargs: Any
+    config: PPOTrainerConfig,
+    tokenizer: Tokenizer,
+    num_examine: int,
+    *,
+    compute_score: Function | None = None,
+    **reward_kwargs: Any,
 ) -> AbstractRewardManager:
     """The manager that `reward_manager`, `reward_model` and `custom_reward_function` ask for.
 
+    `compute_score` is a score function that a program hands over in place of the configured one.
     `reward_kwargs` override `reward_model.reward_kwargs`; names the built-in managers do not know
     are handed to the scorer.
     """
@@ -50,7 +56,7 @@ def load_reward_manager(
     if config.reward_model.score_observations:
         _tell_of_observations()
     cls = _manager_class(config)
-    scorer = get_custom_reward_fn(config)
+    scorer = compute_score or get_custom_reward_fn(config)
     settings = {**_manager_settings(config), **reward_kwargs}
     if issubclass(cls, RuleRewardManager):
         known = explicit_names(cls)

@@ -20,7 +20,8 @@ from hone.data.rows import BadRows, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
-from hone.rewards.failures import Failed, Scored
+from hone.rewards.failures import Failed, FailurePolicy, Scored
+from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.outcome import Response, vote_of
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores import table
@@ -29,6 +30,7 @@ from hone.rewards.symbolic_batch import compare_ahead
 from hone.rewards.transcript import of_policy
 from hone.rewards.transport import row_scorer_keywords
 from hone.tracking import progress
+from hone.types import Function
 
 ALL = "all"
 """The name of the total over several data sources."""
@@ -105,20 +107,28 @@ class Evaluation:
         return plain
 
 
-def evaluate(config: EvaluationConfig) -> Evaluation:
-    """Read, score, summarise; stops where not one response could be scored."""
+def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
+    """Read, score, summarise; stops where not one response could be scored.
+
+    `compute_score`, a function that a program hands over, runs in this process, under a soft deadline.
+    """
     store = read_rows(config.data.path, BadRows("raise", skip_key=None), "data.path")
     rows = list(store.scan())
     if config.output.scores_path:
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])  # or refuse now
     jobs = [_jobs(row, store.where(number), config) for number, row in enumerate(rows)]
-    scorer = get_custom_reward_fn(config)
+    scorer = compute_score or get_custom_reward_fn(config)
     if scorer is None:
         check_sources((job[0].data_source for job in jobs if job), config.data.data_source_key)
         scorer = default_compute_score
     else:
         check_signature(scorer, ROW_ARGUMENTS, {})
-    outcomes = iter(_scored([job for of_row in jobs for job in of_row], scorer, config))
+    every = [job for of_row in jobs for job in of_row]
+    outcomes = iter(
+        _scored(every, scorer, config)
+        if compute_score is None
+        else _scored_here(every, compute_score, config)
+    )
     attempts: list[Attempts] = []
     failures: dict[str, Counter[str]] = {}
     first: dict[str, str] = {}
@@ -189,6 +199,13 @@ def _scored(
     column = f"{config.data.reward_model_key}.ground_truth"
     absent = Failed("no_ground_truth", f"{column} is null or empty, and the rule needs one")
     return [absent if lacks else next(scored) for lacks in lacking]
+
+
+def _scored_here(
+    rows: Sequence[Response], scorer: Function, config: EvaluationConfig
+) -> list[Scored | Failed]:
+    policy = FailurePolicy("score", 0.0, config.timeout_s)
+    return NaiveRewardManager(None, 0, scorer, policy=policy).score_rows(rows)
 
 
 def _run_scorer(

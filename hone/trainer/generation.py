@@ -10,12 +10,12 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.agents.loop_thread import run_beside
 from hone.config.generation import GenerationConfig
@@ -52,6 +52,9 @@ from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.threads import resolve_threads
 from hone.workers.device import pick_device, pick_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Generation:
@@ -121,7 +124,9 @@ class Generation:
 
     def _generate(self, rows: list[int], stop: GracefulStop) -> None:
         prompts = self._prompts(rows)
-        engine = self._build_engine(prompts)
+        engine = build_engine(
+            self.config, self.tokenizer, self.ranks, lambda lm: self._check_positions(prompts, lm)
+        )
         alone = self.ranks.world_size == 1
         with self._bar(self.count if alone else len(rows)) as bar:
             bar.update(self.count - len(rows) if alone else 0)
@@ -183,40 +188,6 @@ class Generation:
             f"rollout.response_length={self.config.rollout.response_length}, but the model has "
             f"{positions} positions; set rollout.response_length={room}, or "
             f"rollout.max_model_len={positions} to cut only the responses to long prompts"
-        )
-
-    def _build_engine(self, prompts: Sequence[tuple[int, list[int]]]) -> RolloutEngine:
-        ranks = self.ranks
-        config, threads = resolve_threads(self.config, ranks.local_world_size, tells=ranks.is_first)
-        model = config.model
-        fix_threads(threads)
-        device = pick_device(config.trainer.device, self.ranks.local_rank)
-        dtype = pick_dtype(config.rollout.dtype, device)
-        lm: Any = load_causal_lm(model.path, dtype=dtype, device=device)
-        self._check_positions(prompts, lm)
-        policy = PolicyModel(lm.to(device).eval())
-        ends = eos_ids(policy.lm.config, policy.lm.generation_config, self.tokenizer)
-        if model.lora_adapter_path:
-            policy.lm = wrap_lora(
-                policy.lm,
-                rank=0,
-                alpha=0.0,
-                dropout=0.0,
-                target_modules=(),
-                exclude_modules=None,
-                adapter_path=model.lora_adapter_path,
-            )
-        policy.requires_grad_(False).eval()
-        return build_rollout(
-            RolloutSpec(
-                config.rollout,
-                model_path=model.path,
-                load_policy=lambda: policy,
-                dtype=dtype,
-                device=device,
-                tokenizer=self.tokenizer,
-                eos_ids=tuple(ends),
-            )
         )
 
     async def _generate_all(
@@ -315,6 +286,46 @@ class Generation:
         }
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def build_engine(
+    config: GenerationConfig,
+    tokenizer: Any,
+    ranks: Ranks,
+    check: Callable[[PreTrainedModel], None] = lambda lm: None,
+) -> RolloutEngine:
+    """The engine of a generation tree, over the model that it names; `check` sees the loaded model first."""
+    config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
+    model = config.model
+    fix_threads(threads)
+    device = pick_device(config.trainer.device, ranks.local_rank)
+    dtype = pick_dtype(config.rollout.dtype, device)
+    lm: Any = load_causal_lm(model.path, dtype=dtype, device=device)
+    check(lm)
+    policy = PolicyModel(lm.to(device).eval())
+    ends = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
+    if model.lora_adapter_path:
+        policy.lm = wrap_lora(
+            policy.lm,
+            rank=0,
+            alpha=0.0,
+            dropout=0.0,
+            target_modules=(),
+            exclude_modules=None,
+            adapter_path=model.lora_adapter_path,
+        )
+    policy.requires_grad_(False).eval()
+    return build_rollout(
+        RolloutSpec(
+            config.rollout,
+            model_path=model.path,
+            load_policy=lambda: policy,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            eos_ids=tuple(ends),
+        )
+    )
 
 
 _DECIDES = [

@@ -18,6 +18,7 @@ from hone.config.evaluation import EvaluationConfig
 from hone.trainer.command_line import announce, composed_of, finish
 from hone.trainer.folders import require_file, require_folder
 from hone.trainer.given import require_given
+from hone.types import Function
 
 if TYPE_CHECKING:
     from hone.trainer.evaluation import Estimate, Evaluation
@@ -65,14 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(config: EvaluationConfig, title: str = "scores") -> Evaluation:
-    """Score as configured; show the table, write what was asked for."""
+def run(
+    config: EvaluationConfig, title: str = "scores", compute_score: Function | None = None
+) -> Evaluation:
+    """Score as configured, or by the function given; show the table, write what was asked for."""
     from hone.trainer.evaluation import evaluate
 
     for name in ("json_path", "plot_path", "scores_path"):
         if path := getattr(config.output, name):
             require_file(path, f"output.{name}")
-    result = evaluate(config)
+    result = evaluate(config, compute_score)
     show(result, config, title)
     output = config.output
     if output.json_path:

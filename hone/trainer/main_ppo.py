@@ -11,6 +11,7 @@ from hone.tracking.console import progress, screen
 from hone.trainer.command_line import announce, composed_of, finish, plan_checks, without_flag
 from hone.trainer.folders import lock_run
 from hone.trainer.given import require_given
+from hone.types import Function
 
 DRY_RUN = "--dry-run"
 
@@ -44,18 +45,23 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def run(
-    config: PPOTrainerConfig, origins: Mapping[str, str] | None = None, *, dry_run: bool = False
+    config: PPOTrainerConfig,
+    origins: Mapping[str, str] | None = None,
+    *,
+    dry_run: bool = False,
+    compute_score: Function | None = None,
 ) -> None:
     """Train as configured, in this process or on Ray; `origins` say where values came from.
 
-    `dry_run` stops before models load and prints what would run.
+    `dry_run` stops before models load and prints what would run. `compute_score` scores in place of
+    the function that the configuration names.
     """
     # The lock comes before imports and models, which take minutes; a dry run writes no folder.
     with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
         with progress("check data, model and plug-ins"):
-            trainer, preview = prepare(config)
+            trainer, preview = prepare(config, compute_score)
         try:
             for line in (*preview.warnings, *(preview.lines if dry_run else ())):
                 screen().line(line)

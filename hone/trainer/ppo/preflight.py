@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hone.config import PPOTrainerConfig
@@ -27,6 +28,7 @@ from hone.trainer.ppo.scorer_trial import try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.trainer.ppo.validation import validation_rows
 from hone.trainer.problems import Problems
+from hone.types import Function
 
 TRAIN, VALIDATION = "data.train_files", "data.val_files"
 
@@ -39,9 +41,14 @@ class Preview:
     warnings: tuple[str, ...]
 
 
-def prepare(config: PPOTrainerConfig) -> tuple[PPOTrainer, Preview]:
-    """The trainer of a run whose models are still to be loaded; every problem is raised at once."""
-    check = _Preflight(config)
+def prepare(
+    config: PPOTrainerConfig, compute_score: Function | None = None
+) -> tuple[PPOTrainer, Preview]:
+    """The trainer of a run whose models are still to be loaded; every problem is raised at once.
+
+    `compute_score` scores in place of the function that the configuration names.
+    """
+    check = _Preflight(config, compute_score)
     try:
         return check.trainer()
     except BaseException:
@@ -52,8 +59,9 @@ def prepare(config: PPOTrainerConfig) -> tuple[PPOTrainer, Preview]:
 class _Preflight:
     """The parts of a run; one that cannot be made is None, and the others are checked without it."""
 
-    def __init__(self, config: PPOTrainerConfig) -> None:
+    def __init__(self, config: PPOTrainerConfig, compute_score: Function | None) -> None:
         self.config = config
+        self.compute_score = compute_score
         self.problems = Problems()
         self.warnings: list[str] = []
         self.facts = model_facts(config.actor_rollout_ref.model.path)
@@ -72,7 +80,13 @@ class _Preflight:
         datasets = self._datasets(tokenizer)
         for key, examined in ((TRAIN, 0), (VALIDATION, 1)):
             self.managers[key] = attempt(
-                lambda count=examined: load_reward_manager(config, tokenizer, num_examine=count)  # type: ignore[misc]
+                partial(
+                    load_reward_manager,
+                    config,
+                    tokenizer,
+                    num_examine=examined,
+                    compute_score=self.compute_score,
+                )
             )
         earlier = attempt(lambda: EarlierRun(config))
         if earlier is not None and plan is not None:
