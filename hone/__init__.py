@@ -6,28 +6,53 @@ Importing this package loads neither torch nor ray nor transformers: names resol
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hone.api import LLM, Completion, Response, Trained, evaluate, sft, train
     from hone.protocol import DataProto, DataProtoFuture, DataProtoItem
+    from hone.types import Function
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "LLM": "hone.api",
+    "Completion": "hone.api",
+    "Response": "hone.api",
+    "Trained": "hone.api",
+    "evaluate": "hone.api",
+    "sft": "hone.api",
+    "train": "hone.api",
     "DataProto": "hone.protocol",
     "DataProtoItem": "hone.protocol",
     "DataProtoFuture": "hone.protocol",
 }
 
-__all__ = ["DataProto", "DataProtoFuture", "DataProtoItem", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "Response",
+    "Trained",
+    "__version__",
+    "evaluate",
+    "sft",
+    "train",
+]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Function:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'hone' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 from hone.compat import install as _install  # noqa: E402
 
-_install()  # the family's module paths, resolved on first import
+_install()  # verl's module paths, resolved on first import

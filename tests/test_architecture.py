@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hone"
 
 LEVELS = {
     "cli": 6,
+    "api": 6,  # the functions of `hone` itself: train, sft, evaluate, LLM
     "__main__": 6,
     "trainer": 5,
     "workers": 4,

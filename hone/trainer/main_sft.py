@@ -17,7 +17,7 @@ from hone.trainer.folders import require_folder
 from hone.trainer.launcher import launch
 from hone.trainer.ranks import Ranks, must_launch
 
-_MODULE = "hone.trainer.main_sft"
+MODULE = "hone.trainer.main_sft"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "trainer.controller=ray: the ranks of `hone sft` are plain processes; leave it at auto, "
             "or start them on the cluster's machines with torchrun"
         )
-    if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
-        launch(config.world_size, _MODULE, given)
+    if must_launch(config.world_size, config.trainer.nnodes, MODULE):
+        launch(config.world_size, MODULE, given)
     else:
         run(config, composed.origins)
 

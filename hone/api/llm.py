@@ -1,0 +1,193 @@
+"""`hone.LLM`: a model in this process that answers prompts, over the engine that training generates with."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypedDict
+
+from transformers import PreTrainedModel
+from typing_extensions import Unpack
+
+from hone.agents.loop_thread import run_beside
+from hone.api.settings import Asked, Name, Value
+from hone.config.generation import GenerationConfig
+from hone.data.loader import row_uid
+from hone.data.prompts import render_prompt
+from hone.event_loop import run_coroutine
+from hone.models.from_config import build_tokenizer
+from hone.ops.counter_rng import trajectory_seed
+from hone.rollout.contract import RolloutEngine, Sampling
+from hone.tracking import progress
+from hone.trainer.generated import GenerationError
+from hone.trainer.generation import build_engine
+from hone.trainer.ranks import Ranks
+from hone.types import Row, Settings
+
+Chat: TypeAlias = Sequence[Row]
+Prompt: TypeAlias = str | Sequence[int] | Chat
+"""Text (one user turn), token ids, or chat messages."""
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """How responses are drawn; what is left out is the `generation` tree's. `temperature=0` is greedy."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response. `finish_reason` is `stop` or `length`.
+
+    `log_probs` are under softmax(logits / temperature), as the trainer computes them; greedy ones
+    under temperature 1.
+    """
+
+    text: str
+    token_ids: list[int] = field(repr=False)
+    log_probs: list[float] = field(repr=False)
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Response(Completion):
+    """What a prompt was answered with: the first completion, and in `outputs` all `n`."""
+
+    prompt: Prompt
+    prompt_token_ids: list[int] = field(repr=False)
+    outputs: list[Completion] = field(repr=False)
+
+
+class LLM:
+    """A model folder, a hub name, a checkpoint or a run folder, loaded to generate.
+
+    `settings` are keys of the `generation` tree, as of `hone generate`. The same call gives the same
+    responses; another `seed` gives others.
+    """
+
+    def __init__(self, model: Name, config: Name | None = None, **settings: Value) -> None:
+        asked = Asked("generation", "hone.LLM", {**settings, "model.path": model}, config)
+        self.config: GenerationConfig = asked.composed().config
+        self.path = self.config.model.path
+        self.tokenizer = build_tokenizer(self.config.model)
+        self._longest = self.config.rollout.max_total_tokens
+        self._lock = threading.Lock()
+
+        def limit(lm: PreTrainedModel) -> None:
+            positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+            self._longest = min(self._longest, positions or self._longest)
+
+        with progress("load the model"):
+            self._engine = build_engine(self.config, self.tokenizer, Ranks.here(), limit)
+        self._close = weakref.finalize(self, _close, self._engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        n: int = 1,
+        seed: int | None = None,
+        prompt_format: str | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> list[Response]:
+        """Responses to one prompt or several, in their order, each with `n` completions.
+
+        A string is one user turn of the chat template, as in training; `prompt_format="raw"` takes it
+        as it is. `temperature=0` is greedy.
+        """
+        if not self._close.alive or n < 1:
+            what = "this LLM is closed; make a new one" if n > 0 else f"n={n}; use 1 or more"
+            raise GenerationError(what)
+        run_seed = self.config.trainer.seed if seed is None else seed
+        listed = _listed(prompts)
+        ids = [self._ids(prompt, prompt_format) for prompt in listed]
+        requests = []
+        for number, tokens in enumerate(ids):
+            params, room = self._sampling(sampling), self._room(tokens, sampling.get("max_tokens"))
+            uid = row_uid("prompt", number, 0, 0)
+            for seed_ in (trajectory_seed(run_seed, uid, sample) for sample in range(n)):
+                drawn = Sampling.from_mapping(params, max_tokens=room, seed=seed_)
+                requests.append((tokens, drawn))
+        with self._lock, progress("generate", len(requests)) as bar:
+            done = run_beside(self._engine, self._all(requests, bar.advance))
+        groups = [done[i * n : (i + 1) * n] for i in range(len(ids))]
+        answers = zip(listed, ids, groups, strict=True)
+        return [
+            Response(**vars(g[0]), prompt=p, prompt_token_ids=i, outputs=g) for p, i, g in answers
+        ]
+
+    def chat(
+        self, messages: Chat | Sequence[Chat], **sampling: Unpack[SamplingKeywords]
+    ) -> list[Response]:
+        """The next turn of one conversation or several; keywords as of `generate`."""
+        return self.generate(messages, prompt_format="chat", **sampling)
+
+    def close(self) -> None:
+        """Give the model's memory back; closing twice does no harm."""
+        self._close()
+        del self._engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self.path!r})"
+
+    def _ids(self, prompt: Prompt, prompt_format: str | None) -> list[int]:
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        data = self.config.data
+        how, options = prompt_format or data.prompt_format, data.apply_chat_template_kwargs
+        return render_prompt(prompt, self.tokenizer, how, template_kwargs=options)
+
+    def _sampling(self, given: SamplingKeywords) -> Settings:
+        rollout = self.config.rollout
+        names = ("top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
+        usual = {name: getattr(rollout, name) for name in names}
+        usual["temperature"] = rollout.temperature if rollout.do_sample else 0.0
+        return usual | {name: value for name, value in given.items() if value is not None}
+
+    def _room(self, ids: list[int], asked: int | None) -> int:
+        """Tokens that a response may have."""
+        room = self._longest - len(ids)
+        if not ids or room < (asked or 1):
+            raise GenerationError(
+                f"a prompt of {len(ids)} tokens and max_tokens={asked or 1} do not fit: both together have "
+                f"1 to {self._longest} tokens (the model's positions, and LLM(…, max_model_len=N))"
+            )
+        return asked or min(room, self.config.rollout.response_length)
+
+    async def _all(
+        self, requests: Sequence[tuple[list[int], Sampling]], advance: Callable[[], None]
+    ) -> list[Completion]:
+        async def one(number: int, ids: list[int], sampling: Sampling) -> Completion:
+            out = await self._engine.generate(ids, sampling, str(number))
+            advance()
+            text = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+            return Completion(text, list(out.token_ids), list(out.log_probs), out.stop_reason.value)
+
+        tasks = [one(number, *request) for number, request in enumerate(requests)]
+        return list(await asyncio.gather(*tasks))
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Prompts as a list; one alone is a text, token ids, or messages."""
+    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping)))
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _close(engine: RolloutEngine) -> None:
+    run_coroutine(engine.close())

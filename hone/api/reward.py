@@ -1,0 +1,165 @@
+"""What a user gives as reward, as one score function: a function, a name, or several with weights.
+
+A function is given, by the names of its parameters: the response (`completion`, `response`,
+`solution_str`), the answer (`answer`, `ground_truth`, `solution`), `prompt`, `data_source`,
+`extra_info`, and the row's other columns. If it has none of these names, it is given response and answer
+by position. A function of TRL's kind (`completions`) is given lists of one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, Union
+
+from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.failures import Failed, RewardError, Scored
+from hone.rewards.outcome import read_result
+from hone.rewards.places import describe
+from hone.rewards.scores.table import default_compute_score, scorer_of
+from hone.types import Function, JsonValue, Row
+
+One: TypeAlias = str | Function
+Reward: TypeAlias = Union[One, "Sequence[One | tuple[One, float]]", "Mapping[One, float]"]
+Result: TypeAlias = Union[float, "Mapping[str, JsonValue]", "Sequence[float]", None]
+"""A number, a dict with `score`, or a sequence that begins with the score."""
+
+RESPONSE = ("completion", "response", "solution_str")
+ANSWER = ("answer", "ground_truth", "solution")
+OTHERS = ("prompt", "data_source", "extra_info")
+
+
+class Part(NamedTuple):
+    """One reward of several: its name in the metrics, and its weight in the sum."""
+
+    name: str
+    score: One
+    weight: float
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Of its function; one that does not tell takes response and answer."""
+        try:
+            return inspect.signature(self.score).parameters  # type: ignore[arg-type]
+        except (ValueError, TypeError):
+            return inspect.signature(lambda text, answer: None).parameters
+
+
+def parts_of(reward: Reward) -> list[Part]:
+    """The rewards one by one, under names of their own."""
+    if isinstance(reward, str) or callable(reward):
+        reward = [reward]
+    parts: list[Part] = []
+    for pair in reward.items() if isinstance(reward, Mapping) else reward:
+        score, weight = pair if isinstance(pair, tuple) else (pair, 1.0)
+        if not (isinstance(score, str) or callable(score)) or not isinstance(weight, (int, float)):
+            raise ScorerSignatureError(
+                f"a reward is a function, a name, or such with a weight, not {pair!r:.80}"
+            )
+        if isinstance(score, str):
+            scorer_of(score)  # refuses an unknown name
+        name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
+        name, taken = name.strip("<>"), {part.name for part in parts}
+        name = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
+        parts.append(Part(name, score, weight))
+    return parts
+
+
+def reads_prompt(parts: Sequence[Part]) -> bool:
+    """Whether a function asks for the prompt, or for completions in the prompt's form."""
+    return any({"prompt", "completions"} & set(part.parameters) for part in parts)
+
+
+def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Function:
+    """One function of verl's signature; `columns` are the names of a row's `extra_info`."""
+    calls = [_call(part, columns) for part in parts]
+
+    def results(source: str, text: str, answer: JsonValue, extra: Row) -> list[Result]:
+        row = {**extra, "data_source": source, "extra_info": extra}
+        row |= dict.fromkeys(RESPONSE, text) | dict.fromkeys(ANSWER, answer)
+        return [call(row) for call in calls]
+
+    def score(
+        data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Row
+    ) -> Result:
+        return _sum(results(data_source, solution_str, ground_truth, extra_info), parts)
+
+    async def score_async(
+        data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Row
+    ) -> Result:
+        said = results(data_source, solution_str, ground_truth, extra_info)
+        return _sum([await r if inspect.isawaitable(r) else r for r in said], parts)
+
+    is_async = any(inspect.iscoroutinefunction(part.score) for part in parts)
+    chosen: Function = score_async if is_async else score
+    if len(parts) == 1 and callable(parts[0].score):
+        # Messages name the user's function; its own signature is not what managers call.
+        vars(chosen)["__signature__"] = inspect.signature(chosen)
+        vars(chosen)["__wrapped__"] = parts[0].score
+    return chosen
+
+
+def _sum(results: Sequence[Result], parts: Sequence[Part]) -> Result:
+    """The weighted sum, each part by its name beside it; one part of weight 1 as it is.
+
+    A part that says None does not count, as in TRL.
+    """
+    if len(parts) == 1 and parts[0].weight == 1:
+        return results[0]
+    scores: dict[str, float] = {}
+    for part, result in zip(parts, results, strict=True):
+        outcome = read_result(result) if result is not None else Scored(0.0)
+        if isinstance(outcome, Failed):
+            raise RewardError(f"{part.name}: {outcome.detail}")
+        scores[part.name] = outcome.score
+    return {"score": sum(part.weight * scores[part.name] for part in parts), **scores}
+
+
+def _call(part: Part, columns: Collection[str]) -> Callable[[Row], Result]:
+    """How one reward is called for a row, which holds every value under its names."""
+    score, known = part.score, {*RESPONSE, *ANSWER, *OTHERS, *columns}
+    if isinstance(score, str):
+        return _by_rule(score)
+    named = [p for p in part.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if "completions" in part.parameters:
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in part.parameters.values())
+        own = {p.name for p in named}
+        return _by_lists(score, own | {"prompts", *ANSWER, *columns} if takes_all else own)
+    names = [p.name for p in named if p.name in known]
+    required = [p.name for p in named if p.default is p.empty]
+    if not names and len(required) in (1, 2):
+        return lambda row: score(*(row["completion"], row["answer"])[: len(required)])
+    if unknown := [name for name in required if name not in known]:
+        others = ", ".join(sorted(known - {*RESPONSE, *ANSWER}))
+        raise ScorerSignatureError(
+            f"the reward function {describe(score)} takes {', '.join(unknown)}, which no row has; it may "
+            f"take completion, answer, {others}"
+        )
+    return lambda row: score(**{name: row.get(name) for name in names})
+
+
+def _by_rule(name: str) -> Callable[[Row], Result]:
+    """The rule that the table has for a data source of this name."""
+    full_mark = scorer_of(name)[0].full_mark
+
+    def call(row: Row) -> Result:
+        result = default_compute_score(name, row["completion"], row["answer"], row["extra_info"])
+        return (
+            result
+            if isinstance(result, dict)
+            else {"score": result, "acc": float(result >= full_mark)}
+        )
+
+    return call
+
+
+def _by_lists(score: Function, names: Collection[str]) -> Callable[[Row], Result]:
+    """TRL's way: lists, here of one response; chat prompts have chat completions."""
+
+    def call(row: Row) -> Result:
+        is_text, text = isinstance(row["prompt"], str), row["completion"]
+        chat = [{"role": "assistant", "content": text}]
+        row = {**row, "prompts": row["prompt"], "completions": text if is_text else chat}
+        return score(**{name: [row.get(name)] for name in names})[0]
+
+    return call

@@ -1,0 +1,130 @@
+"""Rows as a user has them in Python, as rows of the schema of our files.
+
+A row is a prompt, a pair of prompt and answer, or a dict with `prompt` (or `question`, `problem`) and
+`answer` (or `ground_truth`, `solution`); other columns go into `extra_info`. Rows in verl's schema stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias, Union
+
+from hone.data.create import rows_of
+from hone.data.rows import SUFFIXES, BadRows, DataError, read_rows
+from hone.data.schema import COLUMNS
+from hone.tracking import atomic_write_text
+from hone.types import JsonValue, Row
+
+Item: TypeAlias = Union[str, "os.PathLike[str]", Row, "Sequence[JsonValue]", "Sequence[Row]"]
+Data: TypeAlias = Union[str, "os.PathLike[str]", Iterable[Item]]
+"""Files, or rows: a list, a `datasets.Dataset`, a pandas frame, an Arrow table."""
+
+PROMPTS = ("prompt", "question", "problem")
+ANSWERS = ("answer", "ground_truth", "solution")
+RESPONSES = ("response", "completion", *ANSWERS)
+MESSAGES = "messages"
+_STAYS = {*COLUMNS, "ability"}
+
+
+def files_of(data: Data) -> list[str] | None:
+    """The names of data files, where the data are such names: one, or a list of them."""
+    if isinstance(data, (str, os.PathLike)):
+        return [os.fspath(data)]
+    names = data if isinstance(data, (list, tuple)) else ()
+    if names and all(
+        isinstance(n, (str, os.PathLike)) and str(n).endswith(SUFFIXES) for n in names
+    ):
+        return [os.fspath(name) for name in names]
+    return None
+
+
+def items_of(data: Data) -> list[Row]:
+    """The rows as dicts, whatever holds them; a prompt alone is a row with that column."""
+    if (files := files_of(data)) is not None:
+        return list(read_rows(files, BadRows("raise", skip_key=None), "data").scan())
+    if isinstance(data, Mapping):
+        names = ", ".join(map(str, data))
+        raise DataError(
+            f"data is a dict of {names}; give a list of rows, or one split: data['train']"
+        )
+    if not (items := rows_of(data) or list(data)):  # type: ignore[arg-type]
+        raise DataError("the data have no rows")
+    return [_item(item, number) for number, item in enumerate(items)]
+
+
+def _item(item: Item, number: int) -> Row:
+    if isinstance(item, Mapping):
+        return dict(item)
+    is_chat = isinstance(item, list) and item and all(isinstance(turn, Mapping) for turn in item)
+    if isinstance(item, str) or is_chat:
+        return {"prompt": item}
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return {"prompt": item[0], "answer": item[1]}
+    raise DataError(
+        f"row {number} is {item!r:.80}; a row is a dict, a prompt, or a pair (prompt, answer)"
+    )
+
+
+def prompt_row(row: Row, number: int, source: str, *, with_prompt: bool = False) -> Row:
+    """A row in the schema of our files; `source` is its data source where it names none.
+
+    `with_prompt` puts the prompt into `extra_info` as well, for a score function that reads it.
+    """
+    prompt = _column(row, number, PROMPTS)
+    answer = next((name for name in ANSWERS if name in row), "")
+    made = {"data_source": source, "prompt": row[prompt]}
+    made |= {name: value for name, value in row.items() if name in _STAYS}
+    made.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer)})
+    extra = {name: v for name, v in row.items() if name not in (*_STAYS, prompt, answer)}
+    extra |= row.get("extra_info") or {}
+    return made | {"extra_info": extra | ({"prompt": row[prompt]} if with_prompt else {})}
+
+
+def response_rows(rows: Sequence[Row]) -> list[Row]:
+    """Rows for supervised training: `messages`, or `prompt` and `response`."""
+    if MESSAGES in rows[0]:
+        return list(rows)
+    return [
+        {"prompt": row[_column(row, i, PROMPTS)], "response": row[_column(row, i, RESPONSES)]}
+        for i, row in enumerate(rows)
+    ]
+
+
+def _column(row: Row, number: int, names: Sequence[str]) -> str:
+    for name in names:
+        if name in row:
+            return name
+    known = " or ".join(map(repr, names))
+    raise DataError(f"row {number} has no column {known}; it has {', '.join(map(str, row))}")
+
+
+def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
+    """Write the rows below a run folder, named by their content: the same rows are the same file."""
+    lines = [json.dumps(_plain(row, i), ensure_ascii=False) for i, row in enumerate(rows)]
+    text = "\n".join(lines) + "\n"
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    file = folder / "data" / f"{name}-{digest}.jsonl"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(file, text)
+    return str(file)
+
+
+def _plain(value: JsonValue, number: int) -> JsonValue:
+    """What JSON holds; a missing value of a frame (NaN) is null."""
+    value = getattr(value, "tolist", lambda: value)()  # a number or an array of numpy's
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, number) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, number) for inner in value]
+    kind = type(value).__name__
+    raise DataError(f"row {number} holds a {kind}; rows hold text, numbers, lists and dicts")

@@ -1,0 +1,270 @@
+"""`hone.train`, `hone.sft`, `hone.evaluate`: the programs of the command line, called with Python objects.
+
+Rows that a caller hands over are written below the run folder, so that its config names them and the run
+can be repeated.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias, Union
+
+from hone.api.llm import LLM
+from hone.api.reward import Reward, as_score_function, parts_of, reads_prompt
+from hone.api.rows import MESSAGES, Data, files_of, items_of, prompt_row, response_rows, write_rows
+from hone.api.settings import Asked, Given, Name, Value, key_of
+from hone.config import Composed, ConfigError, config_to_dict
+from hone.config.sft import SFTDataConfig
+from hone.config.sources import Setting
+from hone.data.rows import DataError
+from hone.tracking import RunFolder, read_metrics
+from hone.tracking.console import screen
+from hone.trainer import main_eval, main_ppo, main_sft
+from hone.trainer.benchmarks import GENERATION_ROOTS
+from hone.trainer.command_line import announce, plan_checks
+from hone.trainer.evaluation import Evaluation
+from hone.trainer.export import export
+from hone.trainer.folders import require_folder
+from hone.trainer.interrupt import Interrupted
+from hone.trainer.launcher import launch
+from hone.trainer.ranks import must_launch
+from hone.trainer.starting_values import ORIGIN, announcement, starting_values
+from hone.types import Function, Row
+
+Model: TypeAlias = Union[Name, "Trained", LLM]
+"""A folder, a hub name, a checkpoint, or what an earlier call returned."""
+
+
+def evaluate(
+    model: Model,
+    data: Data | None = None,
+    reward: Reward | None = None,
+    n: int = 1,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    **settings: Value,
+) -> Evaluation:
+    """Generate `n` responses to each row and score them, as `hone eval` does.
+
+    One response is greedy unless `temperature` is given. `settings` are keys of the `generation` tree
+    (`top_p`, …) and of the `evaluation` tree (`pass_at`, …).
+    """
+    if isinstance(model, Trained):
+        data, reward = data if data is not None else model.data, reward or model.reward
+        model = model.policy
+    if data is None:
+        raise DataError("the run had no validation data; name the rows to evaluate on")
+    own = [name for name in settings if key_of("generation", name).startswith(GENERATION_ROOTS)]
+    drawing = {name: settings.pop(name) for name in own}
+    if isinstance(model, LLM) and drawing:
+        raise ConfigError(f"the model is loaded already: give {', '.join(own)} to hone.LLM(…)")
+    coldest = 0.0 if n == 1 and temperature is None else temperature
+    scorer = _Scorer(reward)
+    with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as temporary:
+        folder = Path(temporary)
+        files = scorer.stage(data, folder, "rows")
+        asked = Asked("evaluation", "hone.evaluate", {**settings, "data.path": files})
+        asked.composed()  # what is wrong with the settings is told before anything is generated
+        rows = items_of(files)
+        loaded = (
+            nullcontext(model) if isinstance(model, LLM) else LLM(_path(model), None, **drawing)
+        )
+        with loaded as llm:
+            prompts = [row["prompt"] for row in rows]
+            answers = llm.generate(prompts, n=n, temperature=coldest, max_tokens=max_tokens)
+        for row, answer in zip(rows, answers, strict=True):
+            row["responses"] = [output.text for output in answer.outputs]
+        asked.set({"data.path": [write_rows(rows, folder, "responses")]})
+        return main_eval.run(asked.composed().config, "scores", scorer.function)
+
+
+class Trained:
+    """What a run left: its folder, its metrics and its policy.
+
+    `evaluate` is `hone.evaluate`, by default on the run's validation data and by its reward.
+    """
+
+    def __init__(
+        self, folder: Path, made: Composed, data: Data | None, reward: Reward | None
+    ) -> None:
+        self.folder, self.config = folder, made.config
+        self.data, self.reward = data, reward
+
+    @property
+    def metrics(self) -> list[Row]:
+        """The metrics of each step, in order: the lines of `metrics.jsonl`."""
+        return read_metrics(self.folder)
+
+    @cached_property
+    def policy(self) -> LLM:
+        """The policy of the last checkpoint, loaded when it is first asked for."""
+        data = self.config.data
+        how: Given = {
+            "prompt_format": data.prompt_format,
+            "apply_chat_template_kwargs": data.apply_chat_template_kwargs,
+            "device": self.config.trainer.device,
+        }
+        if hasattr(data, "max_response_length"):
+            how["prompt_length"] = data.max_prompt_length
+            how["response_length"] = data.max_response_length
+        return LLM(self.folder, None, **how)
+
+    evaluate = evaluate
+
+    def save(self, folder: Name) -> Path:
+        """Write the policy to a new folder that `from_pretrained` opens, with a model card."""
+        return export(self.folder, Path(folder))
+
+    def __repr__(self) -> str:
+        return f"Trained({str(self.folder)!r})"
+
+
+def train(
+    model: Model,
+    data: Data,
+    reward: Reward | None = None,
+    *,
+    validation: Data | None = None,
+    config: Name | None = None,
+    **settings: Value,
+) -> Trained:
+    """Train a policy by reinforcement learning, as `hone train` does.
+
+    `data`: rows or files. `reward`: a function, the name of a rule (`gsm8k`, `math`), or several with
+    weights; without one, rows are scored by their data source. `settings` are keys of the `ppo_trainer`
+    tree, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file of them. The run goes to
+    `folder`, by default a new one below `runs/`; the folder of an earlier run resumes it.
+    """
+    asked = Asked("ppo_trainer", "hone.train", settings, config)
+    scorer = _Scorer(reward)
+    with _run_folder("train", asked) as folder:
+        asked.set({"actor_rollout_ref.model.path": _path(model)})
+        asked.set({"data.train_files": scorer.stage(data, folder, "train")})
+        if validation is not None:
+            asked.set({"data.val_files": scorer.stage(validation, folder, "validation")})
+        made = asked.composed(starting_values, plan_checks)
+        _announce(made)
+        main_ppo.run(made.config, made.origins, compute_score=scorer.function)
+    return Trained(folder, made, validation, reward)
+
+
+def sft(
+    model: Model,
+    data: Data,
+    *,
+    validation: Data | None = None,
+    config: Name | None = None,
+    **settings: Value,
+) -> Trained:
+    """Train a model on answers or conversations, as `hone sft` does.
+
+    A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are keys of the
+    `sft_trainer` tree; `config` and `folder` are as in `hone.train`.
+    """
+    asked = Asked("sft_trainer", "hone.sft", settings, config)
+    with _run_folder("sft", asked) as folder:
+        asked.set({"model.path": _path(model)})
+        for name, rows in (("train", data), ("val", validation)):
+            if rows is not None:
+                _stage_responses(asked, rows, folder, name)
+        made = asked.composed(_whole_batch)
+        _announce(made)
+        if must_launch(made.config.world_size, made.config.trainer.nnodes, main_sft.MODULE):
+            RunFolder(folder).write_config(config_to_dict(made.config), made.origins)
+            of_ranks = ["--config-path", str(folder), "--config-name", "config"]
+            launch(made.config.world_size, main_sft.MODULE, of_ranks)
+        else:
+            main_sft.run(made.config, made.origins)
+    return Trained(folder, made, validation, None)
+
+
+class _Scorer:
+    """A reward as the function of a run, made when the columns of the rows are known."""
+
+    def __init__(self, reward: Reward | None) -> None:
+        self.parts = [] if reward is None else parts_of(reward)
+        self.function: Function | None = None
+
+    def stage(self, data: Data, folder: Path, name: str) -> list[str]:
+        """The files of the data: those given, or one written for rows that are not in verl's schema."""
+        files, items, parts = files_of(data), items_of(data), self.parts
+        source = parts[0].name if len(parts) == 1 else "python"
+        wants = reads_prompt(parts)
+        rows = [prompt_row(row, i, source, with_prompt=wants) for i, row in enumerate(items)]
+        if files is None or wants or "reward_model" not in items[0]:
+            files = [write_rows(rows, folder, name)]
+        by_table = source == "python" or isinstance(parts[0].score, str)
+        if by_table and len(parts) < 2 and all(row["data_source"] == source for row in rows):
+            return files  # the rule of this name is that of the rows' data source
+        if parts and self.function is None:
+            columns: set[str] = set().union(*(row["extra_info"] for row in rows))
+            self.function = as_score_function(parts, columns)
+        return files
+
+
+def _path(model: Model) -> str:
+    if isinstance(model, Trained):
+        return str(model.folder)
+    return model.path if isinstance(model, LLM) else str(model)
+
+
+@contextmanager
+def _run_folder(name: str, asked: Asked) -> Iterator[Path]:
+    """The folder of a run, by default `runs/NAME-1` and so on.
+
+    A new one in which no run has begun goes again with the error.
+    """
+    key = key_of(asked.tree, "folder")
+    given = asked.given().get(key)
+    folder = Path(str(given)).expanduser() if given else _new_folder(name)
+    is_new = not folder.exists() or not any(folder.iterdir())
+    asked.set({key: folder})
+    try:
+        yield folder
+    except BaseException as error:
+        if is_new and not RunFolder(folder).config_file.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, Interrupted):
+            told = f"stopped after step {error.step}; folder={str(folder)!r} goes on from there"
+            raise KeyboardInterrupt(told) from None
+        raise
+
+
+def _new_folder(name: str) -> Path:
+    require_folder("runs", "folder")
+    folder = next(p for p in (Path("runs", f"{name}-{i}") for i in count(1)) if not p.exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _announce(made: Composed) -> None:
+    for line in announcement(made):
+        screen().line(line)
+    announce(made)
+
+
+def _stage_responses(asked: Asked, data: Data, folder: Path, name: str) -> None:
+    """Set the files of supervised rows, and the names of their columns."""
+    files, rows = files_of(data), items_of(data)
+    named = any(
+        key.startswith(("data.prompt", "data.response", "data.custom")) for key in asked.given()
+    )
+    if files is None or not (named or MESSAGES in rows[0]):
+        rows = response_rows(rows)
+        files = [write_rows(rows, folder, name)]
+        if MESSAGES not in rows[0]:
+            asked.set({"data.prompt_key": "prompt", "data.response_key": "response"})
+    asked.set({f"data.{name}_files": files})
+
+
+def _whole_batch(given: Given) -> list[Setting]:
+    """All rows are one batch where they are fewer than a batch has by default."""
+    rows, key = len(items_of(given["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
+    small = key not in given and rows < SFTDataConfig.train_batch_size
+    return [Setting(key, rows, ORIGIN)] if small else []

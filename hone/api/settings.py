@@ -1,0 +1,98 @@
+"""Keyword arguments as settings of a config tree: `lr=1e-6`, dotted keys, a YAML file.
+
+A name is a dotted key, or an ending that only one key has. Where the critic, the reference, the reward
+model or validation has a key of the same ending, the name means the policy's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias, Union
+
+from hone.config import Composed, ConfigError
+from hone.config.compose import Further, compose_settings
+from hone.config.keys import hints, walk_fields
+from hone.config.sources import Setting, flatten, read_config
+from hone.config.trees import TREES
+
+Plain: TypeAlias = Union[str, int, float, bool, "os.PathLike[str]", None]
+Value: TypeAlias = Union[Plain, Sequence["Value"], Mapping[str, "Value"]]  # noqa: UP007
+"""What a setting may be given as."""
+Name: TypeAlias = Union[str, "os.PathLike[str]"]
+Given: TypeAlias = dict[str, Value]
+
+SHORT = {
+    "batch_size": ("data.train_batch_size",),
+    "epochs": ("trainer.total_epochs",),
+    "folder": ("trainer.default_local_dir",),
+    "max_tokens": ("data.max_response_length", "rollout.response_length"),
+    "n": ("actor_rollout_ref.rollout.n", "data.n_samples"),
+    "seed": ("trainer.seed",),
+    "steps": ("trainer.total_training_steps",),
+}
+"""Short names that are no ending of their key, or an ending of several; the first key that a tree has."""
+_OTHERS = ("critic.", "reward_model.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout.val_")
+
+
+def key_of(tree: str, name: str) -> str:
+    """The dotted key that a name stands for; an unknown name stays, and composing refuses it."""
+    root = TREES[tree].root
+    keys = _keys(root)
+    for key in SHORT.get(name, ()):
+        if key in keys:
+            return key
+    if name.partition(".")[0] in hints(root):
+        return name
+    matches = [key for key in keys if key.endswith(f".{name}")]
+    of_policy = [key for key in matches if not key.startswith(_OTHERS)] or matches
+    if len(of_policy) > 1:
+        example = "**{" + repr(matches[0]) + ": …}"
+        raise ConfigError(f"{name} may mean {', '.join(matches)}; write the whole key: {example}")
+    return of_policy[0] if of_policy else name
+
+
+@functools.cache
+def _keys(root: type) -> tuple[str, ...]:
+    return tuple(key for key, *_ in walk_fields(root))
+
+
+def _plain(value: Value) -> Value:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return getattr(value, "item", lambda: value)()  # a number of numpy's
+
+
+class Asked:
+    """What a call sets in one tree: a YAML file, then its keyword arguments."""
+
+    def __init__(self, tree: str, caller: str, settings: Given, config: Name | None = None) -> None:
+        self.tree, self.caller, self._config = tree, caller, config
+        self._settings: list[Setting] = []
+        if config is not None:
+            file = Path(config).expanduser()
+            self._settings = read_config(file.stem, file.parent, tuple(TREES))[1]
+        self.set(settings)
+
+    def set(self, values: Given) -> None:
+        for name, value in values.items():
+            self._settings += flatten(_plain(value), key_of(self.tree, name), self.caller)
+
+    def given(self) -> Given:
+        """The values by today's dotted keys."""
+        return {s.key: s.value for s in TREES[self.tree].translate(self._settings, [])}
+
+    def composed(
+        self,
+        starting: Callable[[Given], list[Setting]] = lambda given: [],
+        further: Further | None = None,
+    ) -> Composed:
+        """The checked tree; a YAML file is taken as it is, without starting values."""
+        before = starting(self.given()) if self._config is None else []
+        return compose_settings(TREES[self.tree], [*before, *self._settings], further)
