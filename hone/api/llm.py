@@ -135,7 +135,7 @@ class LLM:
     def close(self) -> None:
         """Give the model's memory back; closing twice does no harm."""
         self._close()
-        del self._engine
+        vars(self).pop("_engine", None)
 
     def __enter__(self) -> LLM:
         return self

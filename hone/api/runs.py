@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import count
@@ -18,15 +18,14 @@ from typing import TypeAlias, Union
 from hone.api.llm import LLM
 from hone.api.reward import Reward, as_score_function, parts_of, reads_prompt
 from hone.api.rows import MESSAGES, Data, files_of, items_of, prompt_row, response_rows, write_rows
-from hone.api.settings import Asked, Given, Name, Value, key_of
+from hone.api.settings import Asked, Given, Name, Value, key_of, matches
 from hone.config import Composed, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
-from hone.data.rows import DataError
+from hone.data.rows import BadRows, DataError, read_rows
 from hone.tracking import RunFolder, read_metrics
 from hone.tracking.console import screen
 from hone.trainer import main_eval, main_ppo, main_sft
-from hone.trainer.benchmarks import GENERATION_ROOTS
 from hone.trainer.command_line import announce, plan_checks
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
@@ -60,7 +59,7 @@ def evaluate(
         model = model.policy
     if data is None:
         raise DataError("the run had no validation data; name the rows to evaluate on")
-    own = [name for name in settings if key_of("generation", name).startswith(GENERATION_ROOTS)]
+    own = [name for name in settings if matches("generation", name)]
     drawing = {name: settings.pop(name) for name in own}
     if isinstance(model, LLM) and drawing:
         raise ConfigError(f"the model is loaded already: give {', '.join(own)} to hone.LLM(…)")
@@ -193,19 +192,25 @@ class _Scorer:
 
     def stage(self, data: Data, folder: Path, name: str) -> list[str]:
         """The files of the data: those given, or one written for rows that are not in verl's schema."""
-        files, items, parts = files_of(data), items_of(data), self.parts
+        files, parts, wants_prompt = files_of(data), self.parts, reads_prompt(self.parts)
         source = parts[0].name if len(parts) == 1 else "python"
-        wants = reads_prompt(parts)
-        rows = [prompt_row(row, i, source, with_prompt=wants) for i, row in enumerate(items)]
-        if files is None or wants or "reward_model" not in items[0]:
-            files = [write_rows(rows, folder, name)]
-        by_table = source == "python" or isinstance(parts[0].score, str)
-        if by_table and len(parts) < 2 and all(row["data_source"] == source for row in rows):
-            return files  # the rule of this name is that of the rows' data source
-        if parts and self.function is None:
-            columns: set[str] = set().union(*(row["extra_info"] for row in rows))
-            self.function = as_score_function(parts, columns)
-        return files
+        if files is not None and not wants_prompt:
+            first = next(read_rows(files, BadRows("skip"), "data").scan())
+            if "reward_model" in first:
+                self._make(first.get("extra_info") or ())
+                return files
+        items = items_of(data)
+        if not parts and any("data_source" not in row for row in items):
+            raise DataError("no reward: give a function or a name, or rows that name a data_source")
+        rows = [prompt_row(row, i, source, with_prompt=wants_prompt) for i, row in enumerate(items)]
+        is_rule = len(parts) == 1 and isinstance(parts[0].score, str)
+        if not is_rule or any(row["data_source"] != source for row in rows):
+            self._make(set().union(*(row["extra_info"] for row in rows)))
+        return [write_rows(rows, folder, name)]
+
+    def _make(self, columns: Collection[str]) -> None:
+        if self.parts and self.function is None:
+            self.function = as_score_function(self.parts, columns)
 
 
 def _path(model: Model) -> str:

@@ -14,6 +14,7 @@ from typing import TypeAlias, Union
 
 from hone.config import Composed, ConfigError
 from hone.config.compose import Further, compose_settings
+from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, walk_fields
 from hone.config.sources import Setting, flatten, read_config
 from hone.config.trees import TREES
@@ -37,21 +38,28 @@ SHORT = {
 _OTHERS = ("critic.", "reward_model.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout.val_")
 
 
-def key_of(tree: str, name: str) -> str:
-    """The dotted key that a name stands for; an unknown name stays, and composing refuses it."""
+def matches(tree: str, name: str) -> list[str]:
+    """The dotted keys that a name may stand for."""
     root = TREES[tree].root
     keys = _keys(root)
-    for key in SHORT.get(name, ()):
-        if key in keys:
-            return key
-    if name.partition(".")[0] in hints(root):
-        return name
-    matches = [key for key in keys if key.endswith(f".{name}")]
-    of_policy = [key for key in matches if not key.startswith(_OTHERS)] or matches
-    if len(of_policy) > 1:
-        example = "**{" + repr(matches[0]) + ": …}"
-        raise ConfigError(f"{name} may mean {', '.join(matches)}; write the whole key: {example}")
-    return of_policy[0] if of_policy else name
+    short = [key for key in SHORT.get(name, ()) if key in keys]
+    if short or name.partition(".")[0] in hints(root):
+        return short[:1] or [name]
+    every = [key for key in keys if key.endswith(f".{name}")]
+    return [key for key in every if not key.startswith(_OTHERS)] or every
+
+
+def key_of(tree: str, name: str) -> str:
+    """The one dotted key that a name stands for."""
+    found = matches(tree, name)
+    if len(found) > 1:
+        whole = "**{" + repr(found[0]) + ": …}"
+        raise ConfigError(f"{name} may mean {', '.join(found)}; write the whole key: {whole}")
+    if not found:
+        endings = {key.rpartition(".")[2] for key in _keys(TREES[tree].root)}
+        hint = did_you_mean(nearest(name, sorted({*SHORT, *endings})))
+        raise ConfigError(f"there is no setting {name!r}.{hint} `hone config show` lists the keys")
+    return found[0]
 
 
 @functools.cache

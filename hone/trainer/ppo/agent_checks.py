@@ -5,7 +5,6 @@ Also what rows ask for and nothing answers: such a run trains on something else 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from hone.agents.loops.listing import LoopNames
 from hone.agents.tools.contract import ToolError
 from hone.config import PPOTrainerConfig
 from hone.data.prompts import PromptError, render_prompt
+from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, place_and_reason
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
@@ -33,7 +33,7 @@ class AgentChecks:
         """Each loop that rows ask for is built once, with its tools, parser and interactions."""
         for name in sorted(self._asked()):
             try:
-                self.built[name] = asyncio.run(self._build(name))
+                self.built[name] = run_coroutine(self._build(name))
             except (PluginError, ToolError, ValueError, OSError) as error:
                 yield f"agent loop {name!r} cannot be built: {error}"
             except Exception as error:  # a loop or tool of the user's may raise anything

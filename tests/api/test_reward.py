@@ -1,0 +1,107 @@
+"""A reward in every form that users write becomes one score function."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from hone.api.reward import as_score_function, parts_of, reads_prompt
+from hone.rewards.calling import ROW_ARGUMENTS, ScorerSignatureError, check_signature
+from hone.rewards.failures import RewardError, SetupError
+
+EXTRA = {"level": "easy", "prompt": "1+1="}
+
+
+def score(reward: Any, text: str = "2", answer: Any = "2", extra: dict[str, Any] = EXTRA) -> Any:
+    function = as_score_function(parts_of(reward), extra)
+    check_signature(function, ROW_ARGUMENTS, {})
+    return function("source", text, answer, extra)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completion, answer: completion + answer == "22",
+        lambda response, ground_truth: response + ground_truth == "22",
+        lambda data_source, solution_str, ground_truth, extra_info: extra_info is EXTRA,
+        lambda solution_str, data_source: solution_str + data_source == "2source",
+        lambda completion, level: (completion, level) == ("2", "easy"),
+        lambda prompt: prompt == "1+1=",
+        lambda text, gold: text + gold == "22",
+        lambda text: text == "2",
+        lambda text, /: text == "2",
+        lambda completion, threshold=3: threshold == 3,
+        lambda completions, answer, **kwargs: [completions + answer == ["2", "2"]],
+        lambda completions, **kwargs: [kwargs["level"] == ["easy"] and kwargs["prompts"] == ["1+1="]],
+        lambda completions: [completions == ["2"]],
+    ],
+)  # fmt: skip
+def test_a_function_is_given_what_its_parameters_name(function: Any) -> None:
+    assert score(function) == 1
+
+
+def test_trls_completions_of_a_chat_prompt_are_messages() -> None:
+    chat = [{"role": "user", "content": "1+1="}]
+    seen: list[Any] = []
+    score(lambda completions: [seen.append(completions) or 1.0], extra={"prompt": chat})
+    assert seen == [[[{"role": "assistant", "content": "2"}]]]
+
+
+def test_several_are_summed_by_weight_and_reported_by_name() -> None:
+    def exact(completion: str, answer: str) -> float:
+        return float(completion == answer)
+
+    def brief(completion: str) -> dict[str, float]:
+        return {"score": -1.0}
+
+    both = {"score": 0.5, "exact": 1.0, "brief": -1.0}
+    assert score([exact, (brief, 0.5)]) == both
+    assert score({exact: 1.0, brief: 0.5}) == both
+    assert score([(exact, 2.0)]) == {"score": 2.0, "exact": 1.0}
+    assert score([exact, lambda text: 1.0, lambda text: None]) == {
+        "score": 2.0, "exact": 1.0, "lambda": 1.0, "lambda_2": 0.0}  # fmt: skip
+
+
+def test_a_name_is_a_rule_of_the_table() -> None:
+    assert score("gsm8k", text="#### 2") == {"score": 1.0, "acc": 1.0}
+    assert score({"gsm8k": 0.5}, text="#### 3") == {"score": 0.0, "gsm8k": 0.0}
+    with pytest.raises(SetupError, match="gsm8k"):
+        parts_of("gsm9k")
+
+
+def test_async_functions_are_awaited_together() -> None:
+    async def judge(completion: str) -> float:
+        await asyncio.sleep(0)
+        return 0.25
+
+    function = as_score_function(parts_of([judge, lambda text: 1.0]), ())
+    assert inspect.iscoroutinefunction(function)
+    assert asyncio.run(function("s", "2", "2", {})) == {"score": 1.25, "judge": 0.25, "lambda": 1.0}
+
+
+def test_one_part_that_returns_no_number_is_named() -> None:
+    def words(text: str) -> str:
+        return "good"
+
+    with pytest.raises(RewardError, match="words: text"):
+        score([words, len])
+
+
+@pytest.mark.parametrize("reward", [3, [3], [(len, "x")], {len: None}])
+def test_what_is_no_reward_is_refused(reward: Any) -> None:
+    with pytest.raises((ScorerSignatureError, TypeError), match=r"reward|iterable"):
+        parts_of(reward)
+
+
+def test_a_parameter_that_no_row_has_is_named_with_what_there_is() -> None:
+    with pytest.raises(ScorerSignatureError, match=r"takes label, which no row has.*level"):
+        score(lambda completion, label: 1.0)
+
+
+def test_the_prompt_is_asked_for_by_name_only() -> None:
+    assert reads_prompt(parts_of([len, lambda prompt: 1]))
+    assert reads_prompt(parts_of(lambda completions: [1]))
+    assert not reads_prompt(parts_of([len, "gsm8k"]))

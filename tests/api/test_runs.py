@@ -1,0 +1,182 @@
+"""Training, fine-tuning and evaluation from Python: nothing on disk first, the same runs underneath."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hone
+from hone.config import ConfigError
+from hone.data.rows import DataError
+from hone.rewards.failures import SetupError
+from hone.trainer.interrupt import Interrupted
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)]
+SMALL: dict[str, Any] = {"steps": 1, "n": 2, "max_tokens": 3, "batch_size": 4, "logger": ["jsonl"]}
+
+
+def exact(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def test_a_function_of_this_file_trains_on_rows_in_memory(tiny: Path, here: Path) -> None:
+    result = hone.train(tiny, ROWS, exact, validation=ROWS[:2], **SMALL)
+    assert result.folder == Path("runs/train-1")
+    assert [line["step"] for line in result.metrics] == [0, 1]
+    assert "val-core/exact/reward/mean@1" in result.metrics[-1]
+    assert result.policy.generate("1+1=", max_tokens=2)[0].token_ids
+    evaluation = result.evaluate(n=2)
+    assert (evaluation.sources["exact"].rows, evaluation.sources["exact"].responses) == (2, 4)
+    assert result.evaluate(ROWS[:1], "arithmetic").rows[0]["scores"] == [0.0]
+    saved = result.save("saved")
+    with hone.LLM(saved) as llm:
+        again, first = (m.generate("1+1=", n=2, max_tokens=3)[0] for m in (llm, result.policy))
+    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in first.outputs]
+
+
+def test_the_run_is_that_of_the_command_line(tiny: Path, here: Path) -> None:
+    from hone import cli
+
+    result = hone.train(tiny, ROWS, "arithmetic", **SMALL)
+    config = yaml.safe_load((result.folder / "config.yaml").read_text())
+    (file,) = config["data"]["train_files"]
+    assert Path(file).parent == result.folder / "data"
+    words = {
+        "data.train_files": file, "data.max_response_length": 3, "data.train_batch_size": 4,
+        "actor_rollout_ref.model.path": tiny, "actor_rollout_ref.rollout.n": 2,
+        "trainer.total_training_steps": 1, "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": "by-hand",
+    }  # fmt: skip
+    assert cli.main(["train", *(f"{key}={value}" for key, value in words.items())]) == 0
+    by_hand = yaml.safe_load(Path("by-hand/config.yaml").read_text())
+    config["trainer"]["default_local_dir"] = "by-hand"
+    assert by_hand == config
+    score = "critic/score/mean"
+    assert hone.tracking.read_metrics("by-hand")[-1][score] == result.metrics[-1][score]  # type: ignore[attr-defined]
+
+
+def test_a_notebooks_running_event_loop_is_no_obstacle(tiny: Path, here: Path) -> None:
+    async def judge(completion: str) -> float:
+        await asyncio.sleep(0)
+        return float(len(completion))
+
+    async def cell() -> hone.Trained:
+        return hone.train(tiny, ["1+1=", "2+2="], judge, **SMALL | {"batch_size": 2})
+
+    assert asyncio.run(cell()).metrics[-1]["critic/score/max"] > 0
+
+
+def test_files_of_verls_schema_are_read_where_they_lie(tiny: Path, here: Path) -> None:
+    from hone.api.rows import prompt_row
+    from hone.data.rows import write_parquet
+
+    write_parquet([prompt_row(row, i, "arithmetic") for i, row in enumerate(ROWS)], "rows.parquet")
+    result = hone.train(tiny, "rows.parquet", lambda solution_str: 1.0, **SMALL)
+    assert result.config.data.train_files == ("rows.parquet",)
+    assert not (result.folder / "data").exists()
+    assert result.metrics[-1]["critic/score/mean"] == 1.0
+
+
+def test_the_folder_of_an_earlier_run_resumes_it(tiny: Path, here: Path) -> None:
+    first = hone.train(tiny, ROWS, exact, folder="mine", **SMALL)
+    again = hone.train(tiny, ROWS, exact, folder="mine", **SMALL | {"steps": 2})
+    assert (first.folder, len(again.metrics)) == (Path("mine"), 2)
+
+
+def test_a_call_that_is_refused_leaves_nothing_behind(tiny: Path, here: Path) -> None:
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (lambda: hone.train(tiny, ROWS, exact, stepps=3), ConfigError, "stepps.*steps"),
+        (lambda: hone.train(tiny, [{"text": 1}], exact), DataError, "row 0 has no column"),
+        (lambda: hone.train("no/such/model", ROWS, exact, **SMALL), Exception, "no/such/model"),
+        (lambda: hone.train(tiny, ROWS, "gsm9k"), SetupError, "gsm8k"),
+        (lambda: hone.train(tiny, ROWS, lambda completion, x, y: 1), SetupError, "x, y"),
+        (lambda: hone.train(tiny, "rows.txt", exact), DataError, "rows.txt"),
+        (lambda: hone.train(tiny, ["1="] * 4, **SMALL), DataError, "no reward: give a function"),
+        (lambda: hone.evaluate(tiny, ROWS, exact, pass_att=[1]), ConfigError, "pass_at"),
+    ]
+    for call, kind, sentence in wrong:
+        with pytest.raises(kind, match=sentence):
+            call()
+    assert [p for p in here.rglob("*") if p.is_file()] == []
+
+
+def test_a_function_that_prime_could_not_import_is_refused_in_a_sentence(
+    tiny: Path, here: Path
+) -> None:
+    setting = {"reward_model.reward_manager": "prime"}
+    with pytest.raises(Exception, match="local to another function, so a scoring process"):
+        hone.train(tiny, ROWS, lambda completion, answer: 1.0, **SMALL, **setting)
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **keywords: Any) -> None:
+        Path("mine/config.yaml").touch()  # the run has begun
+        raise Interrupted(3)
+
+    monkeypatch.setattr("hone.trainer.main_ppo.run", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; folder='mine' goes on"):
+        hone.train(tiny, ROWS, exact, folder="mine", **SMALL)
+    assert Path("mine/config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_functions_of_a_session_score_on_ray_too(tiny: Path, here: Path) -> None:
+    bonus = 2.0
+    result = hone.train(tiny, ROWS, lambda text: bonus, **SMALL, controller="ray", device="cpu")
+    assert result.metrics[-1]["critic/score/mean"] == bonus
+
+
+def test_fine_tuning_takes_pairs_and_all_rows_are_a_batch_where_they_are_few(
+    tiny: Path, here: Path
+) -> None:
+    quiet = {"logger": ["jsonl"]}
+    pairs = [(row["prompt"], row["answer"]) for row in ROWS]
+    result = hone.sft(tiny, pairs, validation=pairs[:2], epochs=2, lr=1e-2, **quiet)
+    assert result.config.data.train_batch_size == len(ROWS)
+    assert [line["step"] for line in result.metrics] == [1, 2]
+    assert "val/loss" in result.metrics[-1]
+    again = hone.sft(result, [{"messages": _chat("1", "2")}] * 2, steps=1, **quiet)
+    assert again.folder == Path("runs/sft-2")
+
+
+def _chat(question: str, answer: str) -> list[dict[str, str]]:
+    turns = ("user", question), ("assistant", answer)
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_a_loaded_model_is_evaluated_as_it_is(tiny: Path, here: Path) -> None:
+    with hone.LLM(tiny) as llm:
+        found = hone.evaluate(llm, ROWS, exact, max_tokens=2)
+        assert found.as_dict()["test_score/exact"] == 0.0
+        with pytest.raises(ConfigError, match="loaded already: give top_p"):
+            hone.evaluate(llm, ROWS, exact, top_p=0.5)
+        assert llm.generate("1")  # not closed by the evaluation
+    assert not list(here.iterdir())
+
+
+def test_every_example_of_the_page_runs(tiny: Path, here: Path) -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len(examples) == 6
+    shutil.copytree(tiny, "MODEL")
+    names: dict[str, Any] = {"__name__": "page"}
+    for example in examples:
+        exec(compile(re.sub(r"steps=\d+", "steps=1", example), "python.md", "exec"), names)
+    assert Path("my-model/config.json").is_file()
+    assert 0 <= names["scores"].sources["exact"].metrics["mean"].value <= 1
+
+
+def test_the_names_of_the_package_are_listed_and_typed() -> None:
+    assert {"train", "sft", "evaluate", "LLM", "Trained", "DataProto"} <= set(dir(hone))
+    assert (Path(hone.__file__).parent / "py.typed").is_file()
+    for name in hone.__all__:
+        assert getattr(hone, name)

@@ -1,0 +1,73 @@
+"""Keyword arguments become settings of a tree, with the errors of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hone.api.settings import SHORT, Asked, key_of
+from hone.config import ConfigError
+from hone.config.keys import walk_fields
+from hone.config.trees import TREES
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("lr", "actor_rollout_ref.actor.optim.lr"),
+        ("n", "actor_rollout_ref.rollout.n"),
+        ("temperature", "actor_rollout_ref.rollout.temperature"),
+        ("adv_estimator", "algorithm.adv_estimator"),
+        ("steps", "trainer.total_training_steps"),
+        ("max_tokens", "data.max_response_length"),
+        ("val_kwargs.n", "actor_rollout_ref.rollout.val_kwargs.n"),
+        ("critic.optim.lr", "critic.optim.lr"),
+    ],
+)
+def test_a_name_stands_for_the_policys_key(name: str, key: str) -> None:
+    assert key_of("ppo_trainer", name) == key
+
+
+def test_every_short_name_stands_for_a_key_that_some_tree_has() -> None:
+    known = {key for tree in TREES.values() for key, *_ in walk_fields(tree.root)}
+    assert {key for keys in SHORT.values() for key in keys} <= known
+
+
+def test_a_name_that_may_mean_several_keys_is_refused_with_all_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"dtype may mean .*actor_rollout_ref\.rollout\.dtype"):
+        key_of("ppo_trainer", "dtype")
+
+
+def composed(**settings: object) -> object:
+    return Asked("ppo_trainer", "hone.train", settings).composed().config  # type: ignore[arg-type]
+
+
+def test_values_are_taken_as_they_are_without_a_command_lines_grammar() -> None:
+    config = composed(
+        train_files=[Path("a b,c.parquet")], lr=np.float64(3e-6), algorithm={"gamma": 0.5}
+    )
+    assert config.data.train_files == ("a b,c.parquet",)  # type: ignore[attr-defined]
+    assert config.actor_rollout_ref.actor.optim.lr == 3e-6  # type: ignore[attr-defined]
+    assert config.algorithm.gamma == 0.5  # type: ignore[attr-defined]
+
+
+def test_a_wrong_key_or_value_has_the_command_lines_error_and_names_the_call() -> None:
+    with pytest.raises(ConfigError, match=r"no setting 'lrr'. Did you mean 'lr'"):
+        composed(lrr=1)
+    with pytest.raises(ConfigError, match=r"algorithm has no key 'gama'.*gamma.*hone\.train"):
+        composed(algorithm={"gama": 1})
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        composed(train_batch_size=-4)
+    with pytest.raises(ConfigError, match=r"total_training_steps.*hone\.train"):
+        composed(steps="many")
+
+
+def test_keywords_win_over_a_yaml_file_and_starting_values_stay_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("actor_rollout_ref:\n  rollout:\n    n: 3\n    temperature: 0.5\n")
+    asked = Asked("ppo_trainer", "hone.train", {"n": 5}, file)
+    made = asked.composed(starting=lambda given: pytest.fail("a YAML is taken as it is"))
+    rollout = made.config.actor_rollout_ref.rollout
+    assert (rollout.n, rollout.temperature) == (5, 0.5)
