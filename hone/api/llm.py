@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict, TypeGuard
 
 from transformers import PreTrainedModel
 from typing_extensions import Unpack
@@ -147,8 +147,12 @@ class LLM:
         return f"LLM({self.path!r})"
 
     def _ids(self, prompt: Prompt, prompt_format: str | None) -> list[int]:
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
+        if _are_ids(prompt):
+            return list(prompt)
+        if not _is_text_or_chat(prompt):
+            raise GenerationError(
+                f"a prompt is text, token ids or chat messages, not {prompt!r:.80}"
+            )
         data = self.config.data
         how, options = prompt_format or data.prompt_format, data.apply_chat_template_kwargs
         return render_prompt(prompt, self.tokenizer, how, template_kwargs=options)
@@ -183,10 +187,19 @@ class LLM:
         return list(await asyncio.gather(*tasks))
 
 
+def _are_ids(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[Sequence[int]]:
+    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
+
+
+def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]:
+    return isinstance(prompt, str) or all(isinstance(turn, Mapping) for turn in prompt)
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Prompts as a list; one alone is a text, token ids, or messages."""
-    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping)))
-    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
+    if _are_ids(prompts) or _is_text_or_chat(prompts):
+        return [prompts] if prompts else []
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _close(engine: RolloutEngine) -> None:

@@ -17,7 +17,8 @@ from hone.config.compose import Further, compose_settings
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, walk_fields
 from hone.config.sources import Setting, flatten, read_config
-from hone.config.trees import TREES
+from hone.config.trees import BUILT_IN, TREES
+from hone.types import JsonValue
 
 Plain: TypeAlias = Union[str, int, float, bool, "os.PathLike[str]", None]
 Value: TypeAlias = Union[Plain, Sequence["Value"], Mapping[str, "Value"]]  # noqa: UP007
@@ -67,14 +68,16 @@ def _keys(root: type) -> tuple[str, ...]:
     return tuple(key for key, *_ in walk_fields(root))
 
 
-def _plain(value: Value) -> Value:
+def _plain(value: Value) -> JsonValue:
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
-    return getattr(value, "item", lambda: value)()  # a number of numpy's
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return value.item() if hasattr(value, "item") else str(value)  # a number of numpy's
 
 
 class Asked:
@@ -85,7 +88,7 @@ class Asked:
         self._settings: list[Setting] = []
         if config is not None:
             file = Path(config).expanduser()
-            self._settings = read_config(file.stem, file.parent, tuple(TREES))[1]
+            self._settings = read_config(file.stem, [file.parent], [], BUILT_IN)[1]
         self.set(settings)
 
     def set(self, values: Given) -> None:

@@ -205,7 +205,8 @@ def _scored_here(
     rows: Sequence[Response], scorer: Function, config: EvaluationConfig
 ) -> list[Scored | Failed]:
     policy = FailurePolicy("score", 0.0, config.timeout_s)
-    return NaiveRewardManager(None, 0, scorer, policy=policy).score_rows(rows)
+    manager = NaiveRewardManager(None, 0, scorer, policy=policy)  # type: ignore[arg-type]
+    return manager.score_rows(rows)  # texts are there already: nothing is decoded
 
 
 def _run_scorer(
