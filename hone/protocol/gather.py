@@ -5,7 +5,7 @@ Ranks may hold different numbers of rows. Leaves out ray: groups of the controll
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 
-def all_gather_data_proto(data: DataProto, process_group: Any = None) -> None:
+def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> None:
     """Replace the batch, in place, by the rows of all ranks in rank order."""
     world = dist.get_world_size(process_group)
     if world == 1:
@@ -24,8 +24,8 @@ def all_gather_data_proto(data: DataProto, process_group: Any = None) -> None:
     kind = type(data)
     light = kind(None, data.non_tensor_batch, data.meta_info)
     widths = {} if data.batch is None else {k: tuple(v.shape[1:]) for k, v in data.batch.items()}
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, (light, len(data), widths), group=process_group)
+    told = [(light, len(data), widths)] * world
+    dist.all_gather_object(told, told[0], group=process_group)
     if any(seen[2] != widths for seen in told):
         raise ProtocolError(f"ranks hold different tensor columns: {[seen[2] for seen in told]}")
     rows = [seen[1] for seen in told]
@@ -40,7 +40,9 @@ def all_gather_data_proto(data: DataProto, process_group: Any = None) -> None:
     data.meta_info = joined.meta_info
 
 
-def _gather_rows(tensor: torch.Tensor, rows: list[int], group: Any) -> list[torch.Tensor]:
+def _gather_rows(
+    tensor: torch.Tensor, rows: list[int], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
     # Collectives want equal shapes: send as many rows as the longest rank has, keep the real ones.
     sent = tensor.new_zeros((max(rows), *tensor.shape[1:]))
     sent[: len(tensor)] = tensor

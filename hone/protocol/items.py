@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -21,6 +20,6 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
         if item.non_tensor_batch.keys() != names or (item.batch is None) != (x[0].batch is None):
             raise ProtocolError(f"row {number} does not have the columns of row 0")
     arrays = {name: column_array([item.non_tensor_batch[name] for item in x]) for name in names}
-    tensors: list[Any] = [item.batch for item in x]
-    batch = None if tensors[0] is None else torch.stack(tensors).contiguous()
+    tensors = [item.batch for item in x if item.batch is not None]
+    batch = torch.stack(tensors).contiguous() if tensors else None
     return DataProto(batch, arrays)

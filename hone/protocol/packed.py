@@ -5,14 +5,14 @@ For code that ships tensors by its own means. A DataProto itself crosses process
 
 from __future__ import annotations
 
-from typing import Any
-
+import numpy as np
 import torch
 from tensordict import TensorDict
 
-PackedTensor = tuple[str, tuple[int, ...], Any]
+PackedTensor = tuple[str, tuple[int, ...], np.ndarray]
 """dtype name, shape, and the bytes as a numpy array."""
-PackedTensorDict = tuple[tuple[int, ...], str | None, dict[str, Any]]
+PackedColumn = PackedTensor | tuple[str, list[PackedTensor]]
+PackedTensorDict = tuple[tuple[int, ...], str | None, dict[str, PackedColumn]]
 """Batch size, device name, and each column: a PackedTensor, or (layout, its rows) where nested."""
 
 
@@ -36,7 +36,7 @@ def deserialize_single_tensor(arr: PackedTensor) -> torch.Tensor:
 
 def serialize_tensordict(batch: TensorDict) -> PackedTensorDict:
     """Batch size, device and columns as plain containers and bytes."""
-    columns: dict[str, Any] = {}
+    columns: dict[str, PackedColumn] = {}
     for key, value in batch.items():
         if value.is_nested:
             layout = str(value.layout).removeprefix("torch.")

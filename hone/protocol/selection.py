@@ -6,8 +6,8 @@ Functions behind the methods `select`, `pop` and `rename`. Leaves out rows: thos
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from tensordict import TensorDict
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 Names = Sequence[str] | None
+
+T = TypeVar("T")
 
 
 def select_columns(
@@ -67,14 +69,14 @@ def rename_columns(data: DataProto, old: str | Names, new: str | Names) -> None:
             data.batch.rename_key_(was, becomes)
 
 
-def check_known(wanted: Sequence[str], present: Any, kind: str) -> None:
+def check_known(wanted: Sequence[str], present: Collection[str], kind: str) -> None:
     """KeyError that names what is missing and what there is."""
     missing = [key for key in wanted if key not in present]
     if missing:
         raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(present)}")
 
 
-def pick(source: dict[str, Any], keys: Sequence[str] | None, kind: str) -> dict[str, Any]:
+def pick(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
     """These entries of a dict; None takes all."""
     if keys is None:
         return dict(source)

@@ -6,7 +6,7 @@ Functions behind the methods of the same names. Leaves out anything that changes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from hone.protocol.errors import ProtocolError
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
+
+Column = TypeVar("Column", torch.Tensor, np.ndarray)
 
 
 def unfold_column_chunks(
@@ -29,7 +31,7 @@ def unfold_column_chunks(
     if unknown:
         raise KeyError(f"batch has no columns {unknown} to cut; it has {data.column_names()}")
 
-    def cut(name: str, value: Any) -> Any:
+    def cut(name: str, value: Column) -> Column:
         if name not in chosen:
             if isinstance(value, np.ndarray):
                 return value.repeat(n_split, axis=0)
@@ -71,7 +73,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def _with_lead(data: DataProto, dims: int, lead: tuple[int, ...]) -> DataProto:
-    def reshaped(value: Any) -> Any:
+    def reshaped(value: Column) -> Column:
         if lead == (-1,):
             count = int(np.prod(value.shape[:dims], dtype=np.int64))
             return value.reshape(count, *value.shape[dims:])
