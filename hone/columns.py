@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hone.protocol import DataProto
 
 REWARD_PREFIX = "reward/"
@@ -289,10 +291,11 @@ def row_may_bring(name: str) -> bool:
     return column is None or column.step == "prompts"
 
 
-def require(batch: DataProto, name: str) -> Any:
-    """The column, or MissingColumn with the sentence that says who should have written it."""
+def require(batch: DataProto, name: str) -> Tensor:
+    """The tensor column, or MissingColumn with the sentence that says who should have written it."""
     if batch.has_column(name):
-        return batch.column(name)
+        values: Tensor = batch.column(name)
+        return values
     column = declared(name)
     if column is not None:
         raise MissingColumn(column.absence(), name)
@@ -303,7 +306,7 @@ def require(batch: DataProto, name: str) -> Any:
     )
 
 
-def write(batch: DataProto, name: str, value: Any) -> None:
+def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
     """Add a column to the batch, in place; a column is written once."""
     column = declared(name)
     if batch.has_column(name):
@@ -328,7 +331,7 @@ def adopt(batch: DataProto, result: DataProto, names: Iterable[str] | None = Non
         write(batch, name, result.column(name))
 
 
-def _mismatch(column: Column, value: Any) -> str | None:
+def _mismatch(column: Column, value: Tensor | np.ndarray) -> str | None:
     if column.dtype == "object":
         return None if isinstance(value, np.ndarray) else f"got a {type(value).__name__}"
     if isinstance(value, np.ndarray) or not hasattr(value, "is_floating_point"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
 
     def decode(
         self,
-        token_ids: Sequence[int],
+        token_ids: Iterable[int],
         *,
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,

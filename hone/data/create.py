@@ -103,7 +103,7 @@ def create_sft_dataset(
     data_config: SFTDataConfig,
     tokenizer: Tokenizer,
     max_samples: int = -1,
-) -> SFTDataset:
+) -> Dataset:
     """Conversations where data.multiturn.enable says so (unset: where the file has the column)."""
     chosen = data_config.custom_cls
     if chosen.path:

@@ -6,9 +6,9 @@ Only settings that decide what is computed count; folders, trackers and how ofte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from hone.config.convert import show_value
+from hone.types import JsonValue, Settings
 
 SHOWN = 6
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -28,9 +28,7 @@ _DERIVED = ("total_training_steps", "input_tokenizer")
 """Follow from the length of the run, which a resumed one may choose anew, and from the model."""
 
 
-def changed_settings(
-    before: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]
-) -> list[str]:
+def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> list[str]:
     """`key=value, before value` for each setting below `keys` that differs, a few at most."""
     old, new = dict(_leaves(before)), dict(_leaves(now))
     changed = [
@@ -49,7 +47,7 @@ def _matters(key: str, keys: tuple[str, ...]) -> bool:
     )
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -57,6 +55,6 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: JsonValue) -> JsonValue:
     """YAML has lists where a config has tuples."""
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

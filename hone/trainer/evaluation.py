@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from hone.rewards.symbolic_batch import compare_ahead
 from hone.rewards.transcript import of_policy
 from hone.rewards.transport import row_scorer_keywords
 from hone.tracking import progress
-from hone.types import Function
+from hone.types import Function, Row
 
 ALL = "all"
 """The name of the total over several data sources."""
@@ -83,14 +82,14 @@ class Evaluation:
     """Results by data source (and their total), and the rows with their scores."""
 
     sources: dict[str, SourceResult]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     """The rows as read, each with its `scores`."""
     first_failures: dict[str, str] = field(default_factory=dict)
     """The first message of each reason for which a response could not be scored."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Row:
         """Plain values; `test_score/<source>` are the means by the family's name."""
-        plain: dict[str, Any] = {
+        plain: Row = {
             f"test_score/{name}": result.metrics["mean"].value
             for name, result in self.sources.items()
             if not result.is_total
@@ -157,7 +156,7 @@ def _refuse_no_score(attempts: Sequence[Attempts], failed: int, first: Mapping[s
         )
 
 
-def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[Response]:
+def _jobs(row: Row, where: str, config: EvaluationConfig) -> list[Response]:
     """What is scored: one a response."""
     data = config.data
     for key, column in (
@@ -188,7 +187,7 @@ def _jobs(row: Mapping[str, Any], where: str, config: EvaluationConfig) -> list[
 
 
 def _scored(
-    rows: Sequence[Response], scorer: Any, config: EvaluationConfig
+    rows: Sequence[Response], scorer: Function, config: EvaluationConfig
 ) -> list[Scored | Failed]:
     """One result a row, in order; a rule that would compare with nothing is not asked."""
     if scorer is not default_compute_score:
@@ -210,9 +209,9 @@ def _scored_here(
 
 
 def _run_scorer(
-    rows: Sequence[Response], scorer: Any, config: EvaluationConfig
+    rows: Sequence[Response], scorer: Function, config: EvaluationConfig
 ) -> list[Scored | Failed]:
-    options: dict[str, Any] = {}
+    options: Row = {}
     if scorer is default_compute_score:
         options["memory_limit_mb"] = config.sandbox_fusion.memory_limit_mb
         if config.sandbox_fusion.url:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from yaml import YAMLError
 
 from hone.config import ConfigError
@@ -124,7 +125,7 @@ def _is_critic(folder: Path) -> bool:
     return any(name.startswith(_VALUE_HEAD) for name in _saved_tensors(folder))
 
 
-def _saved_tensors(folder: Path) -> dict[str, Any]:
+def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
     """What the shards hold: dotted name to torch's description."""
     if not (folder / TABLE).is_file():
         return {}
@@ -135,11 +136,7 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
     """Load the shards into the run's model in this process, and export it."""
     model = _with_code(_model_config(source), external_lib, trust_remote_code)
     tokenizer = build_tokenizer(model)
-    lm: Any = load_causal_lm(
-        model.path,
-        dtype=_dtype(source),
-        override_config=model.override_config,
-    )
+    lm = load_causal_lm(model.path, dtype=_dtype(source), override_config=model.override_config)
     policy = PolicyModel(lm)
     if model.uses_lora:
         policy.lm = build_lora(lm, model, seed=0)
@@ -175,7 +172,7 @@ def _with_code(
     return replace(model, external_lib=external_lib, trust_remote_code=trust_remote_code)
 
 
-def _dtype(source: Path) -> Any:
+def _dtype(source: Path) -> torch.dtype:
     """The dtype in which the weights were saved."""
     for name, saved in _saved_tensors(source).items():
         if name.startswith("model.") and hasattr(saved, "properties"):

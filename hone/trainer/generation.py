@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hone.agents.loop_thread import run_beside
 from hone.config.generation import GenerationConfig
@@ -45,6 +45,7 @@ from hone.rollout.contract import (
     Sampling,
     TokenOutput,
 )
+from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.tracking.console import Bar, screen
 from hone.trainer.generated import GenerationError, Output, Parts, files_of
@@ -170,7 +171,9 @@ class Generation:
             found.append((number, ids))
         return found
 
-    def _check_positions(self, prompts: Sequence[tuple[int, list[int]]], lm: Any) -> None:
+    def _check_positions(
+        self, prompts: Sequence[tuple[int, list[int]]], lm: PreTrainedModel
+    ) -> None:
         """The longest prompt and its response must fit the model, before anything is drawn."""
         positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
         number, ids = max(prompts, key=lambda prompt: len(prompt[1]))
@@ -290,7 +293,7 @@ class Generation:
 
 def build_engine(
     config: GenerationConfig,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     ranks: Ranks,
     check: Callable[[PreTrainedModel], None] = lambda lm: None,
 ) -> RolloutEngine:
@@ -300,7 +303,7 @@ def build_engine(
     fix_threads(threads)
     device = pick_device(config.trainer.device, ranks.local_rank)
     dtype = pick_dtype(config.rollout.dtype, device)
-    lm: Any = load_causal_lm(model.path, dtype=dtype, device=device)
+    lm = load_causal_lm(model.path, dtype=dtype, device=device)
     check(lm)
     policy = PolicyModel(lm.to(device).eval())
     ends = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)

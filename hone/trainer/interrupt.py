@@ -14,9 +14,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
+
+from hone.types import Function
 
 log = logging.getLogger(__name__)
+
+Handler: TypeAlias = Function | int | None
+"""What `signal.signal` takes and gives."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -75,7 +80,7 @@ class GracefulStop:
     ) -> None:
         self.number: int | None = None
         self._finishing = finishing
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
 
     @property
     def requested(self) -> bool:
@@ -118,7 +123,7 @@ def stopping_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {}
+    before: dict[int, Handler] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         if is_rank():
@@ -151,6 +156,6 @@ def _stop_at_once(number: int, again_is_default: bool = True) -> None:
     raise StoppedAtOnce(exit_code(number))
 
 
-def _restore(handlers: dict[int, Any]) -> None:
+def _restore(handlers: dict[int, Handler]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from hone.config import load_config
+from hone.config import PPOTrainerConfig, load_config
 from hone.config.engine import FSDPConfig, OptimConfig
+from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_write_text, progress, read_metrics
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_target
+from hone.types import Row
 
 SOURCE = "arithmetic"
 ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
@@ -60,7 +61,7 @@ class Sum:
     def question(self) -> str:
         return f"{self.a:03d}+{self.b}="
 
-    def row(self, index: int, split: str) -> dict[str, Any]:
+    def row(self, index: int, split: str) -> Row:
         return {
             "data_source": SOURCE,
             "prompt": self.question,
@@ -87,7 +88,7 @@ def write_data(files: dict[str, Path], seed: int) -> None:
 class WarmUpRows:
     """SFT rows: the right format, mostly the wrong sum."""
 
-    def __init__(self, problems: Sequence[Sum], tokenizer: Any, seed: int) -> None:
+    def __init__(self, problems: Sequence[Sum], tokenizer: Tokenizer, seed: int) -> None:
         self._rows = list(_warm_up_rows(problems, tokenizer, random.Random(seed)))
 
     def __len__(self) -> int:
@@ -98,7 +99,7 @@ class WarmUpRows:
 
 
 def _warm_up_rows(
-    problems: Sequence[Sum], tokenizer: Any, chooser: random.Random
+    problems: Sequence[Sum], tokenizer: Tokenizer, chooser: random.Random
 ) -> Iterator[dict[str, list[int]]]:
     for problem in problems:
         for _ in range(8):
@@ -106,6 +107,7 @@ def _warm_up_rows(
             prompt = tokenizer.encode(problem.question, add_special_tokens=False)
             answer = f"<answer>{problem.a + problem.b + mistake:03d}</answer>"
             response = tokenizer.encode(answer, add_special_tokens=False)
+            assert tokenizer.eos_token_id is not None
             response.append(tokenizer.eos_token_id)
             yield {
                 "input_ids": prompt + response,
@@ -236,7 +238,9 @@ def make_room(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def summarise(folder: Path, run: Path, config: Any, *, warm_up_s: float, train_s: float) -> None:
+def summarise(
+    folder: Path, run: Path, config: PPOTrainerConfig, *, warm_up_s: float, train_s: float
+) -> None:
     """The before/after table, three answers, the curve, and what to do next."""
     from rich.table import Table
 

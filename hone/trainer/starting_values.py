@@ -7,9 +7,8 @@ taken as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hone.algorithms.advantages import groups_of
 from hone.config import Composed
@@ -18,6 +17,7 @@ from hone.config.convert import show_value
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
+from hone.types import JsonValue, Row, Settings
 
 ORIGIN = "hone train"
 MUST_BE_GIVEN = {
@@ -32,11 +32,11 @@ LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
 """(parameters or more, learning rate): smaller models take larger steps."""
 
 
-def starting_values(given: Mapping[str, Any]) -> list[Setting]:
+def starting_values(given: Settings) -> list[Setting]:
     """Settings for keys that are not in `given`, the user's own by dotted key."""
     device = _device(given.get("trainer.device", "auto"))
     model = model_facts(given.get("actor_rollout_ref.model.path"))
-    values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
+    values: Row = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # One response per prompt is enough for an estimator that compares no groups.
     if _compares_groups(given.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
@@ -63,7 +63,7 @@ def announcement(composed: Composed) -> list[str]:
     ]
 
 
-def _compares_groups(estimator: Any) -> bool:
+def _compares_groups(estimator: JsonValue) -> bool:
     """Whether an estimator reads groups, as far as it says; a wrong name is told when its turn comes."""
     try:
         return groups_of(str(estimator)) != "ignored"
@@ -71,13 +71,13 @@ def _compares_groups(estimator: Any) -> bool:
         return True
 
 
-def _device(asked: Any) -> str:
+def _device(asked: JsonValue) -> str:
     import torch
 
     return "cuda" if asked in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
 
 
-def _batch(files: Any, device: str) -> int:
+def _batch(files: str | Sequence[str] | None, device: str) -> int:
     """A power of two that the data can fill."""
     rows = _rows([files] if isinstance(files, str) else list(files or ()))
     return 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], rows))))
@@ -102,7 +102,7 @@ def _rows(files: Sequence[str]) -> int:
     return total or max(PROMPTS_PER_STEP.values())
 
 
-def _lengths(given: Mapping[str, Any], device: str, positions: int | None) -> dict[str, int]:
+def _lengths(given: Settings, device: str, positions: int | None) -> dict[str, int]:
     """Responses by device; prompt and response together within the model's positions."""
     prompt = given.get("data.max_prompt_length")
     room = positions - prompt if positions and prompt else positions and positions // 2

@@ -6,11 +6,12 @@ A busy machine can make several threads slower than one; the user is told, and d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from yaml import YAMLError
 
 from hone.config import replace
+from hone.config.block import Block
 from hone.controller.threads import load_average, slowdown, thread_count
 from hone.cores import usable_cores
 from hone.tracking import RunFolder
@@ -61,24 +62,19 @@ def busy_warning(count: int, device: str) -> str | None:
     )
 
 
-def _of_resumed_run(trainer: Any) -> int | None:
+def _of_resumed_run(trainer: Block) -> int | None:
     """The number in the config of the run that goes on; None where none does, or says none."""
-    mode, named = (
-        getattr(trainer, "resume_mode", "disable"),
-        getattr(trainer, "resume_from_path", ""),
-    )
+    mode, named = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
     if mode == "disable":
         return None
-    own = Path(trainer.default_local_dir)
+    own = Path(trainer["default_local_dir"])
     run = RunFolder(own if mode == "auto" else Path(named or own).expanduser().parent)
     if mode == "auto" and not run.checkpoints():
         return None
     try:
         count = run.read_config()["trainer"]["num_threads"]
     except (OSError, ValueError, YAMLError, KeyError, TypeError, RecursionError):
-        return (
-            None  # not a config of ours; whether the checkpoint is sound is judged when it is read
-        )
+        return None  # not ours; whether the checkpoint is sound is judged when it is read
     return count if isinstance(count, int) and count > 0 else None
 
 

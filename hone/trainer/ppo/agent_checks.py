@@ -5,16 +5,19 @@ Also what rows ask for and nothing answers: such a run trains on something else 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
-from hone.agents.contract import ServerManager
+from hone.agents.contract import AgentLoopBase, ServerManager
 from hone.agents.loops.listing import LoopNames
-from hone.agents.tools.contract import ToolError
+from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
+from hone.data.dataset import RLHFDataset
+from hone.data.loader import Dataset
 from hone.data.prompts import PromptError, render_prompt
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, place_and_reason
+from hone.tokenizer import Tokenizer
+from hone.types import JsonObject, JsonValue
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
@@ -23,11 +26,11 @@ class AgentChecks:
     """The loops of a run, and what its rows say to them."""
 
     def __init__(
-        self, config: PPOTrainerConfig, tokenizer: Any, datasets: Mapping[str, Any]
+        self, config: PPOTrainerConfig, tokenizer: Tokenizer, datasets: Mapping[str, Dataset]
     ) -> None:
         self.config, self.tokenizer, self.datasets = config, tokenizer, datasets
         self.names = LoopNames(config.actor_rollout_ref.rollout)
-        self.built: dict[str, Any] = {}
+        self.built: dict[str, AgentLoopBase] = {}
 
     def problems(self) -> Iterator[str]:
         """Each loop that rows ask for is built once, with its tools, parser and interactions."""
@@ -39,7 +42,7 @@ class AgentChecks:
             except Exception as error:  # a loop or tool of the user's may raise anything
                 yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
         for loop in self.built.values():
-            known: dict[str, Any] = getattr(loop, "interactions", {})
+            known = getattr(loop, "interactions", {})
             for interaction in self._interactions() if known else ():
                 if interaction and interaction not in known:
                     yield (
@@ -51,14 +54,15 @@ class AgentChecks:
     def _asked(self) -> set[str]:
         """Loops that rows name; a name that is not known is refused with its row elsewhere."""
         asked = set()
-        for name in set(map(_hashable, self._column("agent_name"))):
+        rows = self._column("agent_name")
+        for name in {name if isinstance(name, str) else None for name in rows}:
             try:
                 asked.add(self.names.of_row(name))
             except PluginError:
                 continue
         return asked or {self.names.default}
 
-    async def _build(self, name: str) -> Any:
+    async def _build(self, name: str) -> AgentLoopBase:
         manager = ServerManager(None, seed=0, max_tokens=1)  # type: ignore[arg-type]
         return self.names.factory(name)(self.config, manager, self.tokenizer, None)
 
@@ -81,26 +85,26 @@ class AgentChecks:
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
                 f"{MULTI_TURN}.tool_config_path"
             )
-        if tools and not self._template_shows_tools(tool_loops[0]):
+        if tools and not self._template_shows_tools(tool_loops[0].tools.values()):
             yield (
                 f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
                 f"tools to the model; describe them in the prompt, or set a template that does "
                 f"(multi_turn.format={multi_turn.format})"
             )
 
-    def _column(self, name: str) -> Iterator[Any]:
+    def _column(self, name: str) -> Iterator[JsonValue]:
         for dataset in self.datasets.values():
-            if hasattr(dataset, "store"):
+            if isinstance(dataset, RLHFDataset):
                 yield from (row.get(name) for row in dataset.store.scan((name,)))
 
-    def _of_extra_info(self, name: str) -> Iterator[dict[str, Any]]:
+    def _of_extra_info(self, name: str) -> Iterator[JsonObject]:
         """A field that stands at the top of a row or in its `extra_info`."""
         for value in self._column(name):
             if isinstance(value, dict):
                 yield value
         for extra in self._column("extra_info"):
-            if isinstance(extra, dict) and isinstance(extra.get(name), dict):
-                yield extra[name]
+            if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
+                yield value
 
     def _interactions(self) -> set[str]:
         return {str(given.get("name") or "") for given in self._of_extra_info("interaction_kwargs")}
@@ -109,10 +113,10 @@ class AgentChecks:
         found = self._of_extra_info("tools_kwargs")
         return {name for given in found for name, value in given.items() if value is not None}
 
-    def _template_shows_tools(self, loop: Any) -> bool:
+    def _template_shows_tools(self, tools: Iterable[BaseTool]) -> bool:
         if self.config.data.prompt_format != "chat":
             return False
-        schemas = [tool.tool_schema.model_dump() for tool in loop.tools.values()]
+        schemas = [tool.tool_schema.model_dump() for tool in tools]
         try:
             plain, shown = (
                 render_prompt("a", self.tokenizer, "chat", tools=tools) for tools in (None, schemas)
@@ -120,7 +124,3 @@ class AgentChecks:
         except PromptError:
             return False
         return plain != shown
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, str | None) else None

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import make_folder, rename_folder, sync
@@ -24,6 +24,9 @@ from hone.tracking.console import screen
 from hone.tracking.lock import require_lock
 from hone.tracking.manifest import MANIFEST, damage, seal
 from hone.tracking.storage import reason, remedy, storage_failure
+from hone.types import JsonValue, Settings
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -200,11 +203,11 @@ def prune(run: RunFolder, keep: int | None) -> None:
         _remove(folder)
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> None:
+def write_state(folder: Path, state: Settings) -> None:
     (folder / STATE).write_text(json.dumps(state, default=_plain))
 
 
-def read_state(folder: Path, *keys: str) -> dict[str, Any]:
+def read_state(folder: Path, *keys: str) -> Settings:
     """What `write_state` wrote; it has these keys."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -216,10 +219,11 @@ def read_state(folder: Path, *keys: str) -> dict[str, Any]:
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: T) -> JsonValue:
     """Rows that a data set grew may hold numpy values."""
     if hasattr(value, "tolist"):
-        return value.tolist()
+        values: JsonValue = value.tolist()
+        return values
     raise TypeError(
         f"a checkpoint cannot hold a {type(value).__name__}; rows, samplers and data generators must "
         "give plain values (numbers, text, lists, dicts) in their state"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from hone.agents.collate import DERIVED
 from hone.algorithms.advantages.estimator import TRAJECTORY, Estimator, Trajectories
@@ -89,7 +89,7 @@ def estimate_advantages(
     write(batch, "returns", returns)
 
 
-def _required(batch: DataProto, name: str, failure_score: float) -> Any:
+def _required(batch: DataProto, name: str, failure_score: float) -> Tensor:
     """A column; a reward part may also be a number a row that the score function gave beside it."""
     extra = name.removeprefix(REWARD_PREFIX)
     is_part = name != extra

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hone.config import PPOTrainerConfig, config_to_dict
+from hone.data.loader import Dataset
+from hone.data.samplers import Stateful
 from hone.tracking import RunFolder
 from hone.trainer.earlier_config import PPO_KEYS, changed_settings
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.plan import Plan
+from hone.types import Settings
 
 MODEL = "actor_rollout_ref.model.path"
 
@@ -47,9 +49,9 @@ class EarlierRun:
                 f"({MODEL}={self.checkpoint})"
             )
 
-    def refuse_other_data(self, dataset: Any) -> None:
+    def refuse_other_data(self, dataset: Dataset | None) -> None:
         """The rows are those that the checkpoint's place in the data counts."""
-        if self.checkpoint is None or not hasattr(dataset, "load_state_dict"):
+        if self.checkpoint is None or not isinstance(dataset, Stateful):
             return
         with contextlib.suppress(checkpoint.CheckpointError):  # damaged: told when it is read
             state = checkpoint.read_state(self.checkpoint, "loader")["loader"]
@@ -73,7 +75,7 @@ class EarlierRun:
         for change in changed_settings(before, config_to_dict(self.config), PPO_KEYS):
             yield f"from {self.checkpoint.name} on: {change}"
 
-    def _before(self) -> dict[str, Any]:
+    def _before(self) -> Settings:
         if self.checkpoint is None:
             return {}
         return RunFolder(self.checkpoint.parent).earlier_config()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
+from hone.types import JsonValue
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class SkippedUpdates:
                 )
 
 
-def mean_over_ranks(metrics: Mapping[str, Any]) -> dict[str, float]:
+def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
     """Worker metrics as one number each; ranks report the same global value or their own part."""
     return {
         name: float(sum(value) / len(value)) if isinstance(value, list) else float(value)
@@ -101,7 +101,7 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
     return metrics
 
 
-def are_numbers(values: Iterable[Any]) -> bool:
+def are_numbers(values: Iterable[JsonValue]) -> bool:
     """Whether all values that are there are numbers a float can hold, and there is one."""
     known = [v for v in values if v is not None]
     return bool(known) and all(

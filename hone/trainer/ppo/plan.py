@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from hone.algorithms.advantages import get_estimator
 from hone.algorithms.advantages.estimator import Estimator, needs_of
@@ -18,10 +18,14 @@ from hone.algorithms.kl import get_kl_estimator
 from hone.algorithms.policy_losses import get_policy_loss_fn
 from hone.columns import COLUMNS, declared
 from hone.config import ConfigError, PPOTrainerConfig, replace
+from hone.config.block import Block
 from hone.config.checks import mini_batch_problems, token_budget_problems
 from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import RANGES, out_of_range
 from hone.models.external import import_external
+from hone.types import Function
+
+T = TypeVar("T")
 
 ESTIMATE_STEPS = ("log_probs", "ref_log_probs", "values")
 """The steps of the verb `estimate`: each runs where one of its columns is read."""
@@ -105,7 +109,9 @@ class Plan:
         return plan
 
 
-def find_problems_and_notes(config: Any, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def find_problems_and_notes(
+    config: Block, origins: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """For `compose`: what stands against the plan of a tree, and the given keys that it leaves idle."""
     ranges = {key: bounds for key, bounds in RANGES.items() if key in origins}
     if not isinstance(config, PPOTrainerConfig) or out_of_range(config, ranges):
@@ -122,7 +128,7 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     kind: Literal["orm", "prm"] | None = model.type if model.enable else None
     problems: list[str] = []
 
-    def resolved(get: Callable[[], Any]) -> Any:
+    def resolved(get: Callable[[], T]) -> T | None:
         try:
             return get()
         except ValueError as error:  # an unknown name, or options that do not fit
@@ -157,7 +163,9 @@ def _kl_estimators(config: PPOTrainerConfig) -> dict[str, str]:
     }
 
 
-def _readers(config: PPOTrainerConfig, estimator: Estimator, loss: Any) -> Iterator[Reader]:
+def _readers(
+    config: PPOTrainerConfig, estimator: Estimator, loss: Function | None
+) -> Iterator[Reader]:
     """Who reads what."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from hone.config import PPOTrainerConfig
 from hone.data.create import training_rows
+from hone.data.dataset import RLHFDataset
+from hone.data.loader import Dataset
 from hone.data.rows import DataError
 from hone.models.facts import check_model, model_facts
 from hone.models.from_config import build_tokenizer
 from hone.rewards import load_reward_manager
+from hone.rewards.managers.abstract import AbstractRewardManager
+from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.trainer.folders import require_folder
 from hone.trainer.ppo.agent_checks import AgentChecks
@@ -66,7 +69,7 @@ class _Preflight:
         self.warnings: list[str] = []
         self.facts = model_facts(config.actor_rollout_ref.model.path)
         self.lengths: dict[str, Lengths] = {}
-        self.managers: dict[str, Any] = {}
+        self.managers: dict[str, AbstractRewardManager | None] = {}
 
     def trainer(self) -> tuple[PPOTrainer, Preview]:
         config, attempt = self.config, self.problems.attempt
@@ -113,7 +116,7 @@ class _Preflight:
     def close(self) -> None:
         """End the scoring processes that a trial has started."""
         for manager in self.managers.values():
-            if hasattr(manager, "close"):
+            if manager is not None and hasattr(manager, "close"):
                 manager.close()
 
     def _check_models(self, plan: Plan | None) -> None:
@@ -128,7 +131,7 @@ class _Preflight:
         if plan is not None and plan.reward_model and scorer:
             self.problems.attempt(lambda: check_model(scorer, is_decoder=False))
 
-    def _datasets(self, tokenizer: Any) -> dict[str, Any]:
+    def _datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
         """By the key that names its files. Without a tokenizer rows are read, and not rendered."""
         data = self.config.data
         if tokenizer is None:
@@ -140,17 +143,17 @@ class _Preflight:
             )
         return {key: dataset for key, dataset in made.items() if dataset is not None}
 
-    def _check_agents(self, tokenizer: Any, datasets: dict[str, Any]) -> None:
+    def _check_agents(self, tokenizer: Tokenizer, datasets: dict[str, Dataset]) -> None:
         checks = self.problems.attempt(lambda: AgentChecks(self.config, tokenizer, datasets))
         if checks is not None:
             self.problems.add(checks.problems())
             self.warnings += checks.warnings()
 
-    def _prompt_problems(self, datasets: dict[str, Any]) -> Iterator[str]:
+    def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
         """Every prompt fits `data.max_prompt_length`, and with its response the model's positions."""
         data = self.config.data
         for key, dataset in datasets.items():
-            if not hasattr(dataset, "prompt_lengths"):
+            if not isinstance(dataset, RLHFDataset):
                 continue
             try:
                 with progress(f"measure prompts of {key}", len(dataset)) as bar:
@@ -175,7 +178,7 @@ class _Preflight:
                     f"{max(1, self.facts.positions - longest + data.max_response_length)} or less"
                 )
 
-    def _try_scorers(self, datasets: dict[str, Any]) -> None:
+    def _try_scorers(self, datasets: dict[str, Dataset]) -> None:
         for key, dataset in datasets.items():
             manager = self.managers[key]
             if manager is None:
@@ -187,7 +190,9 @@ class _Preflight:
                 self.problems.add([verdict.problem] if verdict.problem else ())
                 self.warnings += [verdict.warning] if verdict.warning else []
 
-    def _assembled(self, tokenizer: Any, datasets: dict[str, Any]) -> PPOTrainer | None:
+    def _assembled(
+        self, tokenizer: Tokenizer | None, datasets: dict[str, Dataset]
+    ) -> PPOTrainer | None:
         """The trainer, where all of its parts could be made; it checks how they fit together."""
         wanted = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
         managers = [self.managers[TRAIN], self.managers[VALIDATION]]

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from hone.data.dataset import RLHFDataset
 from hone.data.prompts import PromptError, PromptTooLong
 from hone.data.rows import DataError
 from hone.tracking import atomic_write_text
@@ -32,7 +32,7 @@ class Lengths:
     """The row of the longest."""
 
 
-def measure_prompts(dataset: Any, *, advance: Callable[[int], None]) -> Lengths:
+def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> Lengths:
     """Render every prompt as the run will; a data set measured before is read from the cache."""
     cache = _cache_file(dataset)
     try:
@@ -62,7 +62,7 @@ def measure_prompts(dataset: Any, *, advance: Callable[[int], None]) -> Lengths:
     return measured
 
 
-def _cache_file(dataset: Any) -> Path:
+def _cache_file(dataset: RLHFDataset) -> Path:
     """Named by all that the lengths depend on: rows, tokenizer, template, tools and limit."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     tokenizer, config = dataset.tokenizer, dataset.config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -24,6 +24,8 @@ from hone.workers.rollout_worker import RolloutWorker
 
 AnyGroup: TypeAlias = WorkerGroup[Any]
 """Which class plays a role is the configuration's or the caller's choice."""
+GroupClass: TypeAlias = Callable[..., AnyGroup]
+"""LocalWorkerGroup, RayWorkerGroup, or one that is made as they are."""
 POOL, ROLLOUT_POOL = "global_pool", "rollout_pool"
 
 
@@ -58,7 +60,7 @@ def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> Resou
     return ResourcePoolManager(pools, mapping, use_gpu=_uses_gpu(config))
 
 
-def group_class(config: PPOTrainerConfig) -> type[AnyGroup]:
+def group_class(config: PPOTrainerConfig) -> GroupClass:
     """`auto` is this process at world size 1, Ray beyond."""
     if config.uses_controller == "local":
         return LocalWorkerGroup
@@ -71,7 +73,7 @@ def start_workers(
     config: PPOTrainerConfig,
     roles: Mapping[Role, type],
     pools: ResourcePoolManager,
-    group_cls: type[AnyGroup],
+    group_cls: GroupClass,
     running: ExitStack,
 ) -> dict[Role, AnyGroup]:
     """One group per role; roles of one pool share its processes. Closing `running` stops them all."""
@@ -99,7 +101,7 @@ def start_workers(
         if group_cls is not LocalWorkerGroup:
             screen().line(f"starting {what}")
         with _shown(f"start {what}", pool.world_size):
-            shared: Any = group_cls(  # type: ignore[call-arg]
+            shared = group_cls(
                 resource_pool=pool,
                 ray_cls_with_init=create_colocated_worker_cls(members),
                 start_deadline_s=config.trainer.ray_wait_register_center_timeout,

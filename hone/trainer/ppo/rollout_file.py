@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +20,14 @@ from torch import Tensor
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
 from hone.text import clean_text, shown
+from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_path
+from hone.types import JsonValue, Row
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_T = TypeVar("_T")
 
 SCHEMA_VERSION = 2
 SCHEMA_KEY = "hone_rollout_schema"
@@ -82,12 +89,12 @@ CLASH_PREFIX = "extra/"
 """Before the name of an extra that has the name of another column of the file."""
 
 
-def write_rollouts(path: Path, batch: DataProto, tokenizer: Any, *, step: int) -> None:
+def write_rollouts(path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int) -> None:
     """One row per trajectory."""
     write_table(path, rollout_table(batch, tokenizer, step=step))
 
 
-def write_table(path: Path, table: Any) -> None:
+def write_table(path: Path, table: pa.Table) -> None:
     import pyarrow.parquet as pq
 
     with atomic_path(path) as temporary:
@@ -105,7 +112,9 @@ def is_temporary(path: Path) -> bool:
         return False
 
 
-def rollout_table(batch: DataProto, tokenizer: Any, *, step: int, temporary: bool = False) -> Any:
+def rollout_table(
+    batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
+) -> pa.Table:
     """The Arrow table of a step in the order of `SCHEMA`, with its version.
 
     It is made beside the next step: loops in Python, which hold that up, are over rows and not over tokens.
@@ -115,8 +124,9 @@ def rollout_table(batch: DataProto, tokenizer: Any, *, step: int, temporary: boo
     columns = _columns(batch, step)
     _add_extras(columns, batch)
     prompts, responses = (_rows(columns[name]) for name in ("prompt_ids", "response_ids"))
-    masks = _rows(columns["response_mask"])
-    spans = batch.non_tensor_batch.get(TURN_SPANS, [None for _ in prompts])
+    nothing, mask = [None for _ in prompts], columns["response_mask"]
+    masks = nothing if mask.null_count else _rows(mask)
+    spans = batch.non_tensor_batch.get(TURN_SPANS, nothing)
     turns = [_turns_as_json(*row, tokenizer) for row in zip(responses, masks, spans, strict=True)]
     columns["prompt_text"] = _texts(_decoded(prompts, tokenizer))
     columns["response_text"] = _texts(_decoded(responses, tokenizer))
@@ -126,7 +136,7 @@ def rollout_table(batch: DataProto, tokenizer: Any, *, step: int, temporary: boo
     return pa.table({n: columns[n] for n in names}).replace_schema_metadata(metadata)
 
 
-def _columns(batch: DataProto, step: int) -> dict[str, Any]:
+def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     """Arrow arrays of the schema, but for texts, and of the reward parts."""
     import pyarrow as pa
 
@@ -137,7 +147,7 @@ def _columns(batch: DataProto, step: int) -> dict[str, Any]:
     in_prompt = _Places.of(attention[:, :width] != 0)
     length = np.arange(attention.shape[1] - width)
     in_response = _Places.of(length < attention[:, width:].sum(1)[:, None])
-    columns: dict[str, Any] = {
+    columns: dict[str, pa.Array] = {
         "step": pa.array(np.full(rows, step), pa.int64()),
         "prompt_ids": _ragged(tensors["prompts"], in_prompt, "prompt_ids"),
         "response_ids": _ragged(tensors["responses"], in_response, "response_ids"),
@@ -163,7 +173,7 @@ def _columns(batch: DataProto, step: int) -> dict[str, Any]:
     return columns
 
 
-def _fact_column(name: str, values: np.ndarray) -> Any:
+def _fact_column(name: str, values: np.ndarray) -> pa.Array:
     import pyarrow as pa
 
     if name in JSON_COLUMNS:
@@ -190,7 +200,7 @@ _MADE_HERE = (
 
 
 def _turns_as_json(
-    ids: Sequence[int], mask: np.ndarray | None, spans: Any, tokenizer: Any
+    ids: np.ndarray, mask: np.ndarray | None, spans: Sequence[Row] | None, tokenizer: Tokenizer
 ) -> str | None:
     """The turns of a response; None for a response of one."""
     if spans is None and (mask is None or mask.all()):
@@ -200,8 +210,8 @@ def _turns_as_json(
 
 
 def turns_of(
-    ids: Sequence[int], mask: Sequence[int], spans: Any, tokenizer: Any
-) -> list[dict[str, Any]]:
+    ids: np.ndarray, mask: Sequence[int], spans: Sequence[Row] | None, tokenizer: Tokenizer
+) -> list[Row]:
     """Who wrote what in a response: the loop's word for it, else what the mask tells."""
     turns, start = [], 0
     for span in _spans_of_loop(spans, len(ids)) or _spans_of_mask(mask):
@@ -211,8 +221,10 @@ def turns_of(
     return turns
 
 
-def _spans_of_loop(spans: Any, tokens: int) -> list[dict[str, Any]] | None:
+def _spans_of_loop(spans: Sequence[Row] | None, tokens: int) -> list[Row] | None:
     """The spans where they cover the response: a loop of the user's may say anything."""
+    if spans is None:
+        return None
     try:
         found = [
             {**span, "role": str(span["role"]), "tokens": int(span["tokens"])} for span in spans
@@ -223,14 +235,14 @@ def _spans_of_loop(spans: Any, tokens: int) -> list[dict[str, Any]] | None:
     return found if whole else None
 
 
-def _spans_of_mask(mask: Sequence[int]) -> list[dict[str, Any]]:
+def _spans_of_mask(mask: Sequence[int]) -> list[Row]:
     return [
         {"role": "assistant" if written else "environment", "tokens": len(list(run))}
         for written, run in groupby(mask)
     ]
 
 
-def _add_extras(columns: dict[str, Any], batch: DataProto) -> None:
+def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
     """What the score function and the loops said of each row beyond the schema."""
     import pyarrow as pa
 
@@ -264,7 +276,7 @@ class _Places:
         return cls(np.flatnonzero(inside), np.concatenate([[0], inside.sum(1).cumsum()]))
 
 
-def _ragged(values: Tensor, places: _Places, name: str) -> Any:
+def _ragged(values: Tensor, places: _Places, name: str) -> pa.ListArray:
     """An Arrow list per row: the values at the places."""
     import pyarrow as pa
 
@@ -281,14 +293,12 @@ def _array(values: Tensor) -> np.ndarray:
     return array
 
 
-def _rows(column: Any) -> list[Any]:
-    """The rows of a list column as numpy arrays; None where it is null."""
-    if column.null_count:
-        return [None if row is None else np.array(row) for row in column.to_pylist()]
+def _rows(column: pa.ListArray) -> list[np.ndarray]:
+    """The rows of a list column as numpy arrays."""
     return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
 
 
-def _arrow_type(name: str) -> Any:
+def _arrow_type(name: str) -> pa.DataType:
     """The declared type; a reward part is one number per token."""
     import pyarrow as pa
 
@@ -298,13 +308,13 @@ def _arrow_type(name: str) -> Any:
     return pa.list_(plain) if inner != declared else plain
 
 
-def _texts(texts: Iterable[str | None]) -> Any:
+def _texts(texts: Iterable[str | None]) -> pa.Array:
     import pyarrow as pa
 
     return pa.array([_writable(text) for text in texts], pa.string())
 
 
-def _decoded(rows: Sequence[np.ndarray], tokenizer: Any) -> list[str]:
+def _decoded(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
     """The text of each row; equal rows are decoded once."""
     texts: dict[bytes, str] = {}
     # transformers looks at each number of a list, in Python; an array it takes as it is.
@@ -316,15 +326,15 @@ def _decoded(rows: Sequence[np.ndarray], tokenizer: Any) -> list[str]:
     return [texts[key] for key in keys]
 
 
-def _value(name: str, value: Any) -> Any:
+def _value(name: str, value: _T) -> _T | str | int | None:
     if value is None:
         return None
     if SCHEMA.get(name) == "string":
         return clean_text(value if isinstance(value, str) else shown(value))
-    return int(value) if SCHEMA[name].endswith("int64") else value
+    return int(value) if SCHEMA[name].endswith("int64") else value  # type: ignore[call-overload]
 
 
-def _as_json(value: Any) -> str | None:
+def _as_json(value: JsonValue | list[Row]) -> str | None:
     if value is None:
         return None
     try:
@@ -334,31 +344,34 @@ def _as_json(value: Any) -> str | None:
         return json.dumps(hex(value) if isinstance(value, int) else shown(value))
 
 
-def _readable(value: Any) -> Any:
+def _readable(value: _T) -> JsonValue:
     if hasattr(value, "tolist"):
-        return value.tolist()
+        values: JsonValue = value.tolist()
+        return values
     try:
         return str(value)
     except Exception:  # the object's own code
         return shown(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: JsonValue | np.generic) -> JsonValue:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _one_type(values: list[Any]) -> list[Any]:
+def _one_type(values: list[JsonValue]) -> list[JsonValue]:
     """The values of an extra if they are all numbers, all bool or all text; else each as JSON."""
     known = [v for v in values if v is not None]
     if all(isinstance(v, bool) for v in known) or all(isinstance(v, str) for v in known):
         return values
-    if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in known):
-        if all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in known):
-            return values
-        if all(isinstance(v, float) or abs(v) <= 2**53 for v in known):  # exact as a double
-            return [None if v is None else float(v) for v in values]
+    if all(isinstance(v, int) and not isinstance(v, bool) and -(2**63) <= v < 2**63 for v in known):
+        return values
+    numbers = [v for v in known if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    if len(numbers) == len(known) and all(
+        isinstance(v, float) or abs(v) <= 2**53 for v in numbers
+    ):  # exact as doubles
+        return [float(v) if isinstance(v, (int, float)) else None for v in values]
     return [_as_json(v) for v in values]
 
 
-def _writable(value: Any) -> Any:
+def _writable(value: _T) -> _T | str:
     return clean_text(value) if isinstance(value, str) else value

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from hone.config import PPOTrainerConfig
-from hone.data.dataset import SINGLE_TURN_AGENT
+from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
+from hone.data.loader import Dataset
+from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 
@@ -16,9 +17,11 @@ ROWS = 3
 """Rows of a source that are tried at most: the first, one in the middle and the last."""
 
 
-def try_scorers(manager: Any, dataset: Any, config: PPOTrainerConfig) -> Iterator[Verdict]:
+def try_scorers(
+    manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
+) -> Iterator[Verdict]:
     """One verdict per data source whose rows a rule of ours calls a scorer for."""
-    if not isinstance(manager, RuleRewardManager) or not hasattr(dataset, "store"):
+    if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
     rows = _Rows(dataset, manager, config)
     for positions in rows.by_source():
@@ -29,7 +32,9 @@ def try_scorers(manager: Any, dataset: Any, config: PPOTrainerConfig) -> Iterato
 
 
 class _Rows:
-    def __init__(self, dataset: Any, manager: RuleRewardManager, config: PPOTrainerConfig) -> None:
+    def __init__(
+        self, dataset: RLHFDataset, manager: RuleRewardManager, config: PPOTrainerConfig
+    ) -> None:
         self.dataset, self.manager, self.config = dataset, manager, config
         self.without_truth: list[int] = []
         self.count = 0

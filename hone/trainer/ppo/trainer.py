@@ -53,7 +53,7 @@ class PPOTrainer:
         tokenizer: Tokenizer,
         role_worker_mapping: Mapping[Role, type] | None = None,
         resource_pool_manager: ResourcePoolManager | None = None,
-        ray_worker_group_cls: type[roles.AnyGroup] | None = None,
+        ray_worker_group_cls: roles.GroupClass | None = None,
         processor: Processor | None = None,
         reward_fn: Function | None = None,
         val_reward_fn: Function | None = None,

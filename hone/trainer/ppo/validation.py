@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import SupportsFloat
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from hone.rewards.outcome import vote_of
 from hone.tokenizer import Processor, Tokenizer
 from hone.tracking.console import Bar
 from hone.trainer.ppo.metrics import are_numbers, spread
+from hone.types import JsonValue
 
 _CORE_STATISTICS = ("mean", "best", "maj")
 
@@ -56,7 +57,7 @@ class Attempts:
 
     sources: list[str] = field(default_factory=list)
     uids: list[str] = field(default_factory=list)
-    variables: dict[str, list[Any]] = field(default_factory=dict)
+    variables: dict[str, list[JsonValue]] = field(default_factory=dict)
     turns: list[float] = field(default_factory=list)
 
     def add(self, batch: DataProto) -> None:
@@ -101,7 +102,7 @@ class Group:
 
 
 def validation_metrics(
-    sources: Sequence[str], uids: Sequence[str], variables: Mapping[str, Sequence[Any]]
+    sources: Sequence[str], uids: Sequence[str], variables: Mapping[str, Sequence[JsonValue]]
 ) -> dict[str, float]:
     """Metrics named `val-core/<source>/<variable>/<statistic>` or `val-aux/…`.
 
@@ -122,7 +123,7 @@ def validation_metrics(
 def process_validation_metrics(
     data_sources: Sequence[str],
     sample_uids: Sequence[str],
-    infos_dict: Mapping[str, Sequence[Any]],
+    infos_dict: Mapping[str, Sequence[JsonValue]],
     seed: int = 42,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Source to variable to statistic to value, for the variables of numbers.
@@ -135,7 +136,7 @@ def process_validation_metrics(
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         group = groups.setdefault(uid, Group(source))
         for name in numeric:
-            if (value := infos_dict[name][row]) is not None:
+            if isinstance(value := infos_dict[name][row], SupportsFloat):
                 group.variables[name].append(float(value))
         if predictions is not None:
             group.answers.append(vote_of(predictions[row]))

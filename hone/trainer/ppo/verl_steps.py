@@ -5,9 +5,6 @@ They read and write a DataProto in place. The loop of this package has its own i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
@@ -16,8 +13,10 @@ from hone.algorithms import kl as kl_terms
 from hone.algorithms.advantages.estimator import TRAJECTORY, Trajectories
 from hone.algorithms.core_algos import compute_pf_ppo_reweight_data
 from hone.columns import REWARD_PREFIX, require
+from hone.config.algorithm import AlgorithmConfig
 from hone.plugins import plain_name
 from hone.protocol import DataProto
+from hone.types import Row, Settings
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
@@ -55,7 +54,7 @@ def compute_advantage(
     lam: float = 1.0,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: AlgorithmConfig | None = None,
 ) -> DataProto:
     """Write `advantages` and `returns` with any estimator of the table.
 
@@ -65,13 +64,13 @@ def compute_advantage(
     name = plain_name(adv_estimator)
     if not data.has_column("response_mask"):
         data.batch["response_mask"] = compute_response_mask(data)
-    options: dict[str, Any] = {}
+    options: Settings = {}
     if name == "gae":
         options = {"gamma": gamma, "lam": lam}
     elif name == "grpo":
         options = {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     estimator = advantages.get_estimator(name, config, **options)
-    columns: dict[str, Any] = {"non_tensor_batch": data.non_tensor_batch}
+    columns: Row = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
         # A reward part may also be a number that the score function gave per row.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
@@ -93,7 +92,7 @@ def compute_advantage(
     return data
 
 
-def reduce_metrics(metrics: dict[str, Any]) -> Mapping[str, Any]:
+def reduce_metrics(metrics: Row) -> Row:
     """Lists to numbers, in place: the largest where the name holds `max`, the smallest for `min`,
     else the mean. A metric without values is left out.
     """

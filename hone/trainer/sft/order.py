@@ -6,11 +6,10 @@ The rows that fill no batch at the end of an epoch are left out of it.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from hone.config import ConfigError
 from hone.data.rows import DataError
+from hone.types import Settings
 
 
 def refuse_uneven(rows: int, ranks: int) -> None:
@@ -62,7 +61,7 @@ class RowOrder:
             self._following = self._next_order()
         return self._following[: self.batch_rows]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int | None]:
         return {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -71,7 +70,7 @@ class RowOrder:
             "seed": self._seed if self._shuffle else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Settings) -> None:
         """Go on after the last batch handed out; another data set or order is an error."""
         now = self.state_dict()
         for name, meaning in (

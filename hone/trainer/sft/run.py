@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from hone.config import config_to_dict, replace
 from hone.config.sft import SFTConfig, SFTDataConfig
 from hone.controller.threads import fix_threads
 from hone.data.create import create_sft_dataset
+from hone.data.loader import Dataset
 from hone.data.rows import DataError
 from hone.data.sft import SFTDataset
 from hone.engine.contract import EngineSpec, TrainEngine
@@ -32,6 +32,7 @@ from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.order import batches_in
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.trainer.threads import resolve_threads
+from hone.types import Settings
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class SFTRun:
 
     def _encoded(
         self, what: str, data: SFTDataConfig, files: tuple[str, ...], max_samples: int
-    ) -> Any:
+    ) -> Dataset:
         """The rows of these files, all of them encoded: none is found bad in the middle of a run."""
         rows = create_sft_dataset(files, data, self.tokenizer, max_samples)
         if not isinstance(rows, SFTDataset):
@@ -249,7 +250,7 @@ class SFTRun:
         """None for a user's own class that names none: such data are not compared."""
         return getattr(self.rows, "fingerprint", None)
 
-    def _refuse_other_data(self, state: Mapping[str, Any], folder: Path) -> None:
+    def _refuse_other_data(self, state: Settings, folder: Path) -> None:
         was, now = state.get("data"), self._data_fingerprint()
         if was is not None and now is not None and was != now:
             raise DataError(
