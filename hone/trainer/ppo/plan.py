@@ -171,7 +171,7 @@ def _readers(
     correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
     mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
-    yield Reader(mode, needs_of(loss), updates=True)
+    yield Reader(mode, needs_of(loss) if loss is not None else (), updates=True)
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     if not one_update:
         # The first update's own forward gives them to itself alone.
