@@ -220,18 +220,60 @@ NAMES: dict[str, dict[str, str]] = {
 }
 """Paths whose names are in several modules here: name to "module:object"."""
 
+_SFT, _PPO = "hone.trainer.main_sft", "hone.trainer.main_ppo"
+_DAPO = f"{_PPO} --config-name=dapo_trainer"
+_SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 PROGRAMS: dict[str, str] = {
-    "hone.trainer.fsdp_sft_trainer": "hone.trainer.main_sft",
-    "hone.trainer.sft_trainer": "hone.trainer.main_sft",
-    "hone.trainer.sft_trainer_ray": "hone.trainer.main_sft",
-    "hone.trainer.main_generation_server": "hone.trainer.main_generation",
+    "hone.trainer.fsdp_sft_trainer": _SFT,
+    "hone.trainer.sft_trainer": _SFT,
+    "hone.trainer.sft_trainer_ray": _SFT,
+    "hone.trainer.main_ppo_format": (
+        f"{_PPO} reward_model.scores={{"
+        + ",".join(f"{name}:'{_SCORES}.qa_em_format:judge'" for name in _SEARCH_SETS)
+        + "}"
+    ),
+    "hone.model_merger": "hone.trainer.model_merger",
+    "hone.recipe.dapo.main_dapo": _DAPO,
+    "hone.recipe.dapo.src.main_dapo": _DAPO,
+    "hone.recipe.entropy.main_entropy": _DAPO,
+    "hone.recipe.transfer_queue.main_ppo": _PPO,
+    "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
 }
-"""What `python -m` runs there, and here."""
+"""What `python -m` runs there, and here, with the words that stand before the user's."""
+
+_ASYNC = (
+    "asynchronous training is not built; `python -m hone.trainer.main_ppo` takes the same keys and "
+    "trains synchronously"
+)
+_OWN = (
+    "this recipe is a trainer of its own, which is not built; `hone recipes` lists what there is, and "
+    "docs/extend.md says how to add a loss, an estimator or a loop"
+)
+ABSENT_PROGRAMS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "hone.experimental.fully_async_policy.fully_async_main",
+            "hone.experimental.one_step_off_policy.main_ppo",
+            "hone.recipe.fully_async_policy.fully_async_main",
+            "hone.recipe.one_step_off_policy.main_ppo",
+            "hone.recipe.one_step_off_policy.async_main_ppo",
+            "hone.recipe.async_flow.main_ppo",
+            "hone.recipe.partial_rollout.main_ppo",
+        ),
+        _ASYNC,
+    ),
+    **{
+        f"hone.recipe.{name}.main_{name}": _OWN
+        for name in ("disco", "flowrl", "gkd", "prime", "rep_exp", "sdpo", "spin", "spo", "sppo")
+    },
+    "hone.experimental.vla.main_ppo": _OWN,
+}
+"""Programs that are not there, and the sentence that says so."""
 
 
 def paths() -> set[str]:
     """Every path of the table, with the packages above them."""
-    listed = {*WHOLE_MODULES, *NAMES, *PROGRAMS}
+    listed = {*WHOLE_MODULES, *NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
     return listed | {path[:i] for path in listed for i, letter in enumerate(path) if letter == "."}
 
 
@@ -240,7 +282,7 @@ class VerlModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__
-        whole = WHOLE_MODULES.get(path) or PROGRAMS.get(path)
+        whole = WHOLE_MODULES.get(path) or PROGRAMS.get(path, "").partition(" ")[0]
         if whole and not name.startswith("__"):
             found = getattr(importlib.import_module(whole), name)
         elif name in NAMES.get(path, {}):
@@ -275,10 +317,25 @@ class VerlLoader(Loader):
 
     def get_code(self, name: str) -> CodeType:
         """For `python -m`: the program here, under the name it has there."""
-        if name not in PROGRAMS:
+        path = _inside(name)
+        if path in ABSENT_PROGRAMS:
+            text = (
+                f"import sys\nsys.stderr.write({ABSENT_PROGRAMS[path] + chr(10)!r})\nsys.exit(2)\n"
+            )
+        elif path in PROGRAMS:
+            module, *words = PROGRAMS[path].split()
+            text = (
+                f"import runpy, sys\nsys.argv[1:1] = {words!r}\n"
+                f"runpy.run_module({module!r}, run_name='__main__')\n"
+            )
+        else:
             raise ImportError(f"{name} is no program; it only holds names to import")
-        text = f"import runpy\nrunpy.run_module({PROGRAMS[name]!r}, run_name='__main__')\n"
         return compile(text, f"<{name}>", "exec")
+
+
+def _inside(path: str) -> str:
+    """verl's recipes lie in a package `recipe` beside its own; here both are inside."""
+    return f"hone.{path}" if path.startswith("recipe.") else path
 
 
 class VerlFinder(MetaPathFinder):
@@ -290,9 +347,11 @@ class VerlFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._paths:
+        inside = _inside(fullname)
+        if inside not in self._paths:
             return None
-        return ModuleSpec(fullname, VerlLoader(), is_package=fullname not in PROGRAMS)
+        is_program = inside in PROGRAMS or inside in ABSENT_PROGRAMS
+        return ModuleSpec(fullname, VerlLoader(), is_package=not is_program)
 
 
 def install() -> None:

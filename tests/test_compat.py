@@ -125,8 +125,45 @@ def test_every_name_of_the_table_is_there(path: str, name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(compat.PROGRAMS))
 def test_every_program_of_the_table_is_there(path: str) -> None:
-    assert exists(compat.PROGRAMS[path])
-    assert compat.PROGRAMS[path] in compat.VerlLoader().get_code(path).co_consts
+    module, *_ = compat.PROGRAMS[path].split()
+    assert exists(module)
+    assert module in compat.VerlLoader().get_code(path).co_consts
+
+
+@pytest.mark.parametrize("path", sorted({*compat.PROGRAMS, *compat.ABSENT_PROGRAMS}))
+def test_a_program_is_found_inside_and_recipes_also_where_verl_has_them(path: str) -> None:
+    assert exists(path)
+    if path.startswith("hone.recipe."):
+        assert exists(path.removeprefix("hone."))
+
+
+def run(*words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", ["hone.experimental.one_step_off_policy.main_ppo", "recipe.prime.main_prime"]
+)
+def test_a_program_that_is_not_there_says_so_in_a_sentence(path: str) -> None:
+    code, told = run(path, "trainer.seed=3")
+    assert code == 2
+    assert "not built; " in told
+    assert told.count("\n") == 1
+
+
+def test_a_recipes_program_has_the_recipes_config_and_takes_the_users() -> None:
+    code, shown = run("recipe.dapo.main_dapo", "data.seed=7", "--cfg", "job", "-p", "data")
+    assert (code, "seed: 7" in shown) == (0, True)
+    code, shown = run("hone.recipe.dapo.main_dapo", "--info")
+    assert (code, "reward_manager: dapo" in shown) == (0, True)
+
+
+def test_the_search_program_with_format_scores_scores_the_format() -> None:
+    code, shown = run("hone.trainer.main_ppo_format", "--cfg", "job", "-p", "reward_model.scores")
+    assert code == 0
+    assert "nq: hone.rewards.scores.qa_em_format:judge" in shown
 
 
 def test_no_path_of_the_table_hides_a_real_module() -> None:

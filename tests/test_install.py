@@ -18,7 +18,16 @@ from hone.trainer.quickstart import ACCURACY
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "install.md"
-SOURCES = ("hone", "recipes", "examples", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md")
+SOURCES = (
+    "hone",
+    "recipe",
+    "recipes",
+    "examples",
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+)
 SOURCES += ("LICENSE", "constraints.txt")
 
 

@@ -193,6 +193,13 @@ def announce(composed: Composed) -> None:
         show.line(f"  {note}")
 
 
+def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: str) -> int:
+    """`python -m module …`: the program, or the sweep of it that -m asks for."""
+    from hone.trainer.sweep import start
+
+    return finish(lambda: start(main, sys.argv[1:], tree, ["-m", module]))
+
+
 def finish(program: Callable[[], int | None]) -> int:
     """Run a program; the exit code, with a user's mistake told in a sentence."""
     _latest.clear()

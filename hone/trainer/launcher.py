@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hone.engine.rendezvous import STORE_FILE
 from hone.trainer.interrupt import SIGNALS, answer_to_launcher, exit_code
@@ -53,6 +52,19 @@ def launch(count: int, module: str, arguments: Sequence[str]) -> None:
         raise LaunchError(f"rank {failed} ended with code {codes[failed]}; its message is above")
 
 
+def run_alone(arguments: Sequence[str]) -> tuple[int, bool]:
+    """Run Python with these arguments until it ends; its exit code, and whether a signal came."""
+    process = _Processes()
+    try:
+        with process.forwarding_signals():
+            environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
+            process.start([sys.executable, *arguments], environment)
+            (code,) = process.wait().values()
+    finally:
+        process.kill()
+    return code, process.stopped_by is not None
+
+
 def die_with_launcher() -> None:
     """In a rank: end when the launcher ends, also where it has ended already."""
     launcher = os.environ.pop(LAUNCHER_PID, None)  # not for the programs that a rank starts itself
@@ -67,7 +79,7 @@ def die_with_launcher() -> None:
 
 
 def _environment(rank: int, count: int, store: Path) -> dict[str, str]:
-    place: dict[str, Any] = {
+    place: dict[str, int | Path] = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": count,

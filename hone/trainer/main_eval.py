@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hone.config import load_config
 from hone.config.errors import ConfigError
 from hone.config.evaluation import EvaluationConfig
-from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.command_line import announce, composed_of, run_module
 from hone.trainer.folders import require_file, require_folder
 from hone.trainer.given import require_given
 from hone.types import Function
@@ -209,4 +209,4 @@ def reaches(estimate: Estimate) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(finish(main))
+    sys.exit(run_module(main, "evaluation", "hone.trainer.main_eval"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.tracking.lock import lock_target
-from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.command_line import announce, composed_of, run_module
 from hone.trainer.folders import require_file
 from hone.trainer.given import require_given
 from hone.trainer.launcher import launch
@@ -57,4 +57,4 @@ def run(config: GenerationConfig) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(finish(main))
+    sys.exit(run_module(main, "generation", "hone.trainer.main_generation"))

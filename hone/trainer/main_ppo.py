@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
-from hone.trainer.command_line import announce, composed_of, finish, plan_checks, without_flag
+from hone.trainer.command_line import announce, composed_of, plan_checks, run_module, without_flag
 from hone.trainer.folders import lock_run
 from hone.trainer.given import require_given
 from hone.types import Function
@@ -73,4 +73,4 @@ def run(
 
 
 if __name__ == "__main__":
-    sys.exit(finish(main))
+    sys.exit(run_module(main, "ppo_trainer", "hone.trainer.main_ppo"))

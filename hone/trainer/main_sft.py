@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from hone.config.errors import ConfigError
 from hone.config.sft import SFTConfig
 from hone.tracking.lock import lock_folder
-from hone.trainer.command_line import announce, composed_of, finish
+from hone.trainer.command_line import announce, composed_of, run_module
 from hone.trainer.folders import require_folder
 from hone.trainer.launcher import launch
 from hone.trainer.ranks import Ranks, must_launch
@@ -56,4 +56,4 @@ def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(finish(main))
+    sys.exit(run_module(main, "sft_trainer", "hone.trainer.main_sft"))

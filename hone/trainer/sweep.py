@@ -1,0 +1,151 @@
+"""`-m key=a,b`: the same program once per value, one after another, with a table at the end.
+
+Every combination is composed before the first run starts. A run that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.config.compose import get
+from hone.config.convert import show_value
+from hone.config.errors import ConfigError
+from hone.config.sources import parse_override
+from hone.trainer.command_line import composed_of
+from hone.trainer.launcher import run_alone
+from hone.types import JsonValue
+
+FLAGS = ("-m", "--multirun")
+OUTPUTS = {
+    "ppo_trainer": ("trainer.default_local_dir",),
+    "sft_trainer": ("trainer.default_local_dir",),
+    "generation": ("data.output_path",),
+    "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
+}
+"""What the runs of a sweep must not share, by tree."""
+
+
+@dataclass
+class Run:
+    """One combination of a sweep."""
+
+    overrides: list[str]
+    outputs: dict[str, str]
+    code: int | None = None
+    """Exit code; None where it was not started."""
+
+
+def start(
+    main: Callable[[Sequence[str]], int | None],
+    arguments: Sequence[str],
+    tree: str,
+    command: Sequence[str],
+) -> int | None:
+    """Run a program once, or as the sweep that its arguments ask for; `command` starts it anew."""
+    if not any(flag in arguments for flag in FLAGS):
+        return main(arguments)
+    return sweep([word for word in arguments if word not in FLAGS], tree, command)
+
+
+def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
+    """Run every combination; the exit code of the first that failed, or 0."""
+    from hone.tracking.console import screen
+
+    shared, runs = _combinations(arguments, tree)
+    stopped = False
+    for number, run in enumerate(runs, start=1):
+        screen().line(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
+        words = [f"{key}={_quoted(value)}" for key, value in run.outputs.items()]
+        run.code, stopped = run_alone([*command, *shared, *run.overrides, *words])
+        if stopped:
+            break
+    _show(runs)
+    return next((run.code for run in runs if run.code), 0)
+
+
+def _combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[Run]]:
+    shared: list[str] = []
+    swept: list[list[str]] = []
+    for word in arguments:
+        parsed = parse_override(word) if "=" in word and not word.startswith("-") else None
+        if parsed is None or not parsed.is_sweep_override():
+            shared.append(word)
+        else:
+            sign = word[: len(word) - len(word.lstrip("+~"))]
+            key = f"{sign}{parsed.get_key_element().lstrip('+~')}"
+            swept.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
+    runs = [Run(list(values), {}) for values in itertools.product(*swept)]
+    outputs = [_outputs(shared, run.overrides, tree) for run in runs]
+    for run, mine in zip(runs, outputs, strict=True):
+        if sum(mine == other for other in outputs) > 1:  # a run needs a place of its own
+            mine = {key: _apart(path, run.overrides) for key, path in mine.items()}
+        run.outputs = mine
+    return shared, runs
+
+
+def _outputs(shared: Sequence[str], overrides: Sequence[str], tree: str) -> dict[str, str]:
+    try:
+        config = composed_of([*shared, *overrides], tree=tree, program="-m").config
+    except ConfigError as error:
+        run = " ".join(overrides)
+        raise ConfigError([f"{problem} (run {run})" for problem in error.problems]) from None
+    values: dict[str, JsonValue] = {key: get(config, key) for key in OUTPUTS[tree]}
+    return {key: str(value) for key, value in values.items() if value}
+
+
+def _apart(path: str, overrides: Sequence[str]) -> str:
+    """The path with the values of a run in its name: below a folder, before the suffix of a file."""
+    pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
+    last = [key.rpartition(".")[2] for key, _ in pairs]
+    label = ",".join(
+        f"{name if last.count(name) == 1 else key}={_plain(value)}"
+        for (key, value), name in zip(pairs, last, strict=True)
+    )
+    place = Path(path)
+    if place.suffix in (".parquet", ".json", ".jsonl", ".png"):
+        return str(place.with_name(f"{place.stem}-{label}{place.suffix}"))
+    return str(place / label)
+
+
+def _plain(value: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in value)
+
+
+def _quoted(path: str) -> str:
+    return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _show(runs: Sequence[Run]) -> None:
+    from rich.table import Table
+
+    from hone.tracking.console import screen
+
+    names = list(dict.fromkeys(name for run in runs for name in _results(run)))
+    table = Table(title=f"{len(runs)} runs")
+    for column in ("run", "values", "exit code", *names, "written to"):
+        table.add_column(column, overflow="fold")
+    for number, run in enumerate(runs, start=1):
+        results = _results(run)
+        code = "not started" if run.code is None else str(run.code)
+        cells = [show_value(results.get(name)) if name in results else "" for name in names]
+        table.add_row(
+            str(number), "\n".join(run.overrides), code, *cells, "\n".join(run.outputs.values())
+        )
+    screen().say(table)
+
+
+def _results(run: Run) -> dict[str, float]:
+    """The step that a run came to, and its last validation, or the score or loss of its last step."""
+    from hone.tracking.metrics_file import MetricsFile
+
+    folder = run.outputs.get("trainer.default_local_dir")
+    rows = list(MetricsFile(Path(folder).expanduser() / "metrics.jsonl").rows()) if folder else []
+    if not rows:
+        return {}
+    last: dict[str, float] = {key: value for row in rows for key, value in row.items()}
+    core = [key for key in last if key.startswith("val-core/") or key == "val/loss"]
+    usual = [key for key in ("critic/score/mean", "train/loss") if key in last]
+    return {key: last[key] for key in ("step", *(core or usual))}
