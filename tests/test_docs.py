@@ -17,7 +17,7 @@ import pytest
 from hone import cli
 from hone.config import compose
 from hone.data.prepare import argument_parser
-from hone.trainer import quickstart
+from hone.trainer import quickstart, sweep
 from hone.trainer.benchmarks import split_overrides
 from hone.trainer.command_line import composed_of
 
@@ -102,7 +102,11 @@ def check_module(words: list[str]) -> None:
 
 
 def check_overrides(tree: str, rest: list[str]) -> None:
-    composed_of(_from_root(rest), tree=tree, program="hone")
+    words = [word for word in _from_root(rest) if word not in sweep.FLAGS]
+    if len(words) < len(rest):
+        sweep.combinations(words, tree)
+    else:
+        composed_of(words, tree=tree, program="hone")
 
 
 def _from_root(rest: list[str]) -> list[str]:

@@ -54,7 +54,7 @@ def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
     """Run every combination; the exit code of the first that failed, or 0."""
     from hone.tracking.console import screen
 
-    shared, runs = _combinations(arguments, tree)
+    shared, runs = combinations(arguments, tree)
     stopped = False
     for number, run in enumerate(runs, start=1):
         screen().line(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
@@ -66,7 +66,8 @@ def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
     return next((run.code for run in runs if run.code), 0)
 
 
-def _combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[Run]]:
+def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[Run]]:
+    """The words that all runs share, and the runs, each composed."""
     shared: list[str] = []
     swept: list[list[str]] = []
     for word in arguments:
