@@ -16,8 +16,11 @@ from asyncio.tasks import _unregister_task
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
+from hone.types import Function
+
+P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -25,12 +28,12 @@ GRACE_S = 2.0
 """How long tasks that are left at the end may take to clean up; then they are left behind."""
 
 
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+def run_to_end(work: Coroutine[None, None, T]) -> T:
     """What the coroutine returns or raises, from an event loop of its own in this thread."""
     return EventLoopRun(work).run()
 
 
-def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(work: Coroutine[None, None, T]) -> T:
     """As `run_to_end`, also in a thread that runs an event loop already, as a notebook's does."""
     try:
         asyncio.get_running_loop()
@@ -43,7 +46,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
 class EventLoopRun(Generic[T]):
     """One coroutine in one event loop; another thread may cancel it."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, work: Coroutine[None, None, T]) -> None:
         self._work = work
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
@@ -86,7 +89,7 @@ class EventLoopRun(Generic[T]):
             return False
         return True
 
-    def _take_interrupts(self) -> Any:
+    def _take_interrupts(self) -> Function | int | None:
         """In the main thread, where Python's own handler is in place, Ctrl-C cancels the coroutine."""
         if threading.current_thread() is not threading.main_thread():
             return None
@@ -104,7 +107,7 @@ class EventLoopRun(Generic[T]):
 class DaemonThreads(ThreadPoolExecutor):
     """Threads of `asyncio.to_thread` that neither the loop's close nor the process's exit waits for."""
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
 
         def run() -> None:
@@ -140,7 +143,7 @@ def raised_by_signal(error: BaseException) -> bool:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     for number in (signal.SIGINT, signal.SIGTERM):
-        handler: Any = signal.getsignal(number)
+        handler = signal.getsignal(number)
         if handler is signal.default_int_handler:
             if isinstance(error, KeyboardInterrupt):  # it leaves no frame to tell by
                 return True
@@ -153,7 +156,7 @@ def raised_by_signal(error: BaseException) -> bool:
     return False
 
 
-def forget_task(task: asyncio.Future[Any]) -> None:
+def forget_task(task: asyncio.Future[T]) -> None:
     """Let the event loop close without a task that goes on after it was cancelled.
 
     The task is never freed: Python would raise GeneratorExit in its code, and a loop there that swallows
@@ -189,7 +192,7 @@ def _end_leftovers(loop: asyncio.AbstractEventLoop) -> None:
     _wait_for(loop, {loop.create_task(loop.shutdown_asyncgens())})
 
 
-def _wait_for(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]]) -> None:
+def _wait_for(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -> None:
     async def waited() -> None:
         await asyncio.wait(tasks, timeout=GRACE_S)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from hone.types import JsonObject, JsonValue, Settings
 
 MAX_DEPTH = 64
 """Nesting of lists and objects in data; deeper values exceed the recursion limit of their readers."""
@@ -27,12 +29,12 @@ def clean_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def clean_values(value: Any) -> Any:
+def clean_values(value: object) -> Any:
     """A copy of the value as JSON data that can be written, sent and rendered: text is cleaned."""
     return _cleaned(value, ())
 
 
-def _cleaned(value: Any, around: tuple[int, ...]) -> Any:
+def _cleaned(value: object, around: tuple[int, ...]) -> JsonValue:
     """`around` are the ids of the values that hold this one."""
     if isinstance(value, str):
         return clean_text(value)
@@ -55,13 +57,13 @@ def _cleaned(value: Any, around: tuple[int, ...]) -> Any:
     return shown(value)
 
 
-def flaw_of(value: Any, *, allow_nul: bool = False) -> str | None:
+def flaw_of(value: object, *, allow_nul: bool = False) -> str | None:
     """What makes a value of a data row unusable (lone surrogates, NUL, depth), or None."""
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
             return f"is nested more than {MAX_DEPTH} levels deep"
-        inside: list[Any] = []
+        inside: list[object] = []
         for item in level:
             if isinstance(item, str):
                 if flaw := _flaw_of_text(item, allow_nul):
@@ -95,7 +97,7 @@ def read_json(text: str, *, strict: bool = False) -> Any:
 
     `strict` also refuses NaN, infinities and an object with one key twice.
     """
-    options: dict[str, Any] = (
+    options: Settings = (
         {"parse_constant": _no_constant, "object_pairs_hook": _distinct_keys} if strict else {}
     )
     try:
@@ -109,7 +111,7 @@ def read_json(text: str, *, strict: bool = False) -> Any:
     return value
 
 
-def _is_too_deep(value: Any) -> bool:
+def _is_too_deep(value: JsonValue) -> bool:
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         if depth >= MAX_DEPTH:
@@ -119,11 +121,11 @@ def _is_too_deep(value: Any) -> bool:
     return False
 
 
-def _no_constant(word: str) -> Any:
+def _no_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no JSON number")
 
 
-def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _distinct_keys(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("an object has one key twice")
@@ -140,7 +142,7 @@ def read_yaml(path: str) -> Any:
     if not file.is_file():
         raise BadText(f"{path} does not exist (looked in {Path.cwd()})")
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except RecursionError:
         raise BadText(f"{path} is nested too deeply") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
@@ -151,7 +153,7 @@ def read_yaml(path: str) -> Any:
     return content
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """`repr` of any object, shortened; one that cannot be shown is named by its type."""
     try:
         text = clean_text(repr(value))
