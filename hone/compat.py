@@ -49,14 +49,11 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.single_controller.base.decorator": f"{_CONTROLLER}.decorator",
     "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
     "hone.single_controller.base.worker_group": f"{_CONTROLLER}.worker_group",
-    "hone.experimental.agent_loop.agent_loop": _AGENTS,
     "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.loops.single_turn",
     "hone.experimental.agent_loop.tool_agent_loop": "hone.agents.loops.tool",
-    "hone.experimental.agent_loop.tool_parser": "hone.agents.parsers.contract",
     "hone.tools.base_tool": "hone.agents.tools.contract",
     "hone.tools.schemas": "hone.agents.tools.contract",
     "hone.tools.gsm8k_tool": "hone.agents.tools.gsm8k",
-    "hone.tools.function_tool": "hone.agents.tools.function_tool",
     "hone.interactions.base": "hone.agents.interactions.contract",
     "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
     "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
@@ -78,10 +75,45 @@ _LOOP_NAMES = {
     "AgentLoopBase": f"{_AGENTS}:AgentLoopBase",
     "AgentLoopOutput": f"{_AGENTS}:AgentLoopOutput",
     "AgentLoopMetrics": f"{_AGENTS}:AgentLoopMetrics",
+    "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
+    "LLMServerClient": f"{_AGENTS}:ServerManager",
+    "DictConfigWrap": f"{_AGENTS}:DictConfigWrap",
+    "ToolListWrap": f"{_AGENTS}:ToolListWrap",
+    "TokenOutput": "hone.rollout.contract:TokenOutput",
     "register": f"{_AGENTS}:register",
     "register_agent_loop": f"{_AGENTS}:register_agent_loop",
     "SingleTurnAgentLoop": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
     "ToolAgentLoop": "hone.agents.loops.tool:ToolAgentLoop",
+}
+_PARSERS = "hone.agents.parsers"
+_PARSER_NAMES = {
+    "FunctionCall": f"{_PARSERS}.contract:FunctionCall",
+    "ToolParser": f"{_PARSERS}.contract:ToolParser",
+    "HermesToolParser": f"{_PARSERS}.hermes:HermesToolParser",
+    "Qwen3XMLToolParser": f"{_PARSERS}.tagged:Qwen3XMLToolParser",
+    "GLMToolParser": f"{_PARSERS}.tagged:GLMToolParser",
+    "KimiToolParser": f"{_PARSERS}.marked:KimiToolParser",
+    "GptOssToolParser": f"{_PARSERS}.marked:GptOssToolParser",
+}
+_FUNCTION_TOOLS = "hone.agents.tools.function_tool"
+_FUNCTION_TOOL_NAMES = {
+    **{
+        name: f"{_FUNCTION_TOOLS}:{name}"
+        for name in (
+            "FUNCTION_TOOL_REGISTRY",
+            "_LOADED_FUNCTION_TOOL_PATHS",
+            "FunctionTool",
+            "function_tool",
+            "get_function_tool",
+            "load_function_tools_from_path",
+        )
+    },
+    "normalize_function_tool_return": ("hone.agents.tools.answers:normalize_function_tool_return"),
+}
+_TOOL_LISTS = {
+    "initialize_tools_from_config": "hone.agents.tools.listing:initialize_tools_from_config",
+    "load_all_tools": "hone.agents.tools.listing:load_all_tools",
+    "get_tool_class": "hone.plugins:load_object",
 }
 _BASE_NAMES = {
     "Worker": f"{_CONTROLLER}:Worker",
@@ -173,6 +205,17 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.reward_manager": _MANAGER_NAMES,
     "hone.workers.fsdp_workers": _WORKER_NAMES,
     "hone.experimental.agent_loop": _LOOP_NAMES,
+    "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
+    "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
+    "hone.tools.function_tool": _FUNCTION_TOOL_NAMES,
+    "hone.tools.tool_registry": _TOOL_LISTS,
+    "hone.tools.utils.tool_registry": _TOOL_LISTS,
+    "hone.interactions.utils.interaction_registry": {
+        "initialize_interactions_from_config": (
+            "hone.agents.interactions.listing:initialize_interactions_from_config"
+        ),
+        "get_interaction_class": "hone.plugins:load_object",
+    },
     "hone.single_controller.base": _BASE_NAMES,
     "hone.single_controller.ray": _RAY_NAMES,
     "hone.single_controller.ray.base": _RAY_NAMES,
@@ -282,7 +325,7 @@ class VerlModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__
-        whole = WHOLE_MODULES.get(path) or PROGRAMS.get(path, "").partition(" ")[0]
+        whole = PROGRAMS.get(path, "").partition(" ")[0]
         if whole and not name.startswith("__"):
             found = getattr(importlib.import_module(whole), name)
         elif name in NAMES.get(path, {}):
@@ -294,9 +337,7 @@ class VerlModule(ModuleType):
         return found
 
     def __dir__(self) -> Sequence[str]:
-        whole = WHOLE_MODULES.get(self.__name__)
-        inside = dir(importlib.import_module(whole)) if whole else NAMES.get(self.__name__, {})
-        return sorted({*self.__dict__, *inside})
+        return sorted({*self.__dict__, *NAMES.get(self.__name__, {})})
 
 
 def _known(path: str) -> str:
@@ -305,12 +346,14 @@ def _known(path: str) -> str:
 
 
 class VerlLoader(Loader):
-    """Makes a `VerlModule`; nothing is run."""
+    """Makes a `VerlModule`; a path of `WHOLE_MODULES` is the module itself, so that patches meet it."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return VerlModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in WHOLE_MODULES:
+            sys.modules[module.__name__] = importlib.import_module(WHOLE_MODULES[module.__name__])
         names = NAMES.get(module.__name__)
         if names:
             module.__dict__["__all__"] = sorted(names)

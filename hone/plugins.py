@@ -24,6 +24,18 @@ class PluginError(ValueError):
     """A name, file or object that cannot be found; the message proposes what to write."""
 
 
+class MissingFile(PluginError, FileNotFoundError):
+    """A file that does not exist."""
+
+
+class MissingObject(PluginError, AttributeError):
+    """A module that does not have the object."""
+
+
+class BrokenModule(PluginError, RuntimeError):
+    """A file that raises while it is loaded."""
+
+
 class Table:
     """Names of one kind of plug-in."""
 
@@ -163,7 +175,7 @@ def load_extern_object(
     for part in name.split("."):
         if not hasattr(found, part):
             offered = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))[:12])
-            raise PluginError(f"{module_path!r} has no {name!r}; it has {offered or 'nothing'}")
+            raise MissingObject(f"{module_path!r} has no {name!r}; it has {offered or 'nothing'}")
         found = getattr(found, part)
     return found
 
@@ -175,7 +187,7 @@ def load_module(path: str) -> ModuleType:
     if file.suffix != ".py" and not file.is_file():
         return _import(path)
     if not file.is_file():
-        raise PluginError(f"no such file: {path!r} (looked in {Path.cwd()}); check the path")
+        raise MissingFile(f"no such file: {path!r} (looked in {Path.cwd()}); check the path")
     return _load_file(file.resolve())
 
 
@@ -225,7 +237,7 @@ def _load_file(file: Path) -> ModuleType:
         if not isinstance(error, Exception):
             raise
         hint = "; install it" if isinstance(error, ModuleNotFoundError) else ""
-        raise PluginError(
+        raise BrokenModule(
             f"your file cannot be loaded: {place_and_reason(error, file)}{hint}"
         ) from error
     return module

@@ -26,7 +26,7 @@ class Overdue(Exception):
 
 
 async def bounded(
-    work: Coroutine[Any, Any, T], seconds: float | None, *, grace_s: float | None = None
+    work: Coroutine[None, None, T], seconds: float | None, *, grace_s: float | None = None
 ) -> T:
     """What the work returns or raises; Overdue after `seconds` (None is no deadline).
 
@@ -49,7 +49,7 @@ async def bounded(
     return task.result()
 
 
-async def _contained(work: Coroutine[Any, Any, T]) -> T:
+async def _contained(work: Coroutine[None, None, T]) -> T:
     """The work; an exit that it raises becomes a RuntimeError, a Ctrl-C of the user stays one."""
     try:
         return await work
@@ -70,7 +70,7 @@ def _raised_here(error: BaseException) -> bool:
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
-async def _end(task: asyncio.Future[Any], grace_s: float) -> None:
+async def _end(task: asyncio.Future[T], grace_s: float) -> None:
     """Cancel; what will not end is forgotten, or closing the event loop would wait for it."""
     task.cancel()
     try:

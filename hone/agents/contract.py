@@ -1,22 +1,35 @@
 """The agent-loop contract: a loop is `async run(sampling_params, **row) -> AgentLoopOutput`.
 
 Single-turn is the trivial loop, so everything goes one way. A loop sees a small client of the rollout
-engine and token ids; text it has generated is never tokenised again.
+engine and token ids; text it has generated is never tokenised again. Names and signatures are verl's.
+Leaves out images, video and sound: a loop that has them is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
+import torch
+
+from hone.agents.observations import observation_ids
+from hone.agents.tools.listing import Tool
 from hone.config import PPOTrainerConfig
-from hone.data.prompts import render_prompt
+from hone.config.data import DataConfig
+from hone.data.prompts import Message, PromptError, initialize_system_prompt, render_prompt
 from hone.plugins import Table
 from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, TokenOutput
+from hone.tokenizer import Tokenizer
+from hone.types import JsonValue, Row, Settings
+
+C = TypeVar("C")
+L = TypeVar("L", bound="type[AgentLoopBase]")
 
 LOOPS = Table(
     "agent loop",
@@ -33,6 +46,7 @@ class AgentLoopMetrics:
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
+    compute_score: float = 0.0
     num_preempted: int = 0
 
 
@@ -46,11 +60,62 @@ class AgentLoopOutput:
     response_logprobs: Sequence[float] | None = None
     reward_score: float | None = None
     num_turns: int = 0
-    metrics: AgentLoopMetrics | Mapping[str, Any] = field(default_factory=AgentLoopMetrics)
-    multi_modal_data: Mapping[str, Any] | None = None
-    extra_fields: dict[str, Any] = field(default_factory=dict)
+    metrics: AgentLoopMetrics | Settings = field(default_factory=AgentLoopMetrics)
+    multi_modal_data: Settings | None = None
+    extra_fields: Row = field(default_factory=dict)
     versions: Sequence[int] | None = None
     stop_reason: str | None = None
+    routed_experts: torch.Tensor | None = None
+    mm_processor_kwargs: Settings | None = None
+    mm_processor_output: Sequence[Row] | None = None
+
+    def as_dict(self) -> Row:
+        """The trajectory as columns of a batch, under verl's names; what is None is left out."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        columns: Row = {
+            "prompts": torch.tensor(given.pop("prompt_ids"), dtype=torch.int64),
+            "responses": torch.tensor(given.pop("response_ids"), dtype=torch.int64),
+            "response_mask": torch.tensor(given.pop("response_mask"), dtype=torch.int64),
+        }
+        if "response_logprobs" in given:
+            columns["rollout_log_probs"] = torch.tensor(given.pop("response_logprobs"))
+        if "reward_score" in given:
+            scores = torch.zeros(len(columns["responses"]))
+            scores[-1] = given.pop("reward_score")
+            columns["rm_scores"] = scores
+        extra = copy.copy(given.pop("extra_fields"))
+        for name in ("teacher_ids", "teacher_logprobs"):
+            if name in extra:
+                columns[name] = extra.pop(name)
+        return {**columns, **given, "extra_fields": extra}
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """Token ids of a trajectory after a turn was appended."""
+
+    token_ids: list[int]
+    appended_token_count: int
+
+
+class DictConfigWrap(Generic[C]):
+    """A config that `hydra.utils.instantiate` hands over as it is; its keys can be read on it too."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    def __getattr__(self, name: str) -> Settings:
+        if name.startswith("__") or name == "config":
+            raise AttributeError(name)
+        inner: Settings = getattr(self.config, name)
+        return inner
+
+
+class ToolListWrap:
+    """A list of tools that `hydra.utils.instantiate` hands over as it is."""
+
+    def __init__(self, tools: list[Tool]) -> None:
+        self.tools = tools
 
 
 class ServerManager:
@@ -66,67 +131,186 @@ class ServerManager:
         request_id: str | None = None,
         *,
         prompt_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        image_data: Any = None,
-        video_data: Any = None,
+        sampling_params: Settings,
+        image_data: Sequence[Row] | None = None,
+        video_data: Sequence[Row] | None = None,
+        audio_data: Sequence[Row] | None = None,
+        mm_processor_kwargs: Settings | None = None,
+        mm_processor_output: Sequence[Row] | None = None,
+        priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """One completion; `on_tokens` sees its tokens as they are drawn."""
+        """One completion; `on_tokens` sees its tokens as they are drawn. `priority` changes nothing here."""
         sampling = Sampling.from_mapping(
             sampling_params, max_tokens=self._max_tokens, seed=self._seed
         )
-        media = {k: v for k, v in (("image", image_data), ("video", video_data)) if v}
+        media = {"image": image_data, "video": video_data, "audio": audio_data}
         return await self._engine.generate(
             prompt_ids,
             sampling,
             request_id or uuid4().hex,
             on_tokens=on_tokens,
-            multi_modal_data=media or None,
+            multi_modal_data={k: v for k, v in media.items() if v} or None,
         )
 
 
 class AgentLoopBase(ABC):
     """Base of every loop; a new instance is made for each trajectory."""
 
+    _class_initialized = False
+
     def __init__(
         self,
-        trainer_config: PPOTrainerConfig | Any,
+        trainer_config: PPOTrainerConfig | DictConfigWrap[PPOTrainerConfig],
         server_manager: ServerManager,
-        tokenizer: Any,
-        processor: Any = None,
-        **kwargs: Any,
+        tokenizer: Tokenizer,
+        processor: Callable[..., Row] | None = None,
+        dataset_cls: type | None = None,
+        data_config: DataConfig | DictConfigWrap[DataConfig] | None = None,
+        dataset_config: DataConfig | None = None,
+        **kwargs: JsonValue,
     ) -> None:
-        config = getattr(trainer_config, "config", trainer_config)
+        config = _unwrapped(trainer_config)
         self.config = config
+        self.rollout_config = config.actor_rollout_ref.rollout
+        self.data_config = _unwrapped(data_config or dataset_config or config.data)
+        self.dataset_config = self.data_config
+        self.dataset_cls = dataset_cls
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.prompt_length: int = config.actor_rollout_ref.rollout.prompt_length
-        self.response_length: int = config.actor_rollout_ref.rollout.response_length
+        self.apply_chat_template_kwargs = self.data_config.get("apply_chat_template_kwargs") or {}
+        self.prompt_length: int = self.rollout_config.prompt_length
+        self.response_length: int = self.rollout_config.response_length
         self.loop = asyncio.get_event_loop()
+        self.init_class(config=config, tokenizer=tokenizer, processor=processor, **kwargs)
 
-    def prompt_ids(self, row: Mapping[str, Any], tools: Any = None) -> list[int]:
+    @classmethod
+    def init_class(
+        cls,
+        config: PPOTrainerConfig,
+        tokenizer: Tokenizer,
+        processor: Callable[..., Row] | None,
+        **kwargs: JsonValue,
+    ) -> None:
+        """Called by every instance; a loop that prepares its class once looks at `_class_initialized`."""
+        cls._class_initialized = True
+
+    @cached_property
+    def system_prompt(self) -> list[int]:
+        """What the chat template writes before the first turn of a prompt without a system message."""
+        return initialize_system_prompt(self.tokenizer, **self.apply_chat_template_kwargs)
+
+    def prompt_ids(self, row: Settings, tools: Sequence[Settings] | None = None) -> list[int]:
         """The row's prompt as token ids: as the data set made them, or rendered with `tools`."""
         ready = row.get("prompt_ids")
-        if ready is not None and not tools:
-            return list(ready)
-        data = self.config.data
-        return render_prompt(
-            row["raw_prompt"],
-            self.tokenizer,
-            prompt_format=data.prompt_format,
-            tools=tools,
-            template_kwargs=data.apply_chat_template_kwargs,
+        return (
+            list(ready)
+            if ready is not None and not tools
+            else self._rendered(row["raw_prompt"], tools)
         )
 
+    def _rendered(self, prompt: str | list[Message], tools: Sequence[Settings] | None) -> list[int]:
+        return render_prompt(
+            prompt,
+            self.tokenizer,
+            prompt_format=self.data_config.get("prompt_format", "chat"),
+            tools=tools,
+            template_kwargs=self.apply_chat_template_kwargs,
+        )
+
+    async def process_vision_info(self, messages: list[Message]) -> Row:
+        """The images and videos of messages, by `images` and `videos`; none without a processor."""
+        read = getattr(self.dataset_cls, "process_vision_info", None)
+        if self.processor is None or read is None:
+            return {}
+        patch = getattr(getattr(self.processor, "image_processor", None), "patch_size", 14)
+        found = await read(messages, image_patch_size=patch, config=self.data_config)
+        pairs = zip(("images", "videos"), found, strict=False)
+        return {name: media for name, media in pairs if media is not None}
+
+    process_multi_modal_info = process_vision_info
+
+    async def apply_chat_template(
+        self,
+        messages: list[Message],
+        tools: Sequence[Settings] | None = None,
+        images: Sequence[Row] | None = None,
+        videos: Sequence[Row] | None = None,
+        remove_system_prompt: bool = False,
+        audios: Sequence[Row] | None = None,
+    ) -> list[int]:
+        """Token ids of messages, up to where the model speaks; `tools` are schemas.
+
+        `remove_system_prompt`: without what the template writes before the first turn, to append turns.
+        """
+        if images or videos or audios:
+            raise PromptError("images, videos and audio are not rendered here; give text alone")
+        ids = self._rendered(messages, tools)
+        return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+
+    async def ct_build_initial_tokens(
+        self,
+        messages: list[Message],
+        tools: Sequence[Settings] | None = None,
+        images: Sequence[Row] | None = None,
+        videos: Sequence[Row] | None = None,
+        audios: Sequence[Row] | None = None,
+        mm_inputs_out: Row | None = None,
+    ) -> list[int]:
+        """`apply_chat_template`, at most `rollout.prompt_length` ids: a longer prompt loses its start."""
+        ids = await self.apply_chat_template(messages, tools, images, videos, audios=audios)
+        return ids[max(len(ids) - self.prompt_length, 0) :]
+
+    async def ct_merge_context_msg(
+        self,
+        previous_messages: list[Message],
+        updated_messages: list[Message],
+        runtime_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        tools: Sequence[Settings] | None = None,
+    ) -> tuple[MergeResult, list[int], list[float] | None]:
+        """Append the turns that `updated_messages` has beyond `previous_messages`, with mask 0."""
+        ids = observation_ids(
+            updated_messages[len(previous_messages) :],
+            self.tokenizer,
+            last_token=runtime_token_ids[-1],
+            template_kwargs=self.apply_chat_template_kwargs,
+            chat=self.data_config.get("prompt_format", "chat") == "chat",
+        )
+        log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(ids)]
+        merged = MergeResult([*runtime_token_ids, *ids], len(ids))
+        return merged, [*response_mask, *[0] * len(ids)], log_probs
+
+    async def ct_merge_assistant_token(
+        self,
+        runtime_token_ids: list[int],
+        assistant_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        assistant_logprobs: list[float] | None = None,
+    ) -> tuple[MergeResult, list[int], list[float] | None]:
+        """Append what the model wrote, with mask 1."""
+        count = len(assistant_token_ids)
+        log_probs = None
+        if response_logprobs is not None:
+            log_probs = [*response_logprobs, *(assistant_logprobs or [0.0] * count)]
+        merged = MergeResult([*runtime_token_ids, *assistant_token_ids], count)
+        return merged, [*response_mask, *[1] * count], log_probs
+
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Row, **kwargs: Any) -> AgentLoopOutput:
         """Make one trajectory from one row; `kwargs` are the row's columns."""
 
 
-def register(name: str) -> Any:
+def _unwrapped(config: C | DictConfigWrap[C]) -> C:
+    return config.config if isinstance(config, DictConfigWrap) else config
+
+
+def register(agent_name: str) -> Callable[[L], L]:
     """Decorator: make a loop known under the name that rows carry in `agent_name`."""
-    return LOOPS.register(name)
+    return LOOPS.register(agent_name)
 
 
 def register_agent_loop(name: str, loop: type[AgentLoopBase]) -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from hone.event_loop import EventLoopRun, run_coroutine
 from hone.rollout.contract import Driven, RolloutEngine, RolloutError
@@ -30,7 +30,7 @@ LOOPS_GRACE_S = 30.0
 """How long agent loops may take to end after decoding stopped, and again after they are cancelled."""
 
 
-def run_beside(engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
+def run_beside(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
     """What the work returns; an engine that is driven decodes for it in this thread, to its end."""
     if not isinstance(engine, Driven):
         return run_coroutine(work)
@@ -54,7 +54,7 @@ def run_beside(engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
 class LoopThread(Generic[T]):
     """One coroutine, and the tasks that it starts, in an event loop of their own thread."""
 
-    def __init__(self, work: Coroutine[Any, Any, T], on_end: Callable[[], None]) -> None:
+    def __init__(self, work: Coroutine[None, None, T], on_end: Callable[[], None]) -> None:
         self.outcome: Future[T] = Future()
         self._running = EventLoopRun(work)
         self._on_end = on_end

@@ -6,14 +6,14 @@ tokenised again and no glue between turns is lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hone.data.chat_template import BrokenTemplate, apply_template
-from hone.data.prompts import PromptError
+from hone.data.prompts import Message, PromptError
 from hone.text import clean_text, clean_values, described
+from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
-Message = dict[str, Any]
 _SPOKEN = "QZ7assistantturnQZ7"
 """Stands for the model's turn while a template renders what follows it."""
 _CUT = "(truncated)"
@@ -21,10 +21,10 @@ _CUT = "(truncated)"
 
 def observation_ids(
     messages: Sequence[Message],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     last_token: int,
-    template_kwargs: Mapping[str, Any],
+    template_kwargs: Settings,
     chat: bool,
 ) -> list[int]:
     """Token ids of new messages after the model's turn, up to where it speaks next.
@@ -41,7 +41,7 @@ def observation_ids(
     return [int(token) for token in tokenizer.encode(clean_text(text), add_special_tokens=False)]
 
 
-def _rendered(messages: Sequence[Message], tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
+def _rendered(messages: Sequence[Message], tokenizer: Tokenizer, kwargs: Settings) -> str:
     talk = [
         {"role": "user", "content": "."},
         {"role": "assistant", "content": _SPOKEN},
@@ -95,7 +95,7 @@ def cut_text(text: str, longest_chars: int, side: str) -> str:
     return f"{text[:head]}...{_CUT}...{text[len(text) - (longest_chars - head) :]}"
 
 
-def cut_tokens(text: str, tokenizer: Any, longest_tokens: int | None, side: str) -> str:
+def cut_tokens(text: str, tokenizer: Tokenizer, longest_tokens: int | None, side: str) -> str:
     """At most `longest_tokens` of the text; the tags around it are added later and stay whole."""
     if longest_tokens is None:
         return text
@@ -109,5 +109,4 @@ def cut_tokens(text: str, tokenizer: Any, longest_tokens: int | None, side: str)
     else:
         head = longest_tokens // 2
         kept = [*ids[:head], *ids[len(ids) - (longest_tokens - head) :]]
-    decoded: str = tokenizer.decode(kept, skip_special_tokens=True)
-    return decoded
+    return tokenizer.decode(kept, skip_special_tokens=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import COLUMNS
 from hone.protocol.union import same
 from hone.text import shown
+from hone.types import Settings
 
 MEASURED = ("generate_sequences", "tool_calls", "num_preempted")
 """What every loop may measure; absent is 0."""
@@ -36,7 +36,7 @@ class BadTrajectory(ValueError):
 
 
 def check_output(
-    output: AgentLoopOutput, name: str, *, row: Mapping[str, Any], vocabulary: int | None
+    output: AgentLoopOutput, name: str, *, row: Settings, vocabulary: int | None
 ) -> None:
     """Say which loop returned what; a wrong mask would train on the wrong tokens."""
     tokens = len(output.response_ids)
@@ -71,16 +71,16 @@ def check_output(
         raise BadTrajectory(
             f"agent loop {name!r} returned num_turns={shown(output.num_turns)}; give a number"
         )
-    for field, value in measured(output).items():
-        if not _is_finite(value):
+    for name_of, number in measured(output).items():
+        if not _is_finite(number):
             raise BadTrajectory(
-                f"agent loop {name!r} returned metrics[{field!r}]={value!r}; give a number, or leave "
+                f"agent loop {name!r} returned metrics[{name_of!r}]={number!r}; give a number, or leave "
                 "it out"
             )
     _check_extra_fields(output, name, row)
 
 
-def measured(output: AgentLoopOutput) -> dict[str, Any]:
+def measured(output: AgentLoopOutput) -> dict[str, float]:
     """What the loop measured, by name."""
     metrics = output.metrics
     given = vars(metrics) if isinstance(metrics, AgentLoopMetrics) else dict(metrics)
@@ -97,7 +97,7 @@ def _check_ids(output: AgentLoopOutput, name: str, vocabulary: int | None) -> No
             )
 
 
-def _check_extra_fields(output: AgentLoopOutput, name: str, row: Mapping[str, Any]) -> None:
+def _check_extra_fields(output: AgentLoopOutput, name: str, row: Settings) -> None:
     """A loop may hand a column of its row through, but neither change it nor write ours."""
     for field, value in output.extra_fields.items():
         known = COLUMNS.get(field)

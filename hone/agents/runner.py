@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.loop_thread import LOOPS_GRACE_S, LoopThread
@@ -19,6 +18,7 @@ from hone.config import PPOTrainerConfig
 from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.protocol import DataProto
 from hone.rollout.contract import Driven, RolloutEngine
+from hone.tokenizer import Tokenizer
 
 _PHASE = "agent loops"
 
@@ -59,7 +59,7 @@ class LoopRunner:
         self,
         config: PPOTrainerConfig,
         engine: RolloutEngine,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         run_seed: int,
         vocabulary: int | None = None,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hone.config.rollout import RolloutConfig
+from hone.types import Row
 
 
-def training_sampling(rollout: RolloutConfig) -> dict[str, Any]:
+def training_sampling(rollout: RolloutConfig) -> Row:
     """`sampling_params` of agent loops in training."""
     return {
         "temperature": rollout.temperature if rollout.do_sample else 0.0,
@@ -21,7 +20,7 @@ def training_sampling(rollout: RolloutConfig) -> dict[str, Any]:
     }
 
 
-def validation_sampling(rollout: RolloutConfig) -> dict[str, Any]:
+def validation_sampling(rollout: RolloutConfig) -> Row:
     """`sampling_params` in validation: greedy unless `do_sample`; a turn ends as in training."""
     wanted = rollout.val_kwargs
     return training_sampling(rollout) | {

@@ -139,6 +139,16 @@ def render_prompt(
     return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
 
 
+def initialize_system_prompt(tokenizer: Any, **apply_chat_template_kwargs: Any) -> list[int]:
+    """Token ids that the chat template writes before the first turn: two turns less twice one turn."""
+    turn = {"role": "user", "content": ""}
+    options = {**apply_chat_template_kwargs, "add_generation_prompt": False}
+    one, two = (
+        render_prompt([turn] * count, tokenizer, template_kwargs=options) for count in (1, 2)
+    )
+    return one[: max(2 * len(one) - len(two), 0)]
+
+
 def prompt_text(
     raw_prompt: Prompt,
     tokenizer: Tokenizer,

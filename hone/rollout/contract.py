@@ -105,13 +105,17 @@ class TokenOutput:
     """What one request produced."""
 
     token_ids: list[int]
-    log_probs: list[float]
+    log_probs: list[float] = field(default_factory=list)
     """log p of each token under softmax(logits / temperature), before any truncation of the tail:
     the number the trainer computes for the same token. Greedy requests report temperature 1."""
-    versions: list[int]
+    versions: list[int] = field(default_factory=list)
     """How many updates the weights had seen when each token was drawn."""
-    stop_reason: StopReason
-    extra: JsonObject = field(default_factory=dict)
+    stop_reason: StopReason = StopReason.STOP
+    num_preempted: int | None = None
+    """How often the request lost its memory and was computed again; None where the engine does not say."""
+    routed_experts: Tensor | None = None
+    """None: routing is not replayed."""
+    extra_fields: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,9 @@ def _data_show(chosen: Chosen, rest: list[str]) -> None:
     tokenizer, config = _rendering(chosen)
     schemas = None
     if chosen.tools:
-        from hone.agents.tools.listing import load_tools
+        from hone.agents.tools.listing import load_all_tools
 
         is_code = chosen.tools.endswith(".py")
-        tools = load_tools(*((None, chosen.tools) if is_code else (chosen.tools, None)))
-        schemas = [tool.tool_schema.model_dump() for tool in tools.values()]
+        tools = load_all_tools(*((None, chosen.tools) if is_code else (chosen.tools, None)))
+        schemas = [tool.tool_schema.model_dump() for tool in tools]
     say(show_file(chosen.file, rows=chosen.rows, tokenizer=tokenizer, config=config, tools=schemas))

@@ -16,10 +16,10 @@ from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids
 from hone.agents.parsers.contract import ToolCall, ToolParser
-from hone.agents.parsers.hermes import HermesParser
+from hone.agents.parsers.hermes import HermesToolParser
 from hone.agents.runner import LoopRunner
-from hone.agents.tools.contract import BaseTool
-from hone.agents.tools.function_tool import FunctionTool
+from hone.agents.tools.function_tool import tool_of
+from hone.agents.tools.listing import Tool
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
@@ -60,7 +60,7 @@ def graph() -> Any:
     return node, 0.5, {"self": node}
 
 
-TOOLS: dict[str, BaseTool] = {f.__name__: FunctionTool(f) for f in (echo, fail, graph)}
+TOOLS: dict[str, Tool] = {f.__name__: tool_of(f) for f in (echo, fail, graph)}
 
 
 def session() -> ToolSession:
@@ -73,7 +73,7 @@ def session() -> ToolSession:
 @settings(max_examples=40, deadline=None)
 @given(TURN)
 def test_every_call_of_hostile_text_is_answered(pieces: list[str]) -> None:
-    calls = HermesParser().calls("".join(pieces))
+    calls = HermesToolParser().calls("".join(pieces))
     talk = session()
     answers = asyncio.run(talk.answer(calls))
     assert len(answers) == len(calls) == len(talk.facts.outputs)

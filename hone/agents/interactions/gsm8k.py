@@ -5,10 +5,9 @@ A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from hone.agents.interactions.contract import BaseInteraction, Messages
-from hone.rewards.scores.gsm8k import compute_score
+from hone.rewards.scores import gsm8k
+from hone.types import JsonValue, Row, Settings
 
 RIGHT = "Your response is correct!"
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
@@ -17,35 +16,41 @@ WRONG = "Your response is incorrect! You need to reflect on your answer and try 
 class Gsm8kInteraction(BaseInteraction):
     """Ends the talk at the first right answer; a turn scores 1 when right, else 0."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Settings) -> None:
         super().__init__(config)
-        self._talks: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, Row] = {}
 
     async def start_interaction(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: JsonValue
     ) -> str:
         instance_id = await super().start_interaction(instance_id)
-        self._talks[instance_id] = {"ground_truth": ground_truth, "said": ""}
+        self._instance_dict[instance_id] = {
+            "response": "",
+            "ground_truth": ground_truth,
+            "reward": 0.0,
+        }
         return instance_id
 
     async def generate_response(
-        self, instance_id: str, messages: Messages, **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+        self, instance_id: str, messages: Messages, **kwargs: JsonValue
+    ) -> tuple[bool, str, float, Row]:
         spoken = [m for m in messages if m.get("role") == "assistant"]
-        self._talks[instance_id]["said"] = text_of(spoken[-1].get("content")) if spoken else ""
+        self._instance_dict[instance_id]["response"] = spoken[-1].get("content") if spoken else ""
         score = await self.calculate_score(instance_id)
         return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
 
-    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        talk = self._talks[instance_id]
-        return compute_score(talk["said"], talk["ground_truth"], method="flexible")
+    async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
+        talk = self._instance_dict[instance_id]
+        return gsm8k.compute_score(
+            text_of(talk["response"]), talk["ground_truth"], method="flexible"
+        )
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        del self._talks[instance_id]
+    async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:
+        del self._instance_dict[instance_id]
 
 
-def text_of(content: Any) -> str:
+def text_of(content: JsonValue) -> str:
     """The text of a message: a string, a list of parts, or nothing (a turn of tool calls alone)."""
-    if isinstance(content, (list, tuple)):
+    if isinstance(content, list | tuple):
         return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""

@@ -14,10 +14,11 @@ from hone.agents.tools.listing import read_entries
 from hone.plugins import load_object
 
 
-def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
+def initialize_interactions_from_config(
+    interaction_config_file: str,
+) -> dict[str, BaseInteraction]:
     """Every interaction by the name that rows give in `interaction_kwargs`."""
-    if not path:
-        return {}
+    path = interaction_config_file
     found: dict[str, BaseInteraction] = {}
     for entry in read_entries(path, "interaction"):
         cls = load_object(str(entry["class_name"]))

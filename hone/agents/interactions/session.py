@@ -6,15 +6,17 @@ counted. Leaves out a user that blocks the event loop: users wait with `await`.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
 from uuid import uuid4
 
 from hone.agents.bounded import Overdue, bounded
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.text import clean_text, described
+from hone.types import JsonValue, Settings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 class InteractionSession:
     """Asks one user about one talk; one that failed is only told to forget it."""
 
-    def __init__(self, user: BaseInteraction, words: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self, user: BaseInteraction, words: Settings, timeout_s: float) -> None:
         self._user = user
         self._words = dict(words)
         self._timeout_s = timeout_s
@@ -69,16 +71,18 @@ class InteractionSession:
         return await self._ask("calculate_score", self._score(self._id))
 
     async def _score(self, talk_id: str) -> float | None:
-        return _number(await self._user.calculate_score(talk_id))
+        return _number(await _of_talk(self._user.calculate_score, talk_id))
 
     async def finish(self) -> None:
         """Forget the talk; whatever happened before."""
         if self._id is not None:
             talk_id, self._id = self._id, None
-            await self._ask("finalize_interaction", _call(self._user.finalize_interaction, talk_id))
+            await self._ask(
+                "finalize_interaction", _of_talk(self._user.finalize_interaction, talk_id)
+            )
 
     async def _ask(
-        self, verb: str, work: Coroutine[Any, Any, T], left_s: float = float("inf")
+        self, verb: str, work: Coroutine[None, None, T], left_s: float = float("inf")
     ) -> T | None:
         """What a verb of the user gives; None, counted, where it fails or is late."""
         seconds = max(min(self._timeout_s, left_s), 0.0)
@@ -93,12 +97,17 @@ class InteractionSession:
         return None
 
 
-def _number(score: Any) -> float | None:
+def _number(score: float | None) -> float | None:
     if score is not None and not math.isfinite(score):
         raise ValueError(f"the score is {score}")
     return None if score is None else float(score)
 
 
-async def _call(function: Any, *arguments: Any, **more: Any) -> Any:
+async def _call(function: Callable[..., Awaitable[T]], *arguments: str, **more: JsonValue) -> T:
     """A coroutine also where the function raises before it is one."""
     return await function(*arguments, **more)
+
+
+async def _of_talk(function: Callable[..., Awaitable[T]], talk_id: str) -> T:
+    """Ask about a talk; verl's base class has these methods without its id."""
+    return await (function(talk_id) if inspect.signature(function).parameters else function())

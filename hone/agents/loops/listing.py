@@ -14,6 +14,7 @@ from hone.agents.contract import LOOPS, AgentLoopBase
 from hone.config.rollout import RolloutConfig
 from hone.plugins import PluginError, load_object, proposal
 from hone.text import BadText, read_yaml, shown
+from hone.types import Row
 
 LoopFactory = Callable[..., AgentLoopBase]
 
@@ -81,5 +82,5 @@ def _listed(path: str) -> dict[str, Callable[[], LoopFactory]]:
     return loops
 
 
-def _factory(target: str, arguments: dict[str, Any]) -> LoopFactory:
+def _factory(target: str, arguments: Row) -> LoopFactory:
     return partial(load_object(target), **arguments)

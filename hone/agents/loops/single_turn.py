@@ -6,10 +6,11 @@ import time
 from typing import Any
 
 from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from hone.types import Row
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Row, **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = self.prompt_ids(kwargs)
         started = time.perf_counter()
         output = await self.server_manager.generate(

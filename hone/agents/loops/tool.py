@@ -15,17 +15,17 @@ from typing import Any
 
 from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hone.agents.interactions.contract import BaseInteraction
-from hone.agents.interactions.listing import load_interactions
+from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids
-from hone.agents.parsers.contract import PARSERS, ToolCall, ToolParser
-from hone.agents.tools.contract import BaseTool
-from hone.agents.tools.listing import load_tools
+from hone.agents.parsers.contract import ToolCall, ToolParser
+from hone.agents.tools.listing import Tool, load_all_tools
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
-from hone.data.prompts import truncate
+from hone.data.prompts import Message, truncate
 from hone.rollout.contract import TokenOutput
 from hone.text import described, shown
+from hone.types import Row, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ class Talk:
     """The trajectory so far."""
 
     prompt_ids: list[int]
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     """The talk in words, for an interaction; the model never reads them."""
     response_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[Message] = field(default_factory=list)
     """Role and number of tokens of each turn; a model's turn may have `calls` and a `score`."""
     model_turns: int = 0
     other_turns: int = 0
@@ -75,9 +75,9 @@ class ToolAgentLoop(AgentLoopBase):
         self.limits = limits
         self.tools = _tools(limits.tool_config_path, limits.function_tool_path)
         self.interactions = _interactions(limits.interaction_config_path)
-        self.parser: ToolParser = PARSERS.get(limits.format)()
+        self.parser = ToolParser.get_tool_parser(limits.format, self.tokenizer)
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
         schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
         prompt = truncate(
             self.prompt_ids(row, schemas), self.prompt_length, self.config.data.truncation
@@ -105,23 +105,23 @@ class ToolAgentLoop(AgentLoopBase):
         session: ToolSession,
         user: InteractionSession | None,
         deadline: float,
-        sampling_params: Mapping[str, Any],
-        row: Mapping[str, Any],
+        sampling_params: Settings,
+        row: Settings,
     ) -> None:
         while True:
-            text = await self._model_turn(talk, sampling_params, row["trajectory_id"])
+            text, ids = await self._model_turn(talk, sampling_params, row["trajectory_id"])
             if self._at_a_limit(talk):
                 return
             if time.monotonic() > deadline:
                 session.facts.timeouts.append("trajectory")
                 return
-            calls = self._calls(text)
+            calls = await self._calls(text, ids)
             if calls:
                 talk.spans[-1]["calls"] = len(calls)
                 started = time.perf_counter()
                 answers = await session.answer(calls)
                 talk.seconds["tools"] += time.perf_counter() - started
-                new = [{"role": "tool", "content": answer} for answer in answers]
+                new = [_tool_turn(*pair) for pair in zip(calls, answers, strict=True)]
             elif user is not None:
                 scored = len(user.turn_scores)
                 said = await user.reply(talk.messages, deadline - time.monotonic())
@@ -135,31 +135,40 @@ class ToolAgentLoop(AgentLoopBase):
             if not self._observe(talk, new):
                 return
 
-    def _calls(self, text: str) -> list[ToolCall]:
+    async def _calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:
         """The calls in the model's text; a parser that fails on it makes one failed call of it."""
         if not self.tools:
             return []
         try:
-            return list(self.parser.calls(text))
+            schemas = [tool.tool_schema for tool in self.tools.values()]
+            return list(await self.parser.read(text, ids, schemas))
         except Exception as error:  # a parser may be the user's own, and the text is hostile
             logger.warning("the tool-call parser failed: %s", described(error))
             return [ToolCall("", {}, f"the calls cannot be read: {described(error)}")]
 
-    async def _model_turn(self, talk: Talk, sampling: Mapping[str, Any], request_id: str) -> str:
+    async def _model_turn(
+        self, talk: Talk, sampling: Settings, request_id: str
+    ) -> tuple[str, list[int]]:
+        """One turn of the model: its text, and its token ids."""
         room = self.response_length - len(talk.response_ids)
         asked = sampling.get("max_tokens")
+        stops = [*(sampling.get("stop_token_ids") or ()), *self.parser.stop_token_ids]
         started = time.perf_counter()
         output = await self.server_manager.generate(
             request_id,
             prompt_ids=[*talk.prompt_ids, *talk.response_ids],
-            sampling_params={**sampling, "max_tokens": room if asked is None else min(asked, room)},
+            sampling_params={
+                **sampling,
+                "max_tokens": room if asked is None else min(asked, room),
+                "stop_token_ids": tuple(stops),
+            },
         )
         talk.seconds["model"] += time.perf_counter() - started
         talk.add_turn(output)
-        text: str = self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
+        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
         words = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         talk.messages.append({"role": "assistant", "content": words})
-        return text
+        return text, output.token_ids
 
     def _at_a_limit(self, talk: Talk) -> bool:
         most, most_others = self.limits.max_assistant_turns, self.limits.max_user_turns
@@ -169,7 +178,7 @@ class ToolAgentLoop(AgentLoopBase):
             or (most_others is not None and talk.other_turns >= most_others)
         )
 
-    def _observe(self, talk: Talk, new: list[dict[str, Any]]) -> bool:
+    def _observe(self, talk: Talk, new: list[Message]) -> bool:
         """Append what was said to the model; false when no room is left for it to answer."""
         ids = observation_ids(
             new,
@@ -196,7 +205,7 @@ class ToolAgentLoop(AgentLoopBase):
             limits.max_parallel_calls, limits.max_tool_calls, limits.tool_timeout_s, cut
         )
 
-    def _user_of(self, row: Mapping[str, Any]) -> InteractionSession | None:
+    def _user_of(self, row: Settings) -> InteractionSession | None:
         """The interaction the row names; the only one where it names none."""
         wanted = row.get("interaction_kwargs") or {}
         if not self.interactions or not wanted:
@@ -239,7 +248,12 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
 
-def _as_talk(raw_prompt: Any) -> list[dict[str, Any]]:
+def _tool_turn(call: ToolCall, answer: str) -> Message:
+    named = {} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id}
+    return {"role": "tool", "content": answer, **named}
+
+
+def _as_talk(raw_prompt: str | list[Message]) -> list[Message]:
     if isinstance(raw_prompt, str):
         return [{"role": "user", "content": raw_prompt}]
     return [dict(message) for message in raw_prompt]
@@ -250,11 +264,11 @@ def _deadline(seconds: float | None) -> float:
 
 
 @functools.cache
-def _tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, BaseTool]:
-    """Loaded once a process: a tool may hold a connection pool."""
-    return load_tools(tool_config_path, function_tool_path)
+def _tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, Tool]:
+    """Loaded once per process: a tool may hold a connection pool."""
+    return {tool.name: tool for tool in load_all_tools(tool_config_path, function_tool_path)}
 
 
 @functools.cache
 def _interactions(path: str | None) -> dict[str, BaseInteraction]:
-    return load_interactions(path)
+    return initialize_interactions_from_config(path) if path else {}

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from hone.agents.parsers.contract import ToolCall, ToolParser
+from hone.agents.parsers.contract import (
+    LONGEST_CALL,
+    ToolCall,
+    ToolParser,
+    as_tool_call,
+    between,
+)
 from hone.text import BadText, read_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-LONGEST_CALL = 65_536
-"""Characters of one call; more is refused unread."""
 
 
-class HermesParser(ToolParser):
+class HermesToolParser(ToolParser):
     def calls(self, text: str) -> list[ToolCall]:
         """Between each opening tag and the next closing one; a call that is never closed is none."""
-        found: list[ToolCall] = []
-        at = text.find(OPEN)
-        while at >= 0:
-            end = text.find(CLOSE, at)
-            if end < 0:
-                break
-            found.append(read_call(text[at + len(OPEN) : end]))
-            at = text.find(OPEN, end)
-        return found
+        return [read_call(body) for body in between(text, OPEN, CLOSE)]
+
+    def content(self, text: str) -> str:
+        for body in between(text, OPEN, CLOSE):
+            text = text.replace(f"{OPEN}{body}{CLOSE}", "", 1)
+        return text
 
 
 def read_call(body: str) -> ToolCall:
@@ -34,15 +35,7 @@ def read_call(body: str) -> ToolCall:
         return _bad(f"the call is not valid JSON: {error}")
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return _bad('a call is a JSON object {"name": …, "arguments": {…}}')
-    arguments = data.get("arguments", {})
-    if isinstance(arguments, str):  # some models write the object as a JSON string
-        try:
-            arguments = read_json(arguments, strict=True)
-        except BadText:
-            arguments = None
-    if not isinstance(arguments, dict):
-        return ToolCall(data["name"], {}, "`arguments` is not a JSON object")
-    return ToolCall(data["name"], arguments)
+    return as_tool_call(data["name"], data.get("arguments", {}))
 
 
 def _bad(why: str) -> ToolCall:

@@ -8,15 +8,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 from hone.agents.tools.contract import ToolResponse
 from hone.text import clean_text, clean_values
+from hone.types import JsonValue, Row, Settings
 
-Answer = tuple[ToolResponse, float, dict[str, Any]]
+Shown: TypeAlias = "JsonValue | ToolResponse"
+"""What a model may be shown; anything else is shown as `str` gives it."""
+Rewarded: TypeAlias = "tuple[Shown, float | None] | tuple[Shown, float | None, Settings | None]"
+ToolResult: TypeAlias = "Shown | tuple[Shown] | Rewarded"
+Answer: TypeAlias = tuple[ToolResponse, float, Row]
 
 
-def response_of(value: Any) -> ToolResponse:
+def response_of(value: ToolResult) -> ToolResponse:
     """A ToolResponse as it is; text as its text; dicts, lists and tuples as JSON; else `str`."""
     if isinstance(value, ToolResponse):
         return value
@@ -27,33 +32,44 @@ def response_of(value: Any) -> ToolResponse:
     return ToolResponse(text="" if value is None else str(value))
 
 
-def function_answer(result: Any) -> Answer:
-    """What a function tool returned; a tuple is (answer, reward[, metrics]) where it looks like one."""
-    return tool_answer(result if _has_reward(result) else (result,))
+def normalize_function_tool_return(result: ToolResult) -> Answer:
+    """What a function tool returned; a tuple is (answer, reward[, metrics]) where it looks like one.
+
+    A pair of numbers or texts is data, not a reward. Tuples of no or more than 3 entries are refused.
+    """
+    if isinstance(result, tuple) and not 1 <= len(result) <= 3:
+        raise TypeError(
+            "a function tool returns (answer,), (answer, reward) or (answer, reward, metrics): a "
+            f"tuple of length 1, 2, or 3, got {len(result)}; return a list to show data"
+        )
+    return tool_answer(result) if _has_reward(result) else (response_of(result), 0.0, {})
 
 
-def _has_reward(result: Any) -> bool:
+def _has_reward(result: ToolResult) -> bool:
+    if not isinstance(result, tuple):
+        return False
+    if len(result) == 1:
+        return True
     return (
-        isinstance(result, tuple)
-        and len(result) in (2, 3)
-        and isinstance(result[0], str | ToolResponse | Mapping | list | None)
+        isinstance(result[0], str | ToolResponse | Mapping | list | None)
         and (result[1] is None or _is_number(result[1]))
         and (len(result) == 2 or isinstance(result[2], Mapping | None))
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Shown) -> bool:
     return isinstance(value, int | float) or (hasattr(value, "item") and hasattr(value, "dtype"))
 
 
-def tool_answer(result: Any) -> Answer:
+def tool_answer(result: ToolResult) -> Answer:
     """What `BaseTool.execute` returned: (answer, reward, metrics), or the first one or two of them."""
     parts = result if isinstance(result, tuple) else (result,)
-    reward = float(parts[1]) if len(parts) > 1 and parts[1] is not None else 0.0
+    given = parts[1] if len(parts) > 1 else None
+    facts = parts[2] if len(parts) > 2 else None
+    reward = 0.0 if given is None else float(given)
     if not math.isfinite(reward):
         raise ValueError(f"the reward of a call is {reward}; give a finite number")
-    metrics = dict(parts[2]) if len(parts) > 2 and parts[2] else {}
-    return response_of(parts[0] if parts else None), reward, metrics
+    return response_of(parts[0]), reward, dict(facts or {})
 
 
 def text_of(response: ToolResponse) -> str:

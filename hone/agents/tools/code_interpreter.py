@@ -6,10 +6,10 @@ Its config: `timeout_s` (wall seconds of one program) and `memory_mb`. Nothing r
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from hone.sandbox import run_python
+from hone.types import JsonObject, JsonValue, Row
 
 
 class CodeInterpreterTool(BaseTool):
@@ -34,8 +34,8 @@ class CodeInterpreterTool(BaseTool):
         )
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
+    ) -> tuple[ToolResponse, float, Row]:
         limits = {
             name: self.config[name] for name in ("timeout_s", "memory_mb") if name in self.config
         }

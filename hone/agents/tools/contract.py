@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from hone.types import JsonObject, JsonValue, Row, Settings
+
 
 class ToolError(ValueError):
     """A tool that cannot be listed or called; the message says which and what to write."""
@@ -21,8 +23,8 @@ class ToolResponse:
     """What the model sees of a call."""
 
     text: str | None = None
-    image: list[Any] | None = None
-    video: list[Any] | None = None
+    image: list[Row] | None = None
+    video: list[Row] | None = None
 
     def is_empty(self) -> bool:
         return not (self.text or self.image or self.video)
@@ -37,16 +39,16 @@ class OpenAIFunctionPropertySchema:
 
     type: str | list[str] | None = None
     description: str | None = None
-    enum: list[Any] | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    enum: list[JsonValue] | None = None
+    more: Settings = field(default_factory=dict)
 
     @staticmethod
-    def model_validate(data: Mapping[str, Any]) -> OpenAIFunctionPropertySchema:
+    def model_validate(data: Settings) -> OpenAIFunctionPropertySchema:
         own = {name: data[name] for name in ("type", "description", "enum") if name in data}
         more = {name: value for name, value in data.items() if name not in own}
         return OpenAIFunctionPropertySchema(**own, more=more)
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
+    def model_dump(self, **_: JsonValue) -> JsonObject:
         own = {"type": self.type, "description": self.description, "enum": self.enum}
         return {**{k: v for k, v in own.items() if v is not None}, **self.more}
 
@@ -60,14 +62,14 @@ class OpenAIFunctionParametersSchema:
     type: str = "object"
 
     @staticmethod
-    def model_validate(data: Mapping[str, Any]) -> OpenAIFunctionParametersSchema:
+    def model_validate(data: Settings) -> OpenAIFunctionParametersSchema:
         read = OpenAIFunctionPropertySchema.model_validate
         return OpenAIFunctionParametersSchema(
             properties={k: read(v) for k, v in (data.get("properties") or {}).items()},
             required=tuple(data.get("required") or ()),
         )
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
+    def model_dump(self, **_: JsonValue) -> JsonObject:
         return {
             "type": self.type,
             "properties": {name: p.model_dump() for name, p in self.properties.items()},
@@ -86,7 +88,7 @@ class OpenAIFunctionSchema:
     )
 
     @staticmethod
-    def model_validate(data: Mapping[str, Any]) -> OpenAIFunctionSchema:
+    def model_validate(data: Settings) -> OpenAIFunctionSchema:
         if not isinstance(data.get("name"), str) or not data["name"]:
             raise ToolError(f"a tool schema's `function` needs a `name`, got {dict(data)}")
         return OpenAIFunctionSchema(
@@ -95,7 +97,7 @@ class OpenAIFunctionSchema:
             parameters=OpenAIFunctionParametersSchema.model_validate(data.get("parameters") or {}),
         )
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
+    def model_dump(self, **_: JsonValue) -> JsonObject:
         return {
             "name": self.name,
             "description": self.description,
@@ -111,14 +113,14 @@ class OpenAIFunctionToolSchema:
     type: str = "function"
 
     @staticmethod
-    def model_validate(data: Mapping[str, Any]) -> OpenAIFunctionToolSchema:
+    def model_validate(data: Settings) -> OpenAIFunctionToolSchema:
         if not isinstance(data.get("function"), Mapping):
             raise ToolError(
                 f"a tool schema is {{type: function, function: {{name, …}}}}, got {data}"
             )
         return OpenAIFunctionToolSchema(OpenAIFunctionSchema.model_validate(data["function"]))
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
+    def model_dump(self, **_: JsonValue) -> JsonObject:
         return {"type": self.type, "function": self.function.model_dump()}
 
 
@@ -126,7 +128,7 @@ class BaseTool:
     """Base of every tool. One object serves all trajectories; what differs hangs on `instance_id`."""
 
     def __init__(
-        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+        self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         self.config = dict(config)
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
@@ -146,14 +148,14 @@ class BaseTool:
         return instance_id or uuid4().hex, ToolResponse()
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
+    ) -> tuple[ToolResponse, float, Row]:
         """One call: the answer, its reward, and facts to keep."""
         raise NotImplementedError(f"{type(self).__name__} does not say what a call does (execute)")
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: JsonValue) -> float:
         """The trajectory's score by this tool, at its end."""
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: JsonValue) -> None:
         """Forget the trajectory's state."""

@@ -17,93 +17,119 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from pathlib import Path
+from typing import TypeVar, overload
 
 from hone.agents.bounded import in_thread
-from hone.agents.tools.answers import function_answer
-from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError, ToolResponse
+from hone.agents.tools.answers import ToolResult
+from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError
 from hone.agents.tools.signature import description_of, parameters_of
+from hone.plugins import MissingFile, load_module
+from hone.types import Function, JsonObject, Row, Settings
 
-Function = Callable[..., Any]
-Schema = OpenAIFunctionToolSchema | Mapping[str, Any]
-_DECLARATION = "__hone_function_tool__"
+F = TypeVar("F", bound=Function)
+Schema = OpenAIFunctionToolSchema | Settings
+_TOOL = "__hone_function_tool__"
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Declaration:
-    """What the decorator was given; None is read off the function."""
+@dataclass
+class FunctionTool:
+    """A function and what the model is shown of it. It has no state, so nothing is created or released."""
 
-    name: str | None = None
-    description: str | None = None
-    schema: Schema | None = None
+    name: str
+    fn: Function
+    tool_schema: OpenAIFunctionToolSchema
+    is_async: bool = False
+
+    async def call(self, parameters: JsonObject) -> ToolResult:
+        """What the function returns; a plain one runs in a thread, so that other trajectories go on."""
+        call = functools.partial(self.fn, **parameters)
+        result = await call() if self.is_async else await in_thread(call)
+        return await result if inspect.isawaitable(result) else result
+
+
+FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
+"""The tools by name; of two files' tools of one name the later. A run uses those of its own file."""
+_LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
 @overload
-def function_tool(function: Function, /) -> Function: ...
+def function_tool(name: F, /) -> F: ...
 
 
 @overload
 def function_tool(
-    name: str | None = None, /, *, description: str | None = None, schema: Schema | None = None
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def function_tool(
-    *, name: str, description: str | None = None, schema: Schema | None = None
-) -> Callable[[Function], Function]: ...
+    name: str | None = None, *, description: str | None = None, schema: Schema | None = None
+) -> Callable[[F], F]: ...
 
 
 def function_tool(
-    function: Function | str | None = None,
-    /,
+    name: F | str | None = None,
     *,
-    name: str | None = None,
     description: str | None = None,
     schema: Schema | None = None,
-) -> Any:
+) -> F | Callable[[F], F]:
     """Decorator: the function is a tool when its file is `multi_turn.function_tool_path`.
 
     `@function_tool`, `@function_tool()`, `@function_tool("name")` and
     `@function_tool(name=…, description=…, schema=…)` all work.
     """
-    if isinstance(function, str):
-        function, name = None, function
-    declaration = _Declaration(name, description, schema)
-
-    def declare(thing: Function) -> Function:
-        setattr(thing, _DECLARATION, declaration)
-        return thing
-
-    if function is None:
-        return declare
-    if not callable(function):
-        raise ToolError(f"@function_tool takes a name or nothing, got {function!r}")
-    return declare(function)
+    if callable(name):
+        return _registered(name, None, description, schema)
+    if name is not None and not isinstance(name, str):
+        raise ToolError(f"@function_tool takes a name or nothing, got {name!r}")
+    return lambda function: _registered(function, name, description, schema)
 
 
-def is_function_tool(thing: Any) -> bool:
-    return callable(thing) and isinstance(getattr(thing, _DECLARATION, None), _Declaration)
+def _registered(function: F, name: str | None, text: str | None, schema: Schema | None) -> F:
+    tool = tool_of(function, name, text, schema)
+    taken = FUNCTION_TOOL_REGISTRY.get(tool.name)
+    if taken is not None and taken.fn is not function and _file_of(taken.fn) == _file_of(function):
+        raise ToolError(
+            f"the function tool {tool.name!r} is already registered to "
+            f"{_name_of(taken.fn)}; give {_name_of(function)} another name"
+        )
+    FUNCTION_TOOL_REGISTRY[tool.name] = tool
+    setattr(function, _TOOL, tool)
+    return function
 
 
-def schema_of(function: Function) -> OpenAIFunctionToolSchema:
-    """What the decorator was given, and for the rest the function's name, docstring and parameters."""
-    given = getattr(function, _DECLARATION, _Declaration())
-    if given.schema is not None:
-        schema = given.schema
-        read = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
-        described = dict(read.get("function", read))
-        described.setdefault("name", given.name or _name_of(function))
-        if given.name is not None:
-            described["name"] = given.name
+def tool_of(
+    function: Function,
+    name: str | None = None,
+    description: str | None = None,
+    schema: Schema | None = None,
+) -> FunctionTool:
+    """A tool of a function; name, description and schema that are not given are read off it."""
+    if isinstance(schema, OpenAIFunctionToolSchema) and name in (None, schema.function.name):
+        read = schema
     else:
-        described = {
-            "name": given.name or _name_of(function),
-            "description": given.description or description_of(function),
+        read = _schema_of(function, name, description, schema)
+    is_async = inspect.iscoroutinefunction(function)
+    return FunctionTool(read.function.name, function, read, is_async)
+
+
+def _schema_of(
+    function: Function, name: str | None, description: str | None, schema: Schema | None
+) -> OpenAIFunctionToolSchema:
+    if schema is None:
+        described: Row = {
+            "name": name or _name_of(function),
+            "description": description or description_of(function),
             "parameters": parameters_of(function),
         }
+    else:
+        given = (
+            schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
+        )
+        inner = given.get("function")
+        described = dict(inner) if isinstance(inner, Mapping) else given
+        described["name"] = name or described.get("name") or _name_of(function)
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": described})
 
 
@@ -111,17 +137,36 @@ def _name_of(function: Function) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-class FunctionTool(BaseTool):
-    """Calls the function; a plain one in a thread, so that other trajectories go on."""
+def _file_of(function: Function) -> str | None:
+    return getattr(function, "__module__", None)
 
-    def __init__(self, function: Function, config: Mapping[str, Any] | None = None):
-        self.function = function
-        super().__init__(config or {}, schema_of(function))
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        call = functools.partial(self.function, **parameters)
-        is_async = inspect.iscoroutinefunction(self.function)
-        result = await call() if is_async else await in_thread(call)
-        return function_answer(await result if inspect.isawaitable(result) else result)
+def get_function_tool(name: str) -> FunctionTool:
+    """The tool of a name; KeyError where no loaded file has it."""
+    if name not in FUNCTION_TOOL_REGISTRY:
+        raise KeyError(
+            f"there is no function tool {name!r}; name its file in multi_turn.function_tool_path"
+        )
+    return FUNCTION_TOOL_REGISTRY[name]
+
+
+def load_function_tools_from_path(path: str) -> list[FunctionTool]:
+    """The tools of a Python file, which is run once per process."""
+    file = Path(path).expanduser()
+    if file.suffix == ".py" and not file.is_file():
+        raise MissingFile(f"function_tool_path does not exist: {path!r} (looked in {Path.cwd()})")
+    key = str(file.resolve()) if file.is_file() else path
+    if key not in _LOADED_FUNCTION_TOOL_PATHS:
+        things = vars(load_module(path)).values()
+        tools = [tool for tool in (_tool_on(thing) for thing in things) if tool is not None]
+        unique = list({id(tool): tool for tool in tools}.values())
+        FUNCTION_TOOL_REGISTRY.update({tool.name: tool for tool in unique})
+        if not unique:
+            logger.warning("%s: no @function_tool decorators found above its functions", path)
+        _LOADED_FUNCTION_TOOL_PATHS[key] = unique
+    return _LOADED_FUNCTION_TOOL_PATHS[key]
+
+
+def _tool_on(thing: Function) -> FunctionTool | None:
+    tool = getattr(thing, _TOOL, None) if callable(thing) else None
+    return tool if isinstance(tool, FunctionTool) else None

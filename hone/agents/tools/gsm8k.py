@@ -5,10 +5,9 @@ A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from hone.rewards.scores.gsm8k import compute_score
+from hone.types import JsonObject, JsonValue, Row, Settings
 
 NO_BETTER = -0.05
 """Reward of a call whose answer scores no better than the best before it."""
@@ -17,9 +16,9 @@ NO_BETTER = -0.05
 class Gsm8kTool(BaseTool):
     """Says `score` of the answer given; asking again without improving costs a little."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+    def __init__(self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
-        self._asked: dict[str, dict[str, Any]] = {}
+        self._asked: dict[str, Row] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         answer = {"type": "string", "description": "The model's answer, as in the last line"}
@@ -39,15 +38,15 @@ class Gsm8kTool(BaseTool):
         )
 
     async def create(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: JsonValue
     ) -> tuple[str, ToolResponse]:
         instance_id, response = await super().create(instance_id)
         self._asked[instance_id] = {"ground_truth": ground_truth, "answer": "", "best": 0.0}
         return instance_id, response
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
+    ) -> tuple[ToolResponse, float, Row]:
         answer = parameters.get("answer", "")
         state = self._asked[instance_id]
         state["answer"] = str(answer)
@@ -57,9 +56,9 @@ class Gsm8kTool(BaseTool):
         said = f"Current parsed answer={answer!r} score={score}"
         return ToolResponse(text=said), reward, {"score": score}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: JsonValue) -> float:
         state = self._asked[instance_id]
         return compute_score(state["answer"], state["ground_truth"], method="flexible")
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: JsonValue) -> None:
         del self._asked[instance_id]

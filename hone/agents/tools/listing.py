@@ -11,26 +11,38 @@ Leaves out MCP servers: `type: mcp` is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError
-from hone.agents.tools.function_tool import FunctionTool, is_function_tool
-from hone.plugins import load_module, load_object
+from hone.agents.tools.function_tool import FunctionTool, load_function_tools_from_path
+from hone.plugins import load_object
 from hone.text import BadText, read_yaml, shown
+from hone.types import Row, Settings
+
+Tool: TypeAlias = BaseTool | FunctionTool
+"""What a run may call: an object with state per trajectory, or a plain function."""
 
 
-def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, BaseTool]:
-    """Every tool by the name its schema gives it."""
-    found = [*_listed(tool_config_path), *_functions(function_tool_path)]
-    tools: dict[str, BaseTool] = {}
-    for tool in found:
-        if tool.name in tools:
-            raise ToolError(f"two tools are called {tool.name!r}; give each its own name")
-        tools[tool.name] = tool
-    return tools
+def load_all_tools(
+    tool_config_path: str | None = None, function_tool_path: str | None = None
+) -> list[Tool]:
+    """The tools of a YAML list and those of a Python file; each has a name of its own."""
+    listed = initialize_tools_from_config(tool_config_path) if tool_config_path else []
+    functions = load_function_tools_from_path(function_tool_path) if function_tool_path else []
+    if function_tool_path and not functions:
+        raise ToolError(
+            f"{function_tool_path} has no tool; put @function_tool "
+            "(hone.tools.function_tool) above a function"
+        )
+    both = sorted({tool.name for tool in listed} & {tool.name for tool in functions})
+    if both:
+        raise ToolError(
+            f"the function tools {both} collide with tools of {tool_config_path}; give each its own name"
+        )
+    return [*listed, *functions]
 
 
-def read_entries(path: str, section: str) -> list[dict[str, Any]]:
+def read_entries(path: str, section: str) -> list[Row]:
     """The list under `section` of a YAML file, each entry with a `class_name`."""
     try:
         loaded = read_yaml(path)
@@ -47,10 +59,10 @@ def read_entries(path: str, section: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _listed(path: str | None) -> list[BaseTool]:
-    if not path:
-        return []
-    tools = []
+def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
+    """The tools of a YAML list, made anew."""
+    path = tools_config_file
+    tools: dict[str, BaseTool] = {}
     for entry in read_entries(path, "tools"):
         config = entry.get("config") or {}
         if not isinstance(config, Mapping):
@@ -66,11 +78,13 @@ def _listed(path: str | None) -> list[BaseTool]:
             raise ToolError(
                 f"{path}: {entry['class_name']} is no tool; derive from hone.tools.base_tool.BaseTool"
             )
-        tools.append(tool)
-    return tools
+        if tool.name in tools:
+            raise ToolError(f"{path}: two tools are called {tool.name!r}; give each its own name")
+        tools[tool.name] = tool
+    return list(tools.values())
 
 
-def _schema(entry: Mapping[str, Any], path: str) -> OpenAIFunctionToolSchema | None:
+def _schema(entry: Settings, path: str) -> OpenAIFunctionToolSchema | None:
     schema = entry.get("tool_schema")
     if not schema:
         return None
@@ -78,16 +92,3 @@ def _schema(entry: Mapping[str, Any], path: str) -> OpenAIFunctionToolSchema | N
         return OpenAIFunctionToolSchema.model_validate(schema)
     except (ToolError, AttributeError) as error:
         raise ToolError(f"{path}, {entry['class_name']}: {error}") from error
-
-
-def _functions(path: str | None) -> list[BaseTool]:
-    if not path:
-        return []
-    module = load_module(path)
-    functions = {id(thing): thing for thing in vars(module).values() if is_function_tool(thing)}
-    tools: list[BaseTool] = [FunctionTool(function) for function in functions.values()]
-    if not tools:
-        raise ToolError(
-            f"{path} has no tool; put @function_tool (hone.agents.tools.function_tool) above a function"
-        )
-    return tools

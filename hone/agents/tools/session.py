@@ -12,14 +12,17 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from hone.agents.bounded import Overdue, bounded
 from hone.agents.parsers.contract import ToolCall
-from hone.agents.tools.answers import text_of, tool_answer
+from hone.agents.tools.answers import Answer, normalize_function_tool_return, text_of, tool_answer
 from hone.agents.tools.contract import BaseTool
+from hone.agents.tools.function_tool import FunctionTool
+from hone.agents.tools.listing import Tool
 from hone.text import clean_text, clean_values, described
+from hone.types import Function, Row, Settings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ class ToolFacts:
     """What is kept of a trajectory's calls."""
 
     rewards: list[float] = field(default_factory=list)
-    outputs: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[Row] = field(default_factory=list)
     timeouts: list[str] = field(default_factory=list)
     failures: int = 0
 
@@ -50,7 +53,7 @@ class ToolFacts:
 class _Answer:
     text: str
     reward: float | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Settings = field(default_factory=dict)
     failed: bool = False
     timed_out: bool = False
 
@@ -68,8 +71,8 @@ class ToolSession:
 
     def __init__(
         self,
-        tools: Mapping[str, BaseTool],
-        tools_kwargs: Mapping[str, Any],
+        tools: Mapping[str, Tool],
+        tools_kwargs: Settings,
         limits: CallLimits,
     ) -> None:
         self._tools = tools
@@ -129,9 +132,9 @@ class ToolSession:
 
     async def _create(self, name: str) -> _Answer | None:
         """Begin a tool's state; what the model reads where it cannot be, or None."""
-        if name in self._instances:
-            return None
         tool = self._tools[name]
+        if name in self._instances or isinstance(tool, FunctionTool):
+            return None
 
         async def work() -> str:
             given = dict(self._kwargs_of(name, "create_kwargs"))
@@ -150,12 +153,9 @@ class ToolSession:
     async def _one(self, call: ToolCall, refused: _Answer | None) -> _Answer:
         if refused is not None:
             return refused
-        tool, instance = self._tools[call.name], self._instances[call.name]
 
-        async def work() -> tuple[str, float, dict[str, Any]]:
-            given = self._kwargs_of(call.name, "execute_kwargs")
-            result = await tool.execute(instance, dict(call.arguments), **given)
-            response, reward, metrics = tool_answer(result)
+        async def work() -> tuple[str, float, Row]:
+            response, reward, metrics = await self._called(call)
             return text_of(response), reward, metrics
 
         try:
@@ -164,7 +164,14 @@ class ToolSession:
             return self._error(str(failure), failure.late)
         return _Answer(self._limits.cut(text), reward, more)
 
-    async def _bounded(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _called(self, call: ToolCall) -> Answer:
+        tool, arguments = self._tools[call.name], dict(call.arguments)
+        if isinstance(tool, FunctionTool):
+            return normalize_function_tool_return(await tool.call(arguments))
+        given = self._kwargs_of(call.name, "execute_kwargs")
+        return tool_answer(await tool.execute(self._instances[call.name], arguments, **given))
+
+    async def _bounded(self, name: str, work: Coroutine[None, None, T]) -> T:
         """What a verb of a tool gives, within the time of a call."""
         try:
             return await bounded(work, self._limits.timeout_s)
@@ -180,7 +187,7 @@ class ToolSession:
     def _error(self, text: str, late: bool = False) -> _Answer:
         return _Answer(self._limits.cut(clean_text(f"Error: {text}")), failed=True, timed_out=late)
 
-    def _kwargs_of(self, name: str, kind: str) -> Mapping[str, Any]:
+    def _kwargs_of(self, name: str, kind: str) -> Settings:
         return (self._kwargs.get(name) or {}).get(kind) or {}
 
     async def scores(self) -> dict[str, float]:
@@ -196,7 +203,7 @@ class ToolSession:
 
     async def _score(self, name: str, instance: str) -> float:
         given = self._kwargs_of(name, "calc_reward_kwargs")
-        score = float(await self._tools[name].calc_reward(instance, **given))
+        score = float(await self._stateful(name).calc_reward(instance, **given))
         if not math.isfinite(score):
             raise ValueError(f"calc_reward gave {score}")
         return score
@@ -212,7 +219,13 @@ class ToolSession:
 
     async def _release(self, name: str, instance: str) -> None:
         given = self._kwargs_of(name, "release_kwargs")
-        await self._tools[name].release(instance, **given)
+        await self._stateful(name).release(instance, **given)
+
+    def _stateful(self, name: str) -> BaseTool:
+        tool = self._tools[name]
+        if isinstance(tool, FunctionTool):
+            raise TypeError(f"{name} is a function and has no state")
+        return tool
 
     def _count(self, name: str, failure: _ToolFailed) -> None:
         self.facts.failures += 1
@@ -220,7 +233,7 @@ class ToolSession:
             self.facts.timeouts.append(name)
 
 
-def _takes_anything(function: Callable[..., Any]) -> bool:
+def _takes_anything(function: Function) -> bool:
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     return inspect.Parameter.VAR_KEYWORD in kinds
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hone.agents.tools.contract import ToolError
+from hone.types import Function, Row
 
 _JSON_TYPES = {
     str: "string",
@@ -32,7 +33,7 @@ _ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _FIELD = re.compile(r"^\s*:(?:param|parameter|arg)\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
 
 
-def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+def parameters_of(function: Function) -> Row:
     """The JSON schema of the function's parameters."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -42,11 +43,14 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     except (NameError, TypeError, ValueError) as error:
         raise ToolError(f"tool {name}: its signature cannot be read: {error}") from error
     texts = _argument_texts(function)
-    properties: dict[str, Any] = {}
+    properties: Row = {}
     required: list[str] = []
     for key, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ToolError(f"tool {name}: *{key} cannot be shown to a model; name every parameter")
+            raise ToolError(
+                f"tool {name}: the variadic parameter *{key} cannot be shown to a model; name every "
+                "parameter"
+            )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolError(f"tool {name}: {key} is positional only; a model names its arguments")
         properties[key] = schema_of_type(hints.get(key, str))
@@ -57,7 +61,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required}
 
 
-def schema_of_type(hint: Any) -> dict[str, Any]:
+def schema_of_type(hint: Any) -> Row:
     """The JSON schema of one annotation; what JSON has no word for is a string."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -76,12 +80,12 @@ def schema_of_type(hint: Any) -> dict[str, Any]:
     return {"type": kind}
 
 
-def _one_of(hints: Sequence[Any]) -> dict[str, Any]:
+def _one_of(hints: Sequence[Any]) -> Row:
     kinds = list(dict.fromkeys(schema_of_type(hint)["type"] for hint in hints))
     return {"type": kinds[0] if len(kinds) == 1 else kinds}
 
 
-def description_of(function: Callable[..., Any]) -> str:
+def description_of(function: Function) -> str:
     """The docstring without what it says of arguments and results."""
     lines: list[str] = []
     for line in _docstring(function):
@@ -91,7 +95,7 @@ def description_of(function: Callable[..., Any]) -> str:
     return "\n".join(lines).strip()
 
 
-def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+def _argument_texts(function: Function) -> dict[str, str]:
     """Parameter → what the docstring says of it, from an `Args:` section or `:param` lines."""
     texts: dict[str, list[str]] = {}
     name: str | None = None
@@ -117,5 +121,5 @@ def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
     return {key: " ".join(part for part in parts if part) for key, parts in texts.items()}
 
 
-def _docstring(function: Callable[..., Any]) -> list[str]:
+def _docstring(function: Function) -> list[str]:
     return (inspect.getdoc(function) or "").splitlines()

@@ -19,7 +19,7 @@ def test_it_ends_at_the_first_right_answer() -> None:
             heard.append((await teacher.generate_response(one, messages))[:3])
         assert await teacher.calculate_score(one) == 1.0
         await teacher.finalize_interaction(one)
-        assert teacher._talks == {}
+        assert teacher._instance_dict == {}
         return heard
 
     assert asyncio.run(talk()) == [(False, WRONG, 0.0), (True, RIGHT, 1.0)]

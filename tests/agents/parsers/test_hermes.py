@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.agents.parsers.contract import PARSERS, ToolCall
-from hone.agents.parsers.hermes import HermesParser
+from hone.agents.parsers.hermes import HermesToolParser
 
-PARSE = HermesParser().calls
+PARSE = HermesToolParser().calls
 
 
 def call(body: str) -> str:
@@ -17,7 +17,7 @@ def call(body: str) -> str:
 
 
 def test_the_table_knows_it() -> None:
-    assert PARSERS.get("hermes") is HermesParser
+    assert PARSERS.get("hermes") is HermesToolParser
 
 
 def test_calls_are_read_in_order_and_the_text_around_them_is_not() -> None:

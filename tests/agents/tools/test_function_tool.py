@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
+from hone.agents.tools.answers import Answer, normalize_function_tool_return
 from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError, ToolResponse
-from hone.agents.tools.function_tool import FunctionTool, function_tool, is_function_tool
+from hone.agents.tools.function_tool import (
+    FUNCTION_TOOL_REGISTRY,
+    function_tool,
+    get_function_tool,
+    load_function_tools_from_path,
+    tool_of,
+)
+from hone.types import Function
+
+
+@pytest.fixture(autouse=True)
+def no_tools_before() -> Iterator[None]:
+    FUNCTION_TOOL_REGISTRY.clear()
+    yield
+    FUNCTION_TOOL_REGISTRY.clear()
+
+
+def called(function: Function, **arguments: Any) -> Answer:
+    """What the model reads of a call, with its reward and metrics."""
+    return normalize_function_tool_return(asyncio.run(tool_of(function).call(arguments)))
 
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: Optional[int] = None) -> str:  # noqa: UP045
@@ -55,11 +77,10 @@ def test_every_form_of_the_decorator_makes_a_tool(decorate: Any, name: str) -> N
         return weather(city)
 
     copy.__name__ = "weather"
-    tool = decorate(copy)
-    assert tool is copy
-    assert is_function_tool(tool)
-    assert FunctionTool(tool).name == name
-    assert asyncio.run(FunctionTool(tool).execute("i", {"city": "Rome"}))[0].text == "Rome sunny"
+    assert decorate(copy) is copy
+    tool = get_function_tool(name)
+    assert (tool.name, tool.fn, tool.tool_schema.function.name) == (name, copy, name)
+    assert asyncio.run(tool.call({"city": "Rome"})) == "Rome sunny"
 
 
 def test_what_is_no_function_is_refused() -> None:
@@ -68,7 +89,7 @@ def test_what_is_no_function_is_refused() -> None:
 
 
 def test_the_schema_has_descriptions_enums_and_what_is_required() -> None:
-    assert FunctionTool(weather).tool_schema.model_dump()["function"] == {
+    assert tool_of(weather).tool_schema.model_dump()["function"] == {
         "name": "weather",
         "description": "The weather of a city.\n\nSunny, mostly.",
         "parameters": {
@@ -101,7 +122,7 @@ def test_nested_and_annotated_types_are_shown() -> None:
         :param str f: something
         """
 
-    shown = FunctionTool(many).tool_schema.model_dump()["function"]
+    shown = tool_of(many).tool_schema.model_dump()["function"]
     assert shown["parameters"]["properties"] == {
         "a": {"type": "array", "items": {"type": "integer"}},
         "b": {"type": "object"},
@@ -117,9 +138,9 @@ def test_parameters_that_a_model_cannot_name_are_refused() -> None:
     def positional(a: int, /) -> None: ...
 
     with pytest.raises(ToolError, match="name every parameter"):
-        FunctionTool(lambda *a: None)
+        tool_of(lambda *a: None)
     with pytest.raises(ToolError, match="positional only"):
-        FunctionTool(positional)
+        tool_of(positional)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +159,8 @@ def test_parameters_that_a_model_cannot_name_are_refused() -> None:
         ((3, 4), "[3, 4]", 0.0, {}),
         (7, "7", 0.0, {}),
         (None, "", 0.0, {}),
+        (("alone",), "alone", 0.0, {}),
+        (("t", False), "t", 0.0, {}),
     ],
 )
 def test_what_a_function_may_return(result: Any, text: str, reward: float, metrics: Any) -> None:
@@ -145,7 +168,7 @@ def test_what_a_function_may_return(result: Any, text: str, reward: float, metri
         return result
 
     for function in (lambda: result, later):
-        answer = asyncio.run(FunctionTool(function).execute("i", {}))
+        answer = called(function)
         assert (answer[0].text, answer[1], answer[2]) == (text, reward, metrics)
 
 
@@ -153,12 +176,60 @@ def test_an_argument_may_have_any_name() -> None:
     def call(function: str, self: str) -> str:
         return function + self
 
-    assert asyncio.run(FunctionTool(call).execute("i", {"function": "a", "self": "b"}))[0].text == (
-        "ab"
-    )
+    assert asyncio.run(tool_of(call).call({"function": "a", "self": "b"})) == "ab"
 
 
 def test_a_response_may_be_text_alone() -> None:
     assert ToolResponse(text="a").is_text_only()
     assert not ToolResponse(text="a", image=["x"]).is_text_only()
     assert not ToolResponse().is_text_only()
+
+
+@pytest.mark.parametrize("result", [(), ("a", 1, {}, "more")])
+def test_a_tuple_of_another_length_is_refused(result: Any) -> None:
+    with pytest.raises(TypeError, match="length 1, 2, or 3"):
+        normalize_function_tool_return(result)
+
+
+def test_two_functions_of_one_file_may_not_share_a_name() -> None:
+    function_tool("one")(weather)
+    function_tool("one")(weather)  # the same function again
+    with pytest.raises(ToolError, match="'one' is already registered to weather"):
+        function_tool("one")(lambda x: x)
+
+
+TOOLS = """
+from hone.tools.function_tool import function_tool
+
+@function_tool("mine")
+def first(x: int) -> int:
+    return x
+
+also = first
+"""
+
+
+def test_a_file_is_run_once_and_gives_its_own_tools_alone(tmp_path: Path) -> None:
+    function_tool("before")(weather)
+    file = tmp_path / "own.py"
+    file.write_text(TOOLS)
+    (tool,) = load_function_tools_from_path(str(file))
+    assert load_function_tools_from_path(str(file))[0] is tool is FUNCTION_TOOL_REGISTRY["mine"]
+    assert tool.name == "mine"
+    assert "before" in FUNCTION_TOOL_REGISTRY
+
+
+def test_two_files_may_have_tools_of_one_name(tmp_path: Path) -> None:
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text(TOOLS)
+    first, second = (load_function_tools_from_path(str(file))[0] for file in files)
+    assert first is not second
+    assert FUNCTION_TOOL_REGISTRY["mine"] is second
+
+
+def test_a_missing_file_and_a_missing_name_are_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="function_tool_path does not exist"):
+        load_function_tools_from_path(str(tmp_path / "no.py"))
+    with pytest.raises(KeyError, match="no function tool 'nobody'"):
+        get_function_tool("nobody")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hone.agents.interactions.listing import load_interactions
+from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError
+from hone.agents.tools.function_tool import FunctionTool
 from hone.agents.tools.gsm8k import Gsm8kTool
-from hone.agents.tools.listing import load_tools
+from hone.agents.tools.listing import load_all_tools
+from hone.plugins import PluginError
 
 LISTED = """
 tools:
@@ -54,8 +56,8 @@ def written(path: Path, text: str) -> str:
 
 
 def test_a_listed_class_keeps_its_schema_to_the_last_key(tmp_path: Path) -> None:
-    tools = load_tools(written(tmp_path / "tools.yaml", LISTED), None)
-    tool = tools["calc_gsm8k_reward"]
+    (tool,) = load_all_tools(written(tmp_path / "tools.yaml", LISTED), None)
+    assert tool.name == "calc_gsm8k_reward"
     assert isinstance(tool, Gsm8kTool)
     shown = tool.tool_schema.model_dump()
     assert shown["function"]["parameters"]["properties"] == {
@@ -66,8 +68,9 @@ def test_a_listed_class_keeps_its_schema_to_the_last_key(tmp_path: Path) -> None
 
 
 def test_decorated_functions_are_tools_with_a_schema_from_their_signature(tmp_path: Path) -> None:
-    tools = load_tools(None, written(tmp_path / "own.py", FUNCTIONS))
-    assert set(tools) == {"add", "shout"}
+    loaded = load_all_tools(None, written(tmp_path / "own.py", FUNCTIONS))
+    tools = {tool.name: tool for tool in loaded if isinstance(tool, FunctionTool)}
+    assert list(tools) == ["add", "shout"]
     assert tools["add"].tool_schema.model_dump()["function"] == {
         "name": "add",
         "description": "Add two numbers.",
@@ -81,15 +84,15 @@ def test_decorated_functions_are_tools_with_a_schema_from_their_signature(tmp_pa
             "required": ["a"],
         },
     }
-    assert asyncio.run(tools["add"].execute("i", {"a": 2}))[0].text == "3"
-    assert asyncio.run(tools["shout"].execute("i", {"text": "ho"}))[0].text == "HO"
+    assert asyncio.run(tools["add"].call({"a": 2})) == 3
+    assert asyncio.run(tools["shout"].call({"text": "ho"})) == "HO"
 
 
 def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
     listed = written(tmp_path / "tools.yaml", LISTED)
     own = FUNCTIONS.replace("def add", "def calc_gsm8k_reward")
-    with pytest.raises(ToolError, match="two tools are called 'calc_gsm8k_reward'"):
-        load_tools(listed, written(tmp_path / "own.py", own))
+    with pytest.raises(ToolError, match=r"\['calc_gsm8k_reward'\] collide with tools of"):
+        load_all_tools(listed, written(tmp_path / "own.py", own))
 
 
 @pytest.mark.parametrize(
@@ -110,27 +113,28 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
 )
 def test_a_wrong_list_says_what_is_wrong(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ToolError, match=why):
-        load_tools(written(tmp_path / "tools.yaml", text), None)
+        load_all_tools(written(tmp_path / "tools.yaml", text), None)
 
 
 def test_a_missing_file_and_a_file_without_tools_are_said(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"no\.yaml does not exist"):
-        load_tools(str(tmp_path / "no.yaml"), None)
+        load_all_tools(str(tmp_path / "no.yaml"), None)
     with pytest.raises(ToolError, match="has no tool; put @function_tool"):
-        load_tools(None, written(tmp_path / "empty.py", "x = 1\n"))
+        load_all_tools(None, written(tmp_path / "empty.py", "x = 1\n"))
     own = FUNCTIONS.replace("def add(a: float", "def add(*a: float")
-    with pytest.raises(ToolError, match="cannot be shown to a model"):
-        load_tools(None, written(tmp_path / "star.py", own))
+    with pytest.raises(PluginError, match=r"variadic parameter .*cannot be shown to a model"):
+        load_all_tools(None, written(tmp_path / "star.py", own))
 
 
 def test_interactions_are_listed_by_name(tmp_path: Path) -> None:
     entry = "  - class_name: hone.interactions.gsm8k_interaction.Gsm8kInteraction\n"
-    found = load_interactions(written(tmp_path / "i.yaml", "interaction:\n" + entry))
+    found = initialize_interactions_from_config(
+        written(tmp_path / "i.yaml", "interaction:\n" + entry)
+    )
     assert found["gsm8k"].name == "gsm8k"
     twice = written(tmp_path / "two.yaml", "interaction:\n" + entry + entry)
     with pytest.raises(ToolError, match="two interactions are called 'gsm8k'"):
-        load_interactions(twice)
-    assert load_interactions(None) == {}
+        initialize_interactions_from_config(twice)
 
 
 def test_a_tool_without_execute_says_so() -> None:
@@ -145,4 +149,4 @@ def test_a_tool_without_execute_says_so() -> None:
 )
 def test_a_hostile_list_is_an_error_with_its_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(ToolError, match=r"tools\.yaml"):
-        load_tools(written(tmp_path / "tools.yaml", text), None)
+        load_all_tools(written(tmp_path / "tools.yaml", text), None)

@@ -1,0 +1,127 @@
+"""The calls of other models' formats, and verl's side of a parser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.agents.parsers.contract import PARSERS, FunctionCall, ToolCall, ToolParser
+from hone.agents.parsers.hermes import HermesToolParser
+from hone.agents.parsers.tagged import Qwen3XMLToolParser
+from hone.agents.tools.contract import OpenAIFunctionToolSchema
+from hone.models.tiny import character_tokenizer
+
+ADD = OpenAIFunctionToolSchema.model_validate(
+    {
+        "function": {
+            "name": "add",
+            "parameters": {
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": "string"},
+                    "c": {"type": "array"},
+                    "d": {"type": "boolean"},
+                }
+            },
+        }
+    }
+)
+QWEN3 = (
+    "hm<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>"
+    "<parameter=c>[1, 2]</parameter><parameter=d>True</parameter><parameter=e>3</parameter>"
+    "\n</function>\n</tool_call>"
+)
+GLM = (
+    "hm<tool_call>add\n<arg_key>a</arg_key><arg_value>1</arg_value>\n<arg_key>b</arg_key>"
+    "<arg_value>two</arg_value></tool_call>"
+)
+KIMI = (
+    "hm<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+)
+GPT_OSS = (
+    "<|channel|>analysis<|message|>use add<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "call"),
+    [
+        (
+            "qwen3_coder",
+            QWEN3,
+            ToolCall("add", {"a": 1, "b": "2", "c": [1, 2], "d": True, "e": "3"}),
+        ),
+        ("glm", GLM, ToolCall("add", {"a": 1, "b": "two"})),
+        ("kimi", KIMI, ToolCall("add", {"a": 1}, tool_call_id="functions.add:0")),
+        ("gpt-oss", GPT_OSS, ToolCall("add", {"a": 1})),
+    ],
+)
+def test_a_call_is_read(name: str, text: str, call: ToolCall) -> None:
+    parser = ToolParser.get_tool_parser(name, character_tokenizer())
+    assert parser.calls_to([ADD], text) == [call]
+    assert parser.calls_to([], "no call") == []
+
+
+def test_what_is_broken_comes_back_with_an_error() -> None:
+    for name, text in (
+        ("qwen3_coder", "<tool_call><function=add</function></tool_call>"),
+        ("kimi", KIMI.replace("1}", "1")),
+        ("gpt-oss", GPT_OSS.replace("1}", "1")),
+    ):
+        (call,) = PARSERS.get(name)().calls_to([ADD], text)
+        assert call.error, name
+
+
+def test_a_parameter_is_never_run() -> None:
+    payload = '__import__("os").system("true")'
+    call = Qwen3XMLToolParser()._parse_xml_function_call(
+        f"add><parameter=c>{payload}</parameter><parameter=cut", [ADD]
+    )
+    assert call is not None
+    assert json.loads(call.arguments) == {"c": payload}
+    assert Qwen3XMLToolParser()._parse_xml_function_call("add", None) is None
+
+
+@pytest.mark.parametrize("name", PARSERS.names())
+@given(text=st.text(alphabet='<>|/{}":=_ abcdefilmnorstu', max_size=60))
+def test_no_text_breaks_a_parser(name: str, text: str) -> None:
+    marks = ("<tool_call>", "<function=", "<|tool_calls_section_begin|><|tool_call_begin|>")
+    for mark in (*marks, " to=functions."):
+        PARSERS.get(name)().calls_to([ADD], f"{mark}{text}</function></tool_call><|call|>")
+
+
+def test_a_parser_gives_text_and_calls_of_token_ids_as_in_verl() -> None:
+    tokenizer = character_tokenizer()
+    good = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = tokenizer.encode(f"I add {good} now <tool_call>no</tool_call>")
+    text, calls = asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(ids))
+    assert text.split() == ["I", "add", "now"]
+    assert calls == [FunctionCall(name="add", arguments='{"a": 1}')]
+    words = tokenizer.encode("no call")
+    assert asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(words)) == ("no call", [])
+
+
+def test_a_parser_in_verls_form_is_registered_and_read_by_the_loop() -> None:
+    @ToolParser.register("verl_style")
+    class Mine(ToolParser):
+        async def extract_tool_calls(self, responses_ids, tools=None):  # type: ignore[no-untyped-def]
+            text = self.tokenizer.decode(responses_ids)
+            bad = FunctionCall(name="bad", arguments="{")
+            return "", [FunctionCall(name=text, arguments='{"x": 1}'), bad]
+
+    try:
+        tokenizer = character_tokenizer()
+        parser = ToolParser.get_tool_parser("verl_style", tokenizer)
+        good, bad = asyncio.run(parser.read("add", tokenizer.encode("add"), [ADD]))
+    finally:
+        PARSERS.remove("verl_style")
+    assert good == ToolCall("add", {"x": 1})
+    assert bad.error == "`arguments` is not a JSON object"
+    with pytest.raises(ValueError, match="unknown tool-call parser 'verl_style'"):
+        ToolParser.get_tool_parser("verl_style", tokenizer)
