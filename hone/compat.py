@@ -17,6 +17,7 @@ from typing import Any
 _CONTROLLER = "hone.controller"
 _SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
+_STREAMING = f"{_MANAGERS}.streaming"
 _ADVANTAGES = "hone.algorithms.advantages"
 _LOSSES = "hone.algorithms.policy_losses"
 _CORE = "hone.algorithms.core_algos"
@@ -29,6 +30,10 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.reward_score.math": f"{_SCORES}.math_reward",
     "hone.utils.reward_score.math_reward": f"{_SCORES}.math_reward",
     "hone.utils.reward_score.math_dapo": f"{_SCORES}.math_dapo",
+    "hone.utils.reward_score.math_batch": f"{_SCORES}.math_reward",
+    "hone.utils.reward_score.math_verify": f"{_SCORES}.math_verify",
+    "hone.utils.reward_score.rlla": f"{_SCORES}.rlla",
+    "hone.utils.reward_score.sandbox_fusion": f"{_SCORES}.sandbox_fusion",
     "hone.utils.reward_score.prime_math": f"{_SCORES}.prime_math",
     "hone.utils.reward_score.prime_code": f"{_SCORES}.prime_code",
     "hone.utils.reward_score.geo3k": f"{_SCORES}.geo3k",
@@ -59,6 +64,10 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
     "hone.utils.seqlen_balancing": "hone.ops.balancing",
     "hone.utils.tracking": "hone.tracking",
+    "hone.utils.fs": f"{_DATA}.files",
+    "hone.utils.hdfs_io": f"{_DATA}.files",
+    "hone.utils.device": "hone.ops.device",
+    "hone.utils.rollout_trace": "hone.tracking.markers",
 }
 """Paths whose every name is in one module here."""
 
@@ -115,6 +124,42 @@ _TOOL_LISTS = {
     "load_all_tools": "hone.agents.tools.listing:load_all_tools",
     "get_tool_class": "hone.plugins:load_object",
 }
+_MARKERS = {
+    name: f"hone.tracking.markers:{name}"
+    for name in (
+        "GPUMemoryLogger",
+        "log_gpu_memory_usage",
+        "mark_annotate",
+        "mark_end_range",
+        "mark_start_range",
+        "marked_timer",
+        "simple_timer",
+    )
+}
+_REWARD_LOOP_NAMES = {
+    "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
+    "get_reward_loop_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
+    "get_reward_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
+    "register": f"{_MANAGERS}.registry:register",
+    "RewardLoopManagerBase": f"{_STREAMING}:RewardManagerBase",
+    "RewardManagerBase": f"{_STREAMING}:RewardManagerBase",
+    **{
+        f"{kind}{ending}": f"{_STREAMING}:{kind}RewardManager"
+        for kind in ("Naive", "DAPO", "RateLimited")
+        for ending in ("RewardManager", "RewardLoopManager")
+    },
+}
+_REWARD_LOOP_PATHS = (
+    "hone.experimental.reward_loop",
+    *(
+        f"{path}{name}"
+        for path in (
+            "hone.experimental.reward_loop.reward_manager",
+            "hone.experimental.reward.reward_loop",
+        )
+        for name in ("", ".base", ".naive", ".dapo", ".limited", ".registry")
+    ),
+)
 _BASE_NAMES = {
     "Worker": f"{_CONTROLLER}:Worker",
     "WorkerGroup": f"{_CONTROLLER}:WorkerGroup",
@@ -246,6 +291,15 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.dataset.dynamicgen_dataset": {
         "AbstractDataGenerator": f"{_DATA}:AbstractDataGenerator",
         "DynamicGenDataset": f"{_DATA}:DynamicGenDataset",
+    },
+    **dict.fromkeys(_REWARD_LOOP_PATHS, _REWARD_LOOP_NAMES),
+    "hone.utils.profiler": _MARKERS,
+    "hone.utils.profiler.performance": _MARKERS,
+    "hone.utils.debug": _MARKERS,
+    "hone.utils.debug.performance": _MARKERS,
+    "hone.utils.ray_utils": {"get_event_loop": "hone.event_loop:get_event_loop"},
+    "hone.utils.chat_template": {
+        "initialize_system_prompt": f"{_DATA}.prompts:initialize_system_prompt"
     },
     "hone.utils.import_utils": {
         "load_extern_object": "hone.rewards:load_extern_object",

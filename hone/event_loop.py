@@ -28,6 +28,16 @@ GRACE_S = 2.0
 """How long tasks that are left at the end may take to clean up; then they are left behind."""
 
 
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """The running event loop, or a new one that is this thread's from now on; verl's name."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        return loop
+
+
 def run_to_end(work: Coroutine[None, None, T]) -> T:
     """What the coroutine returns or raises, from an event loop of its own in this thread."""
     return EventLoopRun(work).run()

@@ -28,6 +28,7 @@ from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.managers.streaming import RewardManagerBase
 from hone.rewards.scores.table import register_score
 from hone.tokenizer import Tokenizer
 from hone.types import Function, Row
@@ -57,6 +58,8 @@ def load_reward_manager(
         _tell_of_observations()
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
+    if issubclass(cls, RewardManagerBase):
+        return cls(config=config, tokenizer=tokenizer, compute_score=scorer)
     settings = {**_manager_settings(config), **reward_kwargs}
     if issubclass(cls, RuleRewardManager):
         known = explicit_names(cls)

@@ -15,6 +15,7 @@ from hone.rewards.calling import call_scorer
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.ground_truth import INVALID, plain
 from hone.rewards.places import describe, place_of_error
+from hone.rewards.scores import table
 from hone.types import Function, JsonObject, JsonValue, Row, Settings
 
 
@@ -41,7 +42,7 @@ def score_row(compute_score: Function, row: Response, options: Settings) -> Scor
     """Score one row. What is wrong with the set-up (SetupError) is raised, whatever the policy."""
     before = failures.events.copy()
     try:
-        result = call_scorer(compute_score, row.arguments(), options)
+        result = call_scorer(table.in_detail(compute_score), row.arguments(), options)
     except SetupError:
         raise
     except Exception as error:  # a user's scorer may raise anything; the policy decides

@@ -22,6 +22,7 @@ MANAGERS = Table(
         "prime": f"{_HERE}.prime:PrimeRewardManager",
         "dapo": f"{_HERE}.dapo:DAPORewardManager",
         "blank": f"{_HERE}.blank:BlankRewardManager",
+        "rate_limited": f"{_HERE}.streaming:RateLimitedRewardManager",
     },
 )
 

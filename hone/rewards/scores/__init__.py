@@ -25,12 +25,15 @@ _MODULES = {
     "math": "math_reward",
     "math_dapo": "math_dapo",
     "math_reward": "math_reward",
-    "math_verify": "math_reward",
+    "math_batch": "math_reward",
+    "math_verify": "math_verify",
     "multiply": "arithmetic",
     "prime_code": "prime_code",
     "prime_math": "prime_math",
     "qa_em": "qa_em",
     "qa_em_format": "qa_em_format",
+    "rlla": "rlla",
+    "sandbox_fusion": "sandbox_fusion",
     "search_r1_like_qa_em": "qa_em",
 }
 """The family's module names, each with the file that holds it here."""

@@ -7,6 +7,7 @@ under a hard limit in another process.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from hone.rewards.scores.latex import (
     as_number,
@@ -19,10 +20,11 @@ from hone.rewards.scores.latex import (
     without_unit,
 )
 from hone.rewards.scores.symbolic import MAX_CHARS, symbolically_equal
-from hone.types import JsonValue
+from hone.types import JsonValue, Settings
 
 __all__ = [
     "compute_score",
+    "compute_score_batched",
     "is_equiv",
     "last_boxed_only_string",
     "remove_boxed",
@@ -40,6 +42,16 @@ def compute_score(solution_str: str, ground_truth: JsonValue, symbolic: bool = T
     if answer is None:
         return 0.0
     return float(is_equiv(answer, str(ground_truth), symbolic=symbolic))
+
+
+def compute_score_batched(
+    data_sources: Sequence[str],
+    solution_strs: Sequence[str],
+    ground_truths: Sequence[str],
+    extra_infos: Sequence[Settings],
+) -> list[float]:
+    """`compute_score` of each response, for the batch manager."""
+    return [compute_score(*pair) for pair in zip(solution_strs, ground_truths, strict=True)]
 
 
 def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bool:

@@ -11,7 +11,7 @@ from threading import Semaphore
 
 from hone.config.reward import SandboxFusionConfig
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
-from hone.types import JsonValue, Settings
+from hone.types import JsonValue, Row, Settings
 
 FIRST_TESTS = 10
 TEST_TIMEOUT_S = 10.0
@@ -39,23 +39,23 @@ def judge(
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: JsonValue = None,
-    extra_info: Settings | None = None,
-    sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Semaphore | None = None,
-    memory_limit_mb: int | None = None,
+    completion: str,
+    test_cases: str | Settings,
     continuous: bool = False,
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int | None = None,
     timeout_s: float = TEST_TIMEOUT_S,
-) -> float:
-    """The score alone: 1 or 0, or with `continuous` the share of the first ten tests."""
-    return judge(
-        solution_str,
-        ground_truth,
-        extra_info,
-        sandbox_fusion_url,
-        concurrent_semaphore,
-        memory_limit_mb,
-        continuous,
-        timeout_s,
-    )["score"]
+) -> tuple[float, Row]:
+    """verl's form: (score, metadata). The score is 1 or 0, or with `continuous` a share of the first ten."""
+    found = judge(
+        completion,
+        test_cases,
+        sandbox_fusion_url=sandbox_fusion_url,
+        memory_limit_mb=memory_limit_mb,
+        continuous=continuous,
+        timeout_s=timeout_s,
+    )
+    return found["score"], {
+        "all_passed": found["acc"] == 1.0,
+        "tests": len(read_tests(test_cases, None)),
+    }

@@ -163,7 +163,24 @@ def default_compute_score(
     extra_info: Settings | None = None,
     **options: Any,
 ) -> float | Row:
-    """Score one response by the rule of its data source; `options` go to that rule."""
+    """Score one response by the rule of its data source; `options` go to that rule.
+
+    A number where verl gives one; the parts of such a score are what `compute_in_detail` gives.
+    """
+    result = compute_in_detail(data_source, solution_str, ground_truth, extra_info, **options)
+    target = scorer_of(data_source)[0].target
+    is_judge = isinstance(target, str) and target.endswith(":judge")
+    return float(result["score"]) if is_judge and isinstance(result, dict) else result
+
+
+def compute_in_detail(
+    data_source: str,
+    solution_str: str,
+    ground_truth: JsonValue,
+    extra_info: Settings | None = None,
+    **options: JsonValue,
+) -> float | Row:
+    """`default_compute_score` with the parts of the score where the rule has some."""
     _, scorer = scorer_of(data_source)
     if lacks_ground_truth(data_source, ground_truth):
         raise GroundTruthError(
@@ -180,6 +197,13 @@ def default_compute_score(
     if isinstance(result, dict):
         return result
     return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
+
+
+def in_detail(function: Function) -> Function:
+    """`compute_in_detail` for the table's function, perhaps with bound arguments; any other as it is."""
+    if isinstance(function, partial) and is_table(function):
+        return partial(in_detail(function.func), *function.args, **function.keywords)
+    return compute_in_detail if function is default_compute_score else function
 
 
 def is_table(function: Function) -> bool:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from hone.rewards.ground_truth import GroundTruthError
-from hone.rewards.scores import default_compute_score, prime_code
+from hone.rewards.scores import default_compute_score, prime_code, sandbox_fusion
+from hone.rewards.scores.table import compute_in_detail
 
 hone_sandbox = pytest.importorskip("hone.sandbox")
 
@@ -38,21 +39,29 @@ def test_all_tests_passed_is_one() -> None:
 def test_some_passed_is_their_share_and_without_continuous_nothing() -> None:
     cases = [*CASES[:3], ("4", "True")]
     assert prime_code.judge(ODD, suite(cases)) == {"score": 0.75, "acc": 0.0}
-    assert prime_code.compute_score(ODD, suite(cases)) == 0.0
+    facts = {"all_passed": False, "tests": 4}
+    assert prime_code.compute_score(completion=ODD, test_cases=suite(cases)) == (0.0, facts)
+    assert prime_code.compute_score(ODD, suite(cases), True) == (0.75, facts)
+    share, results = sandbox_fusion.compute_score(None, None, None, ODD, suite(cases))
+    assert (share, [result["passed"] for result in results]) == (0.75, [True, True, True, False])
 
 
 def test_tests_may_stand_in_the_extra_information() -> None:
     cases = [{"input": given, "output": expected} for given, expected in CASES]
     score = default_compute_score("codecontests", ODD, None, {"test_cases": cases})
-    assert score == {"score": 1.0, "acc": 1.0}
+    assert score == 1.0  # a number, as in verl; managers are told the parts
+    assert compute_in_detail("codecontests", ODD, None, {"test_cases": cases}) == {
+        "score": 1.0,
+        "acc": 1.0,
+    }
 
 
 def test_functions_and_methods_are_called() -> None:
     truth = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
-    assert prime_code.compute_score(block("def add(a, b): return a + b"), truth) == 1.0
+    assert prime_code.compute_score(block("def add(a, b): return a + b"), truth)[0] == 1.0
     method = "class Solution:\n    def add(self, a, b): return a + b"
-    assert prime_code.compute_score(block(method), truth) == 1.0
-    assert prime_code.compute_score(block("def add(a, b): return a * b"), truth) == 0.0
+    assert prime_code.compute_score(block(method), truth)[0] == 1.0
+    assert prime_code.compute_score(block("def add(a, b): return a * b"), truth)[0] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""Files here and on HDFS, under verl's names: `copy_to_local`, `copy`, `makedirs`, `exists`.
+
+A path that begins with `hdfs://` goes through the `hdfs` command; every other is a local one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+HDFS = "hdfs://"
+StrPath = str | os.PathLike[str]
+
+
+def is_non_local(path: StrPath) -> bool:
+    """Whether a path is on HDFS."""
+    return str(path).startswith(HDFS)
+
+
+def md5_encode(path: StrPath) -> str:
+    """The name under which a remote path is cached."""
+    return hashlib.md5(str(path).encode(), usedforsecurity=False).hexdigest()
+
+
+def get_local_temp_path(hdfs_path: StrPath, cache_dir: StrPath) -> str:
+    """Where the copy of a remote path is kept."""
+    return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(str(hdfs_path)))
+
+
+def copy_to_local(
+    src: StrPath,
+    cache_dir: StrPath | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+    use_shm: bool = False,
+) -> str:
+    """A local path of a file or folder; a remote one is copied once. Names of models stay as they are."""
+    if not is_non_local(src):
+        return str(src)
+    target = get_local_temp_path(src, cache_dir or tempfile.gettempdir())
+    if always_recopy and os.path.isdir(target):
+        shutil.rmtree(target)
+    elif always_recopy and os.path.exists(target):
+        os.remove(target)
+    if not os.path.exists(target):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        copy(str(src), target)
+    return target
+
+
+def copy(src: StrPath, dst: StrPath) -> bool:
+    """Copy a file or folder; both sides may be on HDFS. Into an existing folder, files are replaced."""
+    if is_non_local(src) and is_non_local(dst):
+        _hdfs("-cp", "-f", src, dst)
+    elif is_non_local(src):
+        _hdfs("-get", "-f", src, dst)
+    elif is_non_local(dst):
+        _hdfs("-put", "-f", src, dst)
+    elif os.path.isdir(src):
+        shutil.copytree(src, dst, dirs_exist_ok=True)
+    else:
+        shutil.copy(src, dst)
+    return True
+
+
+def makedirs(name: StrPath, mode: int = 0o777, exist_ok: bool = False) -> None:
+    """Make a folder and those above it."""
+    if is_non_local(name):
+        _hdfs("-mkdir", "-p", name)
+    else:
+        os.makedirs(name, mode, exist_ok)
+
+
+def exists(path: StrPath) -> bool:
+    """Whether there is a file or folder."""
+    if not is_non_local(path):
+        return os.path.exists(path)
+    return (
+        subprocess.run([_command(), "dfs", "-test", "-e", str(path)], check=False).returncode == 0
+    )
+
+
+def local_mkdir_safe(path: StrPath) -> str:
+    """Make a local folder, which may be there already."""
+    os.makedirs(path, exist_ok=True)
+    return str(path)
+
+
+def _hdfs(*arguments: StrPath) -> None:
+    done = subprocess.run(
+        [_command(), "dfs", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise OSError(f"hdfs dfs {' '.join(map(str, arguments))} failed: {done.stderr.strip()}")
+
+
+def _command() -> str:
+    found = shutil.which("hdfs")
+    if found is None:
+        raise OSError("the path is on HDFS, but there is no `hdfs` command on PATH; install Hadoop")
+    return found

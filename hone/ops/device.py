@@ -1,0 +1,30 @@
+"""The device of this process, under verl's names: CUDA where there is one, else the CPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+is_cuda_available = torch.cuda.is_available()
+is_npu_available = False
+
+
+def get_device_name() -> str:
+    """`cuda` or `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def get_torch_device() -> ModuleType:
+    """The module of torch that commands the device: `torch.cuda` or `torch.cpu`."""
+    return torch.cuda if torch.cuda.is_available() else torch.cpu
+
+
+def get_device_id() -> int:
+    """The index of the device that is in use; 0 on the CPU."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def get_nccl_backend() -> str:
+    """The library that devices of this kind communicate with."""
+    return "nccl" if torch.cuda.is_available() else "gloo"

@@ -1,0 +1,263 @@
+"""Reward managers in the form of verl's reward loop: `run_single` scores one trajectory, many at once.
+
+A user's manager derives from `RewardManagerBase` and writes `async run_single(data)`. Called with a batch it
+is a manager like any other. Leaves out verl's router to a reward model: that is a worker here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from hone.config.reward import OverlongBufferConfig
+from hone.event_loop import run_coroutine
+from hone.protocol import DataProto
+from hone.rewards.failures import Failed, RewardError
+from hone.rewards.managers import registry
+from hone.rewards.managers.abstract import AbstractRewardManager
+from hone.rewards.managers.dapo import overlong_penalty
+from hone.rewards.managers.reading import last_policy_tokens, read_rows, valid_response_ids
+from hone.rewards.outcome import read_result
+from hone.rewards.scores.table import default_compute_score
+from hone.text import described
+from hone.tokenizer import Tokenizer
+from hone.types import Function, Row, Settings
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 300.0
+TOKENS_PER_REQUEST = 2000
+"""What a call counts in `max_tpm` where `estimated_tokens_per_request` is not given."""
+
+
+class RewardManagerBase(AbstractRewardManager, ABC):
+    """Base of managers that score one trajectory per call of `run_single`."""
+
+    _class_initialized = False
+
+    def __init__(
+        self,
+        config: Settings,
+        tokenizer: Tokenizer,
+        compute_score: Function | None = None,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.compute_score = compute_score or default_compute_score
+        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
+        self.reward_router_address = reward_router_address
+        self.reward_model_tokenizer = reward_model_tokenizer
+        self.failures: Counter[str] = Counter()
+        self.loop = asyncio._get_running_loop()  # and that of the batch, once there is one
+        self.init_class(config, tokenizer)
+
+    @classmethod
+    def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
+        """Called by every instance; a manager that prepares its class once looks at `_class_initialized`."""
+        cls._class_initialized = True
+
+    @abstractmethod
+    async def run_single(self, data: DataProto) -> Row:
+        """`{"reward_score", "reward_extra_info"}` of a batch of one trajectory."""
+
+    @classmethod
+    def assemble_rm_scores(cls, data: DataProto, scores: list[float]) -> torch.Tensor:
+        """Rewards [B, T], each at the last token that the policy wrote in its row."""
+        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        for row, position in enumerate(last_policy_tokens(data)):
+            if position is not None:
+                rewards[row, position] = scores[row]
+        return rewards
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
+        results = run_coroutine(self._run_all(data))
+        rewards = self.assemble_rm_scores(data, [result["reward_score"] for result in results])
+        infos = [result.get("reward_extra_info") or {} for result in results]
+        names = dict.fromkeys(name for info in infos for name in info)
+        extras = {name: [info.get(name) for info in infos] for name in names}
+        return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
+
+    async def _run_all(self, data: DataProto) -> list[Row]:
+        self.loop = asyncio.get_running_loop()
+        singles = (self._run_one(data[row : row + 1]) for row in range(len(data)))
+        return list(await asyncio.gather(*singles))
+
+    async def _run_one(self, data: DataProto) -> Row:
+        """`run_single` under the failure policy of `reward_kwargs`, where there is one."""
+        policy = _block(self.config).get("reward_kwargs") or {}
+        try:
+            return await self.run_single(data)
+        except Exception as error:  # a user's manager may raise anything; the policy decides
+            if policy.get("on_failure", "raise") != "score":
+                raise
+            self.failures["exception"] += 1
+            if self.failures["exception"] == 1:
+                logger.warning("a response could not be scored: %s", described(error))
+            return {
+                "reward_score": policy["failure_score"],
+                "reward_extra_info": {"reward_failure": "exception"},
+            }
+
+    async def _score(self, data: DataProto) -> tuple[float, Row, int]:
+        """Score, extra information and number of tokens of a batch's last trajectory."""
+        data = data[len(data) - 1 : len(data)]
+        ids = valid_response_ids(data)
+        (row,) = read_rows(data, ids, self.tokenizer, "data_source")
+        arguments = row.arguments()
+        if self.reward_router_address is not None:
+            arguments["reward_router_address"] = self.reward_router_address
+            arguments["reward_model_tokenizer"] = self.reward_model_tokenizer
+        function: Function = self.compute_score
+        if self.is_async_reward_score:
+            result = await function(**arguments)
+        else:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(None, lambda: function(**arguments))
+        outcome = read_result(result)
+        if isinstance(outcome, Failed):
+            raise RewardError(f"the score function returned {outcome.detail}")
+        given = dict(result) if isinstance(result, Mapping) else {"acc": outcome.score}
+        return outcome.score, given, len(ids[0])
+
+
+class NaiveRewardManager(RewardManagerBase):
+    """One call of the score function per trajectory."""
+
+    async def run_single(self, data: DataProto) -> Row:
+        score, extra, _ = await self._score(data)
+        return {"reward_score": score, "reward_extra_info": extra}
+
+
+class DAPORewardManager(RewardManagerBase):
+    """`NaiveRewardManager` with DAPO's penalty for responses that near the limit."""
+
+    async def run_single(self, data: DataProto) -> Row:
+        reward, extra, length = await self._score(data)
+        settings = _block(self.config).get("reward_kwargs") or {}
+        given = settings.get("overlong_buffer_cfg") or {}
+        buffer = OverlongBufferConfig(**given) if isinstance(given, dict) else given
+        longest = settings.get("max_resp_len") or self.config["data"]["max_response_length"]
+        if buffer and buffer.enable:
+            penalty = overlong_penalty(length, longest, buffer.len, buffer.penalty_factor)
+            reward += penalty
+            if buffer.log:
+                extra |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return {"reward_score": reward, "reward_extra_info": extra}
+
+
+class AsyncTokenBucket:
+    """A limit of tokens per second; the bucket starts full and holds `max_tokens`."""
+
+    def __init__(self, rate_limit: float, max_tokens: float | None = None) -> None:
+        self.rate_limit = rate_limit
+        self.max_tokens = max_tokens or rate_limit
+        self.tokens = self.max_tokens
+        self.last_update: float | None = None
+
+    async def acquire(self, num_tokens: float = 1.0) -> None:
+        """Take tokens at once and wait until they would have been there: calls go in their order."""
+        self._refill()
+        missing = num_tokens - self.tokens
+        self.tokens -= num_tokens
+        if missing > 0:
+            await asyncio.sleep(missing / self.rate_limit)
+            self._refill()
+
+    def _refill(self) -> None:
+        now = asyncio.get_running_loop().time()
+        since = 0.0 if self.last_update is None else now - self.last_update
+        self.tokens = min(self.max_tokens, self.tokens + since * self.rate_limit)
+        self.last_update = now
+
+
+class RateLimitedRewardManager(RewardManagerBase):
+    """For score functions that ask a service: at most so many calls at once and per minute.
+
+    Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
+    `estimated_tokens_per_request`, `timeout`. The limits are shared by all objects of the class. A call
+    that fails or is late scores 0, with `error` or `timeout` in its extra information.
+    """
+
+    _max_concurrent: ClassVar[int] = 1
+    _semaphore: ClassVar[asyncio.Semaphore | None] = None
+    _semaphore_loop: ClassVar[asyncio.AbstractEventLoop | None] = None
+    _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None
+    _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
+    _estimated_tokens_per_request: ClassVar[int] = TOKENS_PER_REQUEST
+
+    def __init__(self, config: Settings, *arguments: Function, **more: Function) -> None:
+        super().__init__(config, *arguments, **more)  # type: ignore[arg-type]
+        self.timeout: float = _limits(config).get("timeout", TIMEOUT_S)
+
+    @classmethod
+    def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
+        if cls._class_initialized:
+            return
+        super().init_class(config, tokenizer)
+        limits = _limits(config)
+        cls._max_concurrent = limits.get("max_concurrent", 1)
+        cls._semaphore = None
+        cls._rpm_limiter = _per_minute(limits.get("max_rpm"))
+        cls._tpm_limiter = _per_minute(limits.get("max_tpm"))
+        tokens = limits.get("estimated_tokens_per_request", TOKENS_PER_REQUEST)
+        cls._estimated_tokens_per_request = tokens
+
+    def _slots(self) -> asyncio.Semaphore:
+        """The semaphore of the running event loop: one of another loop cannot be waited for."""
+        cls, loop = type(self), asyncio.get_running_loop()
+        if cls._semaphore is None or cls._semaphore_loop is not loop:
+            cls._semaphore = asyncio.Semaphore(cls._max_concurrent)
+            cls._semaphore_loop = loop
+        return cls._semaphore
+
+    async def run_single(self, data: DataProto) -> Row:
+        if self._rpm_limiter is not None:
+            await self._rpm_limiter.acquire(1.0)
+        if self._tpm_limiter is not None:
+            await self._tpm_limiter.acquire(self._estimated_tokens_per_request)
+        async with self._slots():
+            try:
+                score, extra, _ = await asyncio.wait_for(self._score(data), self.timeout)
+            except asyncio.TimeoutError:
+                self.failures["timeout"] += 1
+                score, extra = 0.0, {"timeout": True, "acc": 0.0}
+            except Exception as error:  # a user's score function may raise anything
+                self.failures["exception"] += 1
+                logger.warning("a score function failed and its response scores 0: %r", error)
+                score, extra = 0.0, {"error": str(error), "acc": 0.0}
+        return {"reward_score": score, "reward_extra_info": extra}
+
+
+def _per_minute(limit: float | None) -> AsyncTokenBucket | None:
+    return None if limit is None else AsyncTokenBucket(limit / 60.0, limit / 60.0)
+
+
+def _limits(config: Settings) -> Settings:
+    """The settings of the block, and those given under its `reward_kwargs`."""
+    block = _block(config)
+    return {**block, **((block.get("reward_kwargs") or {}).get("extra") or {})}
+
+
+def _block(config: Settings) -> Settings:
+    """The settings of rewards: verl calls the block `reward`, before 0.9 `reward_model`."""
+    block: Settings = config.get("reward") or config.get("reward_model") or {}
+    return block
+
+
+def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
+    """The manager of a name; those that verl's reward loop has are the ones of this file."""
+    own: dict[str, type[AbstractRewardManager]] = {
+        "naive": NaiveRewardManager,
+        "dapo": DAPORewardManager,
+        "rate_limited": RateLimitedRewardManager,
+    }
+    return own[name] if name in own else registry.get_reward_manager_cls(name)

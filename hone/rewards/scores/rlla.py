@@ -1,0 +1,106 @@
+"""RLLA (tool use): a form of think, tool_call and response blocks, and calls that equal the reference's.
+
+The reference is a response of that form; its tool_call block has one JSON call per line. Form earns 0 or 1,
+calls from -3 to 3 by names, parameter names and values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from hone.text import BadText, read_json
+from hone.types import JsonObject, Settings
+
+Call: TypeAlias = tuple[str, JsonObject]
+FORM = 1.0
+CALLS = 3.0
+_BLOCKS = ("tool_call", "response")
+_MARKERS = ("<|im_start|>assistant", "<|start_header_id|>assistant<|end_header_id|>")
+_ENDS = re.compile(r"<\|im_end\|>|<\|eot_id\|>")
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Settings | None = None,
+    step: int = 0,
+) -> dict[str, float]:
+    """`{"score", "format_reward", "accuracy_reward"}`."""
+    for marker in _MARKERS:
+        solution_str = solution_str.rpartition(marker)[2]
+    response = _ENDS.split(solution_str)[0].strip()
+    form = FORM if _has_form(response, ground_truth) else 0.0
+    calls = _calls_reward(response, ground_truth)
+    return {"score": form + calls, "format_reward": form, "accuracy_reward": calls}
+
+
+def _has_form(response: str, reference: str) -> bool:
+    """Whether the response has the blocks of the reference, each once, after its thinking."""
+    wanted = [name for name in _BLOCKS if f"<{name}>" in reference]
+    bodies = {"tool_call": r"\n.*?\n", "response": ".*?"}
+    parts = [rf"\n<{name}>{bodies[name]}</{name}>" for name in wanted]
+    marks = [f"<{slash}{name}>" for name in wanted for slash in ("", "/")]
+    pattern = rf"<think>.*?</think>{''.join(parts)}"
+    return all(response.count(mark) == 1 for mark in marks) and bool(
+        re.fullmatch(pattern, response, re.DOTALL)
+    )
+
+
+def _calls_reward(response: str, reference: str) -> float:
+    if "<tool_call>" not in reference:
+        return 0.0
+    expected, given = _calls(reference), _calls(response)
+    if expected is None:
+        raise ValueError(f"the tool calls of the ground truth cannot be read: {reference!r:.80}")
+    if given is None:
+        return -CALLS
+    if given == expected:
+        return CALLS
+    score = _overlap([name for name, _ in expected], [name for name, _ in given])
+    most = 1.0
+    rest = list(given)
+    for call in expected:
+        most += 1.0 + len(call[1])
+        values = [(_similarity(call, other), index) for index, other in enumerate(rest)]
+        best, index = max(values, default=(0.0, 0), key=lambda pair: pair[0])
+        if best > 0:
+            score += best
+            del rest[index]
+    return 2 * CALLS * score / most - CALLS
+
+
+def _calls(text: str) -> list[Call] | None:
+    """The calls of the first block, one JSON object per line; None where one cannot be read."""
+    _, opened, after = text.partition("<tool_call>")
+    body, closed, _ = after.partition("</tool_call>")
+    if not opened or not closed:
+        return None
+    calls: list[Call] = []
+    for line in body.strip().split("\n"):
+        try:
+            call = read_json(line, strict=True)
+            calls.append((str(call["name"]), dict(call["parameters"])))
+        except (BadText, TypeError, KeyError, ValueError):
+            return None
+    return calls
+
+
+def _similarity(call: Call, other: Call) -> float:
+    """0 for another tool, else the overlap of parameter names and the number of equal values."""
+    (name, expected), (other_name, given) = call, other
+    if name != other_name:
+        return 0.0
+    equal = sum(key in given and given[key] == value for key, value in expected.items())
+    return _overlap(list(expected), list(given)) + equal
+
+
+def _overlap(left: Sequence[str], right: Sequence[str]) -> float:
+    """Shared entries over all entries, repeated ones counted."""
+    if not left or not right:
+        return float(left == right)
+    shared = (Counter(left) & Counter(right)).total()
+    return shared / (len(left) + len(right) - shared)

@@ -1,0 +1,29 @@
+"""Mathematics anywhere in the text; a check that takes too long scores what it is told to."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.rewards import failures
+from hone.rewards.scores import math_batch, math_verify
+from hone.rewards.scores import math_verify as module
+
+
+def test_boxed_or_not_the_answer_is_compared() -> None:
+    assert math_verify.compute_score(model_output="so \\boxed{0.5}", ground_truth="\\frac12") == 1.0
+    assert math_verify.compute_score("the answer is 42", "42") == 1.0
+    assert math_verify.compute_score("the answer is 41", "42", timeout_score=0.3) == 0.0
+
+
+def test_a_check_that_ran_out_of_time_scores_timeout_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(given: str, truth: str) -> tuple[bool, bool, str]:
+        failures.events["symbolic_timeout"] += 1
+        return False, True, ""
+
+    monkeypatch.setattr(module, "compare", late)
+    assert math_verify.compute_score("x", "y", timeout_score=0.3) == 0.3
+
+
+def test_a_batch_is_scored_by_one_call() -> None:
+    texts = ["\\boxed{1}", "\\boxed{2}"]
+    assert math_batch.compute_score_batched(["m"] * 2, texts, ["1", "1"], [{}, {}]) == [1.0, 0.0]
