@@ -40,7 +40,7 @@ def judge(
 
 def compute_score(
     completion: str,
-    test_cases: str | Settings,
+    test_cases: JsonValue,
     continuous: bool = False,
     sandbox_fusion_url: str | None = None,
     memory_limit_mb: int | None = None,

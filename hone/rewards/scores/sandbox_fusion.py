@@ -7,7 +7,7 @@ import contextlib
 from hone.config.reward import SandboxFusionConfig
 from hone.rewards.programs import Limits, extract_code, passes, read_tests
 from hone.rewards.scores.prime_code import FIRST_TESTS
-from hone.types import Row, Settings
+from hone.types import JsonValue, Row
 
 
 def compute_score(
@@ -15,7 +15,7 @@ def compute_score(
     concurrent_semaphore: contextlib.AbstractContextManager[bool] | None,
     memory_limit_mb: int | None,
     completion: str,
-    test_cases: str | Settings,
+    test_cases: JsonValue,
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[Row]]:
