@@ -59,7 +59,7 @@ class Problems:
         if not self.sentences:
             return
         if len(self.sentences) == len(self._errors) == 1:
-            self._errors[0].changes_nothing = True  # type: ignore[attr-defined]
+            vars(self._errors[0])["changes_nothing"] = True
             raise self._errors[0]
         cause = self._errors[0] if self._errors else None
         raise PreflightError(self.sentences) from cause

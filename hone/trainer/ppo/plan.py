@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 from hone.algorithms.advantages import get_estimator
@@ -142,7 +143,7 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     estimator = resolved(lambda: get_estimator(name, algorithm, credit_assignment=credit))
     loss = resolved(lambda: get_policy_loss_fn(actor.policy_loss.loss_mode))
     for key, kl in _kl_estimators(config).items():
-        resolved(lambda key=key, kl=kl: get_kl_estimator(kl, key))  # type: ignore[misc]
+        resolved(partial(get_kl_estimator, kl, key))
     if estimator is None:
         return None, problems
     readers = list(_readers(config, estimator, loss))

@@ -19,6 +19,7 @@ from hone.models.facts import check_model, model_facts
 from hone.models.from_config import build_tokenizer
 from hone.rewards import load_reward_manager
 from hone.rewards.managers.abstract import AbstractRewardManager
+from hone.rewards.trial import Verdict
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.trainer.folders import require_folder
@@ -126,7 +127,7 @@ class _Preflight:
         if plan is not None and plan.critic and config.critic.model.path:
             decoders.append(config.critic.model.path)
         for path in dict.fromkeys(decoders):
-            self.problems.attempt(lambda path=path: check_model(path))  # type: ignore[misc]
+            self.problems.attempt(partial(check_model, path))
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer:
             self.problems.attempt(lambda: check_model(scorer, is_decoder=False))
@@ -183,9 +184,8 @@ class _Preflight:
             manager = self.managers[key]
             if manager is None:
                 continue
-            verdicts = self.problems.attempt(
-                lambda m=manager, d=dataset: list(try_scorers(m, d, self.config))  # type: ignore[misc]
-            )
+            trial = try_scorers(manager, dataset, self.config)
+            verdicts = self.problems.attempt(partial(list[Verdict], trial))
             for verdict in verdicts or ():
                 self.problems.add([verdict.problem] if verdict.problem else ())
                 self.warnings += [verdict.warning] if verdict.warning else []

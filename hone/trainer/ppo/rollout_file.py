@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, SupportsInt, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -326,12 +326,14 @@ def _decoded(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
     return [texts[key] for key in keys]
 
 
-def _value(name: str, value: _T) -> _T | str | int | None:
+def _value(name: str, value: JsonValue | np.generic) -> JsonValue | np.generic:
     if value is None:
         return None
     if SCHEMA.get(name) == "string":
         return clean_text(value if isinstance(value, str) else shown(value))
-    return int(value) if SCHEMA[name].endswith("int64") else value  # type: ignore[call-overload]
+    if SCHEMA[name].endswith("int64") and isinstance(value, str | SupportsInt):
+        return int(value)
+    return value
 
 
 def _as_json(value: JsonValue | list[Row]) -> str | None:
