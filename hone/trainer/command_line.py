@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from traceback import format_exception
-from typing import Any
 
 from hone.config import Composed, compose
+from hone.config.block import Block
 from hone.config.compose import Further, get, keys_meant
 from hone.config.errors import ConfigError, nearest
 from hone.config.generation import GenerationConfig
@@ -35,6 +35,7 @@ from hone.trainer.interrupt import (
     tell_kept,
 )
 from hone.trainer.launcher import die_with_launcher
+from hone.types import Settings
 
 EXIT_CODE = 2
 ERROR_LOG = "error.log"
@@ -84,7 +85,7 @@ def composed_of(
     *,
     tree: str,
     program: str,
-    starting: Callable[[dict[str, Any]], list[Setting]] | None = None,
+    starting: Callable[[Settings], list[Setting]] | None = None,
     further: Further | None = None,
 ) -> Composed:
     """The configuration a command line asks for, with the origin of each value.
@@ -141,11 +142,11 @@ def _parsed(arguments: Sequence[str], tree: str, program: str) -> argparse.Names
     return parser.parse_intermixed_args(words)
 
 
-def _kept_by(config: Any) -> str:
+def _kept_by(config: Block) -> str:
     """What a program has saved so far, and whether the same command goes on from there."""
     if isinstance(config, GenerationConfig):
         return "responses that had ended are kept, and the same command goes on with the others"
-    run: Any = getattr(config, "trainer", None)
+    run = config.get("trainer")
     if not hasattr(run, "default_local_dir"):
         return "nothing was written"
     saved = RunFolder(Path(run.default_local_dir).expanduser()).checkpoints()
@@ -155,7 +156,7 @@ def _kept_by(config: Any) -> str:
     return f"{saved[-1][1]} is saved, and {goes_on} goes on from there"
 
 
-def plan_checks(config: Any, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Problems and notes that follow from the columns that the algorithm reads."""
     from hone.trainer.ppo.plan import find_problems_and_notes
 
