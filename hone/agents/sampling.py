@@ -24,7 +24,7 @@ def validation_sampling(rollout: RolloutConfig) -> Row:
     """`sampling_params` in validation: greedy unless `do_sample`; a turn ends as in training."""
     wanted = rollout.val_kwargs
     return training_sampling(rollout) | {
-        "temperature": wanted.temperature if wanted.do_sample else 0.0,
+        "temperature": wanted.temperature if wanted.samples else 0.0,
         "top_k": wanted.top_k,
         "top_p": wanted.top_p,
         "min_p": wanted.min_p,

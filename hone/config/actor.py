@@ -5,14 +5,14 @@ Batch sizes are in prompts, sequences or tokens, as each docstring says; the der
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hone.config.batch_info import announced
-from hone.config.block import Block
+from hone.config.block import Block, block
 from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
 from hone.config.keys import at_most, follows
-from hone.config.profiler import ProfilerConfig
+from hone.config.ranges import AboveOne, Count, NotNegative, Positive
 
 LossAggMode = Literal[
     "token-mean",
@@ -44,111 +44,63 @@ class PolicyLossConfig(Block):
 
 
 @dataclass(frozen=True)
-class RouterReplayConfig(Block):
-    """Replay of expert routing for mixture-of-experts models."""
-
-    mode: str = "disabled"
-    """disabled, R2 or R3."""
-    record_file: str | None = None
-    """File to record routing to."""
-    replay_file: str | None = None
-    """File to replay routing from."""
-
-
-@dataclass(frozen=True)
 class ActorConfig(Block):
     """The policy update."""
 
     strategy: str = "fsdp2"
     """Training engine: fsdp and fsdp2 (both FSDP2 beyond one rank), or your own as pkg.mod:Class."""
-    rollout_n: int = field(default=follows("actor_rollout_ref.rollout.n"))
+    rollout_n: int = follows("actor_rollout_ref.rollout.n")
     """Responses a prompt; follows the rollout."""
-    ppo_mini_batch_size: int = field(default=at_most(256, "data.train_batch_size"))
+    ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")
     """Prompts in one update (optimizer step); each brings its `rollout.n` responses."""
-    ppo_micro_batch_size: int | None = None
+    ppo_micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; give `ppo_micro_batch_size_per_gpu`."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward on one rank; null forms micro-batches by token budget."""
     use_dynamic_bsz: bool = False
     """Form micro-batches by token budget even when a micro-batch size is given."""
-    ppo_max_token_len_per_gpu: int = 16384
+    ppo_max_token_len_per_gpu: Count = 16384
     """Token budget of one forward and backward on one rank."""
-    clip_ratio: float = 0.2
+    clip_ratio: NotNegative = 0.2
     """The probability ratio is clipped to 1 - clip_ratio … 1 + clip_ratio."""
-    clip_ratio_low: float | None = None
+    clip_ratio_low: NotNegative | None = None
     """Lower clip where it differs from `clip_ratio`."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: NotNegative | None = None
     """Upper clip where it differs from `clip_ratio`; DAPO uses 0.28."""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: AboveOne = 3.0
     """Dual clip: largest ratio that counts where the advantage is negative; above 1."""
     tau_pos: float = 1.0
     """sapo: temperature for positive advantages."""
     tau_neg: float = 1.05
     """sapo: temperature for negative advantages."""
-    freeze_vision_tower: bool = False
-    """Do not train the vision tower."""
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    """Which policy loss and its own constants."""
+    policy_loss: PolicyLossConfig = block(PolicyLossConfig)
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses become one number."""
-    loss_scale_factor: float | None = None
+    loss_scale_factor: Positive | None = None
     """Divisor of `seq-mean-token-sum-norm`; null is the longest response allowed."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
-    calculate_entropy: bool = False
-    """Report the entropy even when its weight is 0."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: NotNegative = 0.001
     """Weight of the KL loss."""
     kl_loss_type: str = "low_var_kl"
     """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; a trailing + takes k2's gradient."""
-    use_prefix_grouper: bool = False
-    """Compute a group's shared prompt once in training."""
-    use_torch_compile: bool = field(
-        default=follows("actor_rollout_ref.actor.fsdp_config.use_torch_compile")
-    )
+    use_torch_compile: bool = follows("actor_rollout_ref.actor.fsdp_config.use_torch_compile")
     """Compile each decoder block with torch.compile."""
-    ppo_epochs: int = 1
+    ppo_epochs: Count = 1
     """Passes over each batch."""
     shuffle: bool = False
     """Shuffle the rows of a batch before cutting it into mini-batches."""
     data_loader_seed: int = 42
     """Seed of that shuffle."""
-    use_fused_kernels: bool = field(default=follows("actor_rollout_ref.model.use_fused_kernels"))
-    """Fused linear + log-softmax; follows the model."""
-    grad_clip: float = field(default=follows("actor_rollout_ref.actor.optim.clip_grad"))
+    grad_clip: Positive = follows("actor_rollout_ref.actor.optim.clip_grad")
     """Largest gradient norm; follows the optimizer block."""
-    ulysses_sequence_parallel_size: int = field(
-        default=follows("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size")
-    )
-    """Ranks that share one sequence; follows the engine block."""
-    entropy_from_logits_with_chunking: bool = field(
-        default=follows("actor_rollout_ref.actor.fsdp_config.entropy_from_logits_with_chunking")
-    )
-    """Entropy in chunks of tokens; follows the engine block."""
-    entropy_checkpointing: bool = field(
-        default=follows("actor_rollout_ref.actor.fsdp_config.entropy_checkpointing")
-    )
-    """Recompute the entropy in the backward pass; follows the engine block."""
-    use_remove_padding: bool = field(default=follows("actor_rollout_ref.model.use_remove_padding"))
-    """Rows are packed without padding; follows the model."""
     calculate_sum_pi_squared: bool = False
     """Also compute the sum of squared probabilities; estimators that need it ask by themselves."""
-    sum_pi_squared_checkpointing: bool = False
-    """Recompute that sum in the backward pass."""
-    state_masking: bool = True
-    """Tokens that tools and environments wrote carry no loss."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer and schedule."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding, dtype, offload."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What a checkpoint holds."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    """Profiling of the actor."""
-    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
-    """Replay of expert routing."""
+    optim: OptimConfig = block(OptimConfig)
+    fsdp_config: FSDPConfig = block(FSDPConfig)
+    checkpoint: CheckpointConfig = block(CheckpointConfig)
 
     @property
     def global_batch_info(self) -> dict[str, Any]:
@@ -179,38 +131,21 @@ class ActorConfig(Block):
 class RefConfig(Block):
     """The reference policy: forward only."""
 
-    strategy: str = field(default=follows("actor_rollout_ref.actor.strategy"))
+    strategy: str = follows("actor_rollout_ref.actor.strategy")
     """Engine; follows the actor."""
-    rollout_n: int = field(default=follows("actor_rollout_ref.rollout.n"))
-    """Responses a prompt; follows the rollout."""
-    use_torch_compile: bool = field(default=follows("actor_rollout_ref.actor.use_torch_compile"))
+    use_torch_compile: bool = follows("actor_rollout_ref.actor.use_torch_compile")
     """Compile each decoder block; follows the actor."""
-    log_prob_micro_batch_size: int | None = None
+    log_prob_micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; give `log_prob_micro_batch_size_per_gpu`."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward on one rank; null forms micro-batches by token budget."""
-    log_prob_use_dynamic_bsz: bool = field(
-        default=follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    )
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Form micro-batches by token budget; follows the actor."""
-    log_prob_max_token_len_per_gpu: int = field(
-        default=follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: Count = follows(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     )
     """Token budget of one forward on one rank; follows the actor."""
-    ulysses_sequence_parallel_size: int = field(
-        default=follows("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
-    )
-    """Ranks that share one sequence; follows the actor."""
-    entropy_from_logits_with_chunking: bool = False
-    """Entropy in chunks of tokens."""
-    entropy_checkpointing: bool = False
-    """Recompute the entropy in the backward pass."""
-    fsdp_config: FSDPConfig = field(default_factory=lambda: FSDPConfig(forward_only=True))
-    """Sharding, dtype, offload."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    """Profiling of the reference."""
-    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
-    """Replay of expert routing."""
+    fsdp_config: FSDPConfig = block(FSDPConfig)
 
     def sequences_per_micro_batch(self, ranks: int) -> int | None:
         """Sequences in one forward on one rank; None where the token budget decides."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hone.config.block import Block
+from hone.config.block import Block, block
+from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,11 @@ class KLControlConfig(Block):
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """fixed keeps `kl_coef`; adaptive steers towards `target_kl`."""
-    kl_coef: float = 0.001
+    kl_coef: NotNegative = 0.001
     """The weight, or where the adaptive one starts."""
-    horizon: int = 10000
+    horizon: Count = 10000
     """adaptive: sequences over which the weight reacts."""
-    target_kl: float = 0.1
+    target_kl: Positive = 0.1
     """adaptive: the KL to hold."""
 
 
@@ -63,11 +64,11 @@ class FilterGroupsConfig(Block):
     """Filter groups."""
     metric: str | None = "reward"
     """What must vary within a group: acc, score, reward, seq_reward, seq_final_reward, an extra."""
-    max_num_gen_batches: int = 20
+    max_num_gen_batches: CountOrZero = 20
     """Generation rounds per step before the run stops; 0 is no limit (verl's default)."""
-    max_empty_gen_batches: int = 10
+    max_empty_gen_batches: Count = 10
     """Successive rounds that keep no group before the run stops, also without a limit above."""
-    max_inflight_gen_batches: int = 2
+    max_inflight_gen_batches: Count = 2
     """Generation rounds under way at the same time; 1 starts a round when the last one is judged."""
     order: Literal["submission", "finish"] = "submission"
     """Which groups fill the batch: the first that were asked for, or the first that ended (which makes a
@@ -78,9 +79,9 @@ class FilterGroupsConfig(Block):
 class AlgorithmConfig(Block):
     """Advantages, KL in the reward, correction, filters."""
 
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount per token."""
-    lam: float = 1.0
+    lam: Share = 1.0
     """GAE's lambda."""
     adv_estimator: str = "gae"
     """Name of the estimator, or `pkg.mod:function` for your own."""
@@ -92,16 +93,12 @@ class AlgorithmConfig(Block):
     """Subtract the KL to the reference policy from each token's reward."""
     kl_penalty: str = "kl"
     """KL estimator in the reward: kl|k1, abs, mse|k2, low_var_kl|k3."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    """Weight of that penalty."""
+    kl_ctrl: KLControlConfig = block(KLControlConfig)
     use_pf_ppo: bool = False
     """Resample the batch by reward."""
-    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
-    """How PF-PPO weighs rows."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    """Correction for rollout log-probs that differ from the trainer's."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    """DAPO's dynamic sampling."""
+    pf_ppo: PFPPOConfig = block(PFPPOConfig)
+    rollout_correction: RolloutCorrectionConfig = block(RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = block(FilterGroupsConfig)
     gdpo_reward_keys: tuple[str, ...] | None = None
     """gdpo: reward parts normalised one by one."""
     gdpo_reward_weights: tuple[float, ...] | None = None

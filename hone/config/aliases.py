@@ -1,22 +1,24 @@
-"""Keys that users' documents and older trees write, and what they are called here: one table.
+"""Keys that users' documents and older trees write, and what they are called here.
 
-A rename keeps the value, a rule changes it, and a few keys only make sense together.
+Plain renames are rows of `other_keys.txt`; here are those that change a value or depend on other keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from hone.config.errors import nearest
 from hone.config.reward import RewardKwargs
 from hone.config.sources import Setting
+from hone.config.states import renames
+from hone.types import JsonObject, JsonValue
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
+CORRECTION = "algorithm.rollout_correction"
 
 LORA_RANK_WHEN_ENABLED = 16
 """Rank of `actor.lora.enable=true` where no rank is given."""
@@ -32,119 +34,48 @@ class BadAliasValue(ValueError):
 class Rule:
     """An old key whose value changes on the way: the function gives the new settings."""
 
-    apply: Callable[[Any], dict[str, Any]]
+    apply: Callable[[JsonValue], JsonObject]
     meaning: str
 
 
-def _truth(value: Any) -> bool:
+def _truth(value: JsonValue) -> bool:
     if isinstance(value, bool):
         return value
     raise BadAliasValue("takes true or false")
 
 
-def _whole(value: Any) -> int:
+def _whole(value: JsonValue) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise BadAliasValue("takes an integer")
 
 
-def _agent_loop(value: Any) -> dict[str, Any]:
+def _agent_loop(value: JsonValue) -> JsonObject:
     names = {"tool_agent_loop": "tool_agent", "single_turn_agent_loop": "single_turn_agent"}
-    return {f"{ROLLOUT}.agent.default_agent_loop": names.get(value, value)}
+    return {f"{ROLLOUT}.agent.default_agent_loop": names.get(str(value), value)}
 
 
-def _log_samples(value: Any) -> dict[str, Any]:
+def _log_samples(value: JsonValue) -> JsonObject:
     count = SAMPLES_WHEN_LOGGED * value if isinstance(value, bool) else _whole(value)
     return {"trainer.log_train_generations": count, "trainer.log_val_generations": count}
 
 
-def _debug(value: Any) -> dict[str, Any]:
+def _debug(value: JsonValue) -> JsonObject:
     return {"trainer.controller": "local", "trainer.logger": ["console"]} if _truth(value) else {}
 
 
-def _search(value: Any) -> dict[str, Any]:
+def _search(value: JsonValue) -> JsonObject:
     loop = "search_agent" if _truth(value) else "single_turn_agent"
     return {f"{ROLLOUT}.agent.default_agent_loop": loop}
 
 
-RENAMED: dict[str, str] = {
-    # users' documents
-    "algorithm.group_size": f"{ROLLOUT}.n",
-    "trainer.run_name": "trainer.experiment_name",
-    "tool_config_path": f"{MULTI_TURN}.tool_config_path",
-    "actor_rollout_ref.tool_config_path": f"{MULTI_TURN}.tool_config_path",
-    f"{ROLLOUT}.tool_config_path": f"{MULTI_TURN}.tool_config_path",
-    f"{ACTOR}.tool_config_path": f"{MULTI_TURN}.tool_config_path",
-    "tool_config.max_tool_calls": f"{MULTI_TURN}.max_tool_calls",
-    "tool_config.timeout": f"{MULTI_TURN}.tool_timeout_s",
-    "sampling_params.max_tokens": f"{ROLLOUT}.max_tokens_per_turn",
-    "sampling_params.timeout": f"{MULTI_TURN}.trajectory_timeout_s",
-    "sampling_params.temperature": f"{ROLLOUT}.temperature",
-    "sampling_params.top_p": f"{ROLLOUT}.top_p",
-    "sampling_params.top_k": f"{ROLLOUT}.top_k",
-    "sampling_params.min_p": f"{ROLLOUT}.min_p",
-    "sampling_params.n": f"{ROLLOUT}.n",
-    "sampling_params.stop": f"{ROLLOUT}.stop",
-    "sampling_params.seed": f"{ROLLOUT}.seed",
-    f"{ACTOR}.lora.r": f"{MODEL}.lora_rank",
-    f"{ACTOR}.lora.rank": f"{MODEL}.lora_rank",
-    f"{ACTOR}.lora.lora_alpha": f"{MODEL}.lora_alpha",
-    f"{ACTOR}.lora.alpha": f"{MODEL}.lora_alpha",
-    f"{ACTOR}.lora.lora_dropout": f"{MODEL}.lora_dropout",
-    f"{ACTOR}.lora.target_modules": f"{MODEL}.target_modules",
-    "reward_model.model_path": "reward_model.model.path",
-    "reward_model.batch_size": "reward_model.micro_batch_size",
-    "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
-    "trainer.profile_steps": "global_profiler.steps",
-    # the newer tree
-    f"{MODEL}.lora.rank": f"{MODEL}.lora_rank",
-    f"{MODEL}.lora.alpha": f"{MODEL}.lora_alpha",
-    f"{MODEL}.lora.dropout": f"{MODEL}.lora_dropout",
-    f"{MODEL}.lora.target_modules": f"{MODEL}.target_modules",
-    f"{MODEL}.lora.exclude_modules": f"{MODEL}.exclude_modules",
-    f"{MODEL}.lora.adapter_path": f"{MODEL}.lora_adapter_path",
-    "reward.num_workers": "reward_model.num_workers",
-    # older trees
-    f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    f"{ACTOR}.fsdp_config.min_num_params": f"{ACTOR}.fsdp_config.wrap_policy.min_num_params",
-    "critic.model.fsdp_config.min_num_params": (
-        "critic.model.fsdp_config.wrap_policy.min_num_params"
-    ),
-    "reward_model.model.fsdp_config.min_num_params": (
-        "reward_model.model.fsdp_config.wrap_policy.min_num_params"
-    ),
-    f"{MULTI_TURN}.max_turns": f"{MULTI_TURN}.max_assistant_turns",
-    # Search-R1 and PURE
-    f"{ROLLOUT}.n_agent": f"{ROLLOUT}.n",
-    "data.shuffle_train_dataloader": "data.shuffle",
-    "data.max_obs_length": f"{MULTI_TURN}.max_observation_tokens",
-    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
-}
-"""Old key to new key; the value stays."""
+def _when(key: str, new: JsonValue) -> Callable[[JsonValue], JsonObject]:
+    return lambda value: {key: new} if value is not None and _truth(value) else {}
 
-RENAMED_BLOCKS: dict[str, str] = {
-    "ray_init": "ray_kwargs.ray_init",
-    "trainer.controller_nsight_options": (
-        "global_profiler.global_tool_config.nsys.controller_nsight_options"
-    ),
-    "trainer.worker_nsight_options": (
-        "global_profiler.global_tool_config.nsys.worker_nsight_options"
-    ),
-    "actor_rollout_ref.profiler": f"{ACTOR}.profiler",
-    "reward.custom_reward_function": "custom_reward_function",
-    "reward.reward_manager": "reward_manager",
-    "reward.reward_model": "reward_model",
-    "reward.sandbox_fusion": "reward_model.sandbox_fusion",
-    "reward.reward_kwargs": "reward_model.reward_kwargs",
-    "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
-    "critic.fsdp": "critic.model.fsdp_config",
-    "critic.fsdp_config": "critic.model.fsdp_config",
-    f"{ACTOR}.fsdp": f"{ACTOR}.fsdp_config",
-    "actor_rollout_ref.ref.fsdp": "actor_rollout_ref.ref.fsdp_config",
-    "critic.kl_ctrl": "algorithm.kl_ctrl",
-}
-"""Old block to new block; every key inside moves with it."""
+
+def _samples(key: str) -> Callable[[JsonValue], JsonObject]:
+    return lambda value: {key: -1 if value is None else value}
+
 
 RULES: dict[str, Rule] = {
     f"{ROLLOUT}.agent_loop": Rule(_agent_loop, f"{ROLLOUT}.agent.default_agent_loop"),
@@ -155,16 +86,19 @@ RULES: dict[str, Rule] = {
     "trainer.debug": Rule(_debug, "true is trainer.controller=local trainer.logger=[console]"),
     "trainer.debug_mode": Rule(_debug, "true is trainer.controller=local trainer.logger=[console]"),
     "trainer.remove_previous_ckpt_in_save": Rule(
-        lambda value: {"trainer.max_actor_ckpt_to_keep": 1} if _truth(value) else {},
-        "true is trainer.max_actor_ckpt_to_keep=1",
+        _when("trainer.max_actor_ckpt_to_keep", 1), "true is trainer.max_actor_ckpt_to_keep=1"
+    ),
+    f"{ACTOR}.use_rollout_log_probs": Rule(
+        _when(f"{CORRECTION}.bypass_mode", True), f"true is {CORRECTION}.bypass_mode=true"
+    ),
+    f"{CORRECTION}.use_policy_gradient": Rule(
+        _when(f"{CORRECTION}.loss_type", "reinforce"), f"true is {CORRECTION}.loss_type=reinforce"
     ),
     "data.train_data_num": Rule(
-        lambda value: {"data.train_max_samples": -1 if value is None else value},
-        "data.train_max_samples; null is -1, all",
+        _samples("data.train_max_samples"), "data.train_max_samples; null is -1, all"
     ),
     "data.val_data_num": Rule(
-        lambda value: {"data.val_max_samples": -1 if value is None else value},
-        "data.val_max_samples; null is -1, all",
+        _samples("data.val_max_samples"), "data.val_max_samples; null is -1, all"
     ),
     "max_turns": Rule(
         lambda value: {f"{MULTI_TURN}.max_assistant_turns": _whole(value) + 1},
@@ -189,8 +123,12 @@ GROUPED: dict[str, str] = {
         f"(data.max_response_length) and data.max_response_length that of one "
         f"({ROLLOUT}.max_tokens_per_turn)"
     ),
+    f"{CORRECTION}.rollout_rs_threshold_lower": (
+        f"the lower bound of {CORRECTION}.rollout_rs_threshold, as lower_upper"
+    ),
+    "**.optim.min_lr": "optim.min_lr_ratio, as a share of optim.lr",
 }
-"""Old keys whose meaning hangs on other keys; the functions below do them."""
+"""Old keys whose meaning depends on other keys; the functions below do them."""
 
 
 def written_as(origin: str, old: str) -> str:
@@ -198,14 +136,16 @@ def written_as(origin: str, old: str) -> str:
     return f"{origin}, written {old}"
 
 
-def _moved(setting: Setting, key: str, value: Any) -> Setting:
+def _moved(setting: Setting, key: str, value: JsonValue) -> Setting:
     return replace(setting, key=key, value=value, origin=written_as(setting.origin, setting.key))
 
 
 def translate(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
     """The settings of a `ppo_trainer` tree under their own names."""
-    grouped = _search_lengths(_kl_number(_lora_switch(list(settings), problems)))
-    return [new for old in grouped for new in _translate_one(old, problems)]
+    grouped = _least_rates(list(settings))
+    grouped = _search_lengths(_kl_number(_lora_switch(grouped, problems)))
+    new = [new for old in grouped for new in _translate_one(old, problems)]
+    return _generation_batch(_bounds(new))
 
 
 def _translate_one(setting: Setting, problems: list[str]) -> list[Setting]:
@@ -216,29 +156,37 @@ def _translate_one(setting: Setting, problems: list[str]) -> list[Setting]:
             problems.append(f"{setting.key}={setting.value} {error} ({setting.origin})")
             return []
         return [_moved(setting, key, value) for key, value in new.items()]
-    return [_manager_extras(rename(setting, RENAMED, RENAMED_BLOCKS))]
+    return [_manager_extras(rename(setting, "ppo_trainer"))]
 
 
-def rename(setting: Setting, keys: dict[str, str], blocks: dict[str, str]) -> Setting:
-    """The setting under its new name, or as it is."""
-    key = setting.key
-    for _ in range(len(blocks)):  # a renamed block may hold a renamed key
-        if key in keys:
-            key = keys[key]
+def new_name(key: str, tree: str) -> str:
+    """The name of a key in a tree; a renamed block may hold a renamed key."""
+    table = renames(tree)
+    for _ in range(4):
+        if key in table:
+            key = table[key]
             continue
-        prefix = next((b for b in blocks if key == b or key.startswith(b + ".")), None)
-        if prefix is None:
-            break
-        key = blocks[prefix] + key[len(prefix) :]
+        for old, new in table.items():
+            head, tail = old.removesuffix(".**"), old.removeprefix("**.")
+            if head != old and (key == head or key.startswith(head + ".")):
+                key = new.removesuffix(".**") + key[len(head) :]
+                break
+            if tail != old and (key == tail or key.endswith("." + tail)):
+                key = key[: len(key) - len(tail)] + new.removeprefix("**.")
+                break
+        else:
+            return key
+    return key
+
+
+def rename(setting: Setting, tree: str) -> Setting:
+    """The setting under its new name, or as it is."""
+    key = new_name(setting.key, tree)
     return setting if key == setting.key else _moved(setting, key, setting.value)
 
 
 def _lora_switch(settings: list[Setting], problems: list[str]) -> list[Setting]:
     switch = f"{ACTOR}.lora.enable"
-    ranks = {
-        f"{MODEL}.lora_rank",
-        *(old for old, new in RENAMED.items() if new.endswith(".lora_rank")),
-    }
     asked = [s for s in settings if s.key == switch]
     if not asked:
         return settings
@@ -250,7 +198,7 @@ def _lora_switch(settings: list[Setting], problems: list[str]) -> list[Setting]:
         return kept
     if not enabled:
         return [*kept, _moved(asked[-1], f"{MODEL}.lora_rank", 0)]
-    if any(s.key in ranks for s in kept):
+    if any(new_name(s.key, "ppo_trainer") == f"{MODEL}.lora_rank" for s in kept):
         return kept
     return [*kept, _moved(asked[-1], f"{MODEL}.lora_rank", LORA_RANK_WHEN_ENABLED)]
 
@@ -272,6 +220,42 @@ def _kl_number(settings: list[Setting]) -> list[Setting]:
             if "algorithm.use_kl_in_reward" not in last:
                 result.append(_moved(setting, "algorithm.use_kl_in_reward", True))
     return result
+
+
+def _least_rates(settings: list[Setting]) -> list[Setting]:
+    """`optim.min_lr`, a rate, as a share of the peak rate that was written beside it."""
+    last = {s.key: s.value for s in settings}
+    result = []
+    for setting in settings:
+        block, _, name = setting.key.rpartition(".")
+        least, peak = setting.value, last.get(f"{block}.lr")
+        if name != "min_lr" or not (isinstance(least, float) and isinstance(peak, float) and peak):
+            result.append(setting)
+        elif least:
+            result.append(_moved(setting, f"{block}.min_lr_ratio", least / peak))
+    return result
+
+
+def _bounds(settings: list[Setting]) -> list[Setting]:
+    """Both bounds of verl 0.6's rejection as one `lower_upper`; each is the other's inverse by default."""
+    lower, upper = (f"{CORRECTION}.rollout_rs_threshold{end}" for end in ("_lower", ""))
+    last = {s.key: s for s in settings}
+    kept = [s for s in settings if s.key != lower]
+    low, high = last.get(lower), last.get(upper)
+    if low is None or not isinstance(low.value, float | int) or not low.value:
+        return kept
+    top = high.value if high is not None and isinstance(high.value, float | int) else 1 / low.value
+    return [*kept, _moved(low, upper, f"{low.value:g}_{top:g}")]
+
+
+def _generation_batch(settings: list[Setting]) -> list[Setting]:
+    """Without filters a step has `gen_batch_size` prompts, as verl's loader has."""
+    last = {s.key: s for s in settings}
+    size, filters = last.get("data.gen_batch_size"), last.get("algorithm.filter_groups.enable")
+    value = size.value if size is not None else None
+    if size is None or type(value) is not int or value < 1 or (filters and filters.value is True):
+        return settings
+    return [*settings, _moved(size, "data.train_batch_size", size.value)]
 
 
 def _manager_extras(setting: Setting) -> Setting:

@@ -9,9 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.config.errors import did_you_mean, nearest
+
+B = TypeVar("B")
+
+
+def block(cls: type[B], **changes: Any) -> B:
+    """A block inside another one; its docstring is that of its class."""
+    return dataclasses.field(default_factory=functools.partial(cls, **changes))
 
 
 class Block(Mapping[str, Any]):

@@ -1,7 +1,8 @@
-"""Checks of a `ppo_trainer` tree that need more than one key, or more than a type.
+"""Checks of a tree that need more than one key, or more than a type; each sentence names values that work.
 
-They run before any model is loaded; each sentence names values that work. All defects are reported at once.
-What follows from the columns that the algorithm reads is checked by `hone/trainer/ppo/plan.py`.
+They run before any model is loaded. A value that cannot stand beside the others, and whose change trains
+nothing else, is settled with a note. What follows from the columns that the algorithm reads is checked by
+`hone/trainer/ppo/plan.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from hone.config.agreements import AGREEMENTS
 from hone.config.convert import show_value
 from hone.config.errors import did_you_mean, nearest
-from hone.config.ranges import RANGES, out_of_range
+from hone.config.generation import GenerationConfig
+from hone.config.rollout import SEARCH_LOOP
 from hone.config.schema import PPOTrainerConfig
+from hone.config.sft import SFTConfig
+from hone.config.trainer import TrainingRunConfig
+from hone.types import JsonValue
 
 TRACKERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab")
+SCHEDULES = ("constant", "cosine", "wsd")
+STRATEGIES = ("fsdp", "fsdp2")
 CHECKPOINT_PARTS = ("model", "optimizer", "extra", "hf_model")
 CREDIT_ASSIGNMENTS = ("gamma-decay", "strict min-form")
 REJECTIONS = (
@@ -25,12 +31,35 @@ REJECTIONS = (
 )
 
 
-def find_problems(config: PPOTrainerConfig, origins: dict[str, str]) -> list[str]:
-    """One sentence for each defect of the tree; ranges first, as the other checks divide by them."""
-    problems = out_of_range(config, {k: r for k, r in RANGES.items() if k in origins})
-    if problems:
-        return problems
+def find_problems(config: PPOTrainerConfig) -> list[str]:
+    """One sentence for each defect of the tree."""
     return [problem for find in CHECKS for problem in find(config)]
+
+
+def settle(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, str]]:
+    """Key, value and sentence for what can run with another value and trains the same."""
+    policy = config.actor_rollout_ref
+    longest = policy.rollout.prompt_length + policy.rollout.response_length
+    budgets = {
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu,
+        "critic.ppo_max_token_len_per_gpu": config.critic.ppo_max_token_len_per_gpu,
+    }
+    for key, budget in budgets.items():
+        if budget < longest:
+            why = f"a rank's budget must hold the longest prompt plus response, so it is {longest}"
+            yield key, longest, why
+    sizes = {"actor_rollout_ref.actor": policy.actor.rollout_n, "critic": config.critic.rollout_n}
+    for block, size in sizes.items():
+        if size != policy.rollout.n:
+            why = f"a prompt has actor_rollout_ref.rollout.n={policy.rollout.n} responses"
+            yield f"{block}.rollout_n", policy.rollout.n, why
+
+
+def settle_sft(config: SFTConfig) -> Iterator[tuple[str, JsonValue, str]]:
+    """Key, value and sentence for what can run with another value and trains the same."""
+    if config.data.max_token_len_per_gpu < config.data.max_length:
+        why = f"a rank's budget must hold data.max_length={config.data.max_length} tokens"
+        yield "data.max_token_len_per_gpu", config.data.max_length, why
 
 
 def multiples(value: int, unit: int) -> str:
@@ -83,14 +112,8 @@ def mini_batch_problems(
         yield f"{key} is not divisible by {ranks} data-parallel ranks; {multiples(mini, unit)}"
 
 
-def _generation_batch(config: PPOTrainerConfig) -> Iterator[str]:
-    size, filters = config.data.gen_batch_size, config.algorithm.filter_groups
-    if size is not None and size != config.data.train_batch_size and not filters.enable:
-        yield (
-            f"data.gen_batch_size={size} differs from data.train_batch_size="
-            f"{config.data.train_batch_size}, which needs algorithm.filter_groups.enable=true; "
-            "set it, or data.gen_batch_size=null"
-        )
+def _filters(config: PPOTrainerConfig) -> Iterator[str]:
+    filters = config.algorithm.filter_groups
     if filters.enable and config.actor_rollout_ref.rollout.n == 1:
         yield (
             "algorithm.filter_groups.enable=true needs groups, and actor_rollout_ref.rollout.n=1; "
@@ -117,7 +140,7 @@ def _micro_batches(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"{key}={total} and {key}_per_gpu={per_rank} say the same thing twice; keep {key}_per_gpu"
 
 
-def _token_budgets(config: PPOTrainerConfig) -> Iterator[str]:
+def _lengths(config: PPOTrainerConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
     longest = policy.rollout.prompt_length + policy.rollout.response_length
     limit = policy.rollout.max_model_len
@@ -125,20 +148,6 @@ def _token_budgets(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.rollout.max_model_len={limit} is less than the longest prompt plus "
             f"response ({longest}); use {longest} or null, or lower data.max_response_length"
-        )
-    if policy.actor.forms_micro_batches_by_tokens:
-        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-        yield from token_budget_problems(config, key, policy.actor.ppo_max_token_len_per_gpu)
-
-
-def token_budget_problems(config: PPOTrainerConfig, key: str, budget: int) -> Iterator[str]:
-    """Whether a role's token budget holds the longest row."""
-    rollout = config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
-    if budget < longest:
-        yield (
-            f"{key}={budget} tokens cannot hold the longest prompt plus response "
-            f"({rollout.prompt_length} + {rollout.response_length}); use {longest} or more"
         )
 
 
@@ -153,17 +162,6 @@ def _sampling(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.rollout.do_sample=false gives {rollout.n} equal responses a prompt; "
             "use do_sample=true, or n=1"
-        )
-    val = rollout.val_kwargs
-    if val.do_sample and val.temperature <= 0:
-        yield (
-            f"actor_rollout_ref.rollout.val_kwargs.temperature={show_value(val.temperature)} with "
-            "val_kwargs.do_sample=true; use val_kwargs.temperature=1.0, or val_kwargs.do_sample=false"
-        )
-    if not val.do_sample and val.n > 1:
-        yield (
-            f"actor_rollout_ref.rollout.val_kwargs.n={val.n} greedy responses are all the same; "
-            "use val_kwargs.do_sample=true with a temperature above 0, or val_kwargs.n=1"
         )
 
 
@@ -264,6 +262,47 @@ def _ends_with_class(path: str | None) -> bool:
     return path is not None and ":" in path.removeprefix("pkg://").removeprefix("file://")
 
 
+def _trackers(trainer: TrainingRunConfig) -> Iterator[str]:
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
+    for name in trainer.logger:
+        if name not in TRACKERS and ":" not in name:
+            hint = did_you_mean(nearest(name, TRACKERS))
+            yield f"trainer.logger has no tracker '{name}'.{hint} Use {', '.join(TRACKERS)}"
+
+
+def _named(key: str, name: str, known: tuple[str, ...]) -> Iterator[str]:
+    """Whether a name is one of ours, or the user's own as pkg.mod:object."""
+    if name not in known and ":" not in name:
+        hint = did_you_mean(nearest(name, known))
+        yield f"{key}={name} is unknown.{hint} Use {', '.join(known)}, or your own as pkg.mod:object"
+
+
+def _engines(config: PPOTrainerConfig) -> Iterator[str]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    for key, name in {
+        "actor_rollout_ref.actor": policy.actor.strategy,
+        "actor_rollout_ref.ref": policy.ref.strategy,
+        "critic": critic.strategy,
+    }.items():
+        yield from _named(f"{key}.strategy", name, STRATEGIES)
+    for key, optim in {
+        "actor_rollout_ref.actor": policy.actor.optim,
+        "critic": critic.optim,
+    }.items():
+        yield from _named(f"{key}.optim.lr_scheduler_type", optim.lr_scheduler_type, SCHEDULES)
+
+
+def _agents(config: PPOTrainerConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    own = rollout.agent.agent_loop_config_path or config.actor_rollout_ref.model.external_lib
+    if rollout.agent.default_agent_loop == SEARCH_LOOP and not own:
+        yield (
+            f"actor_rollout_ref.rollout.agent.default_agent_loop={SEARCH_LOOP}: the search loop is not "
+            "built; use single_turn_agent, tool_agent with a search tool, or file.py:Loop of your own"
+        )
+
+
 def _run(config: PPOTrainerConfig) -> Iterator[str]:
     trainer, ranks = config.trainer, config.world_size
     if trainer.controller == "local" and ranks > 1:
@@ -276,12 +315,7 @@ def _run(config: PPOTrainerConfig) -> Iterator[str]:
             "trainer.controller=local is one process, and the rollout has a pool of its own "
             "(hybrid_engine=false or rollout.nnodes>0); use trainer.controller=ray, or hybrid_engine=true"
         )
-    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
-    for name in trainer.logger:
-        if name not in TRACKERS and ":" not in name:
-            hint = did_you_mean(nearest(name, TRACKERS))
-            yield f"trainer.logger has no tracker '{name}'.{hint} Use {', '.join(TRACKERS)}"
+    yield from _trackers(trainer)
     checkpoints = {
         "actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint,
         "critic": config.critic.checkpoint,
@@ -307,56 +341,47 @@ def _run(config: PPOTrainerConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[PPOTrainerConfig], Iterator[str]], ...] = (
     _batches,
-    _generation_batch,
+    _filters,
     _micro_batches,
-    _token_budgets,
+    _lengths,
     _sampling,
     _exact,
     _loss,
     _correction,
     _rewards,
     _data,
-    *AGREEMENTS,
+    _agents,
+    _engines,
     _run,
 )
 
 
-def find_idle(config: PPOTrainerConfig, origins: dict[str, str]) -> list[str]:
-    """Keys that were set but have no effect beside the others."""
-    idle: list[str] = []
-
-    def say(prefix: str, why: str) -> None:
-        set_keys = [k for k in origins if k == prefix or k.startswith(prefix + ".")]
-        idle.extend(f"{key} has no effect while {why} ({origins[key]})" for key in set_keys)
-
-    if not config.algorithm.use_kl_in_reward:
-        say("algorithm.kl_ctrl", "algorithm.use_kl_in_reward=false")
-    if not config.actor_rollout_ref.actor.use_kl_loss:
-        say("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.use_kl_loss=false")
-    actor = config.actor_rollout_ref.actor
-    if config.algorithm.use_kl_in_reward and actor.use_kl_loss:
-        idle.append(
-            "the KL to the reference is in the reward (algorithm.use_kl_in_reward=true) and in the "
-            "loss (actor_rollout_ref.actor.use_kl_loss=true) at once: it counts twice"
+def sft_problems(config: SFTConfig) -> Iterator[str]:
+    """One sentence for each defect of an `sft_trainer` tree."""
+    batch, ranks = config.data.train_batch_size, config.world_size
+    if batch % ranks:
+        yield (
+            f"data.train_batch_size={batch} is not divisible by {ranks} data-parallel ranks; "
+            + multiples(batch, ranks)
         )
-    correction, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
-    if not correction.bypass_mode:
-        say(f"{section}.loss_type", f"{section}.bypass_mode=false")
-    else:
-        if actor.policy_loss.loss_mode not in ("vanilla", "bypass_mode"):
-            why = f"{section}.bypass_mode=true: {section}.loss_type chooses the loss"
-            say("actor_rollout_ref.actor.policy_loss.loss_mode", why)
-        if correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
-            say(f"{section}.rollout_is", f"{section}.loss_type=ppo_clip: its ratio is the weight")
-    if correction.rollout_is is None:
-        say(f"{section}.rollout_is_threshold", f"{section}.rollout_is=null")
-        say(f"{section}.rollout_is_batch_normalize", f"{section}.rollout_is=null")
-    if correction.rollout_rs is None:
-        say(f"{section}.rollout_rs_threshold", f"{section}.rollout_rs=null")
-    if not config.reward_model.enable:
-        say("reward_model.model", "reward_model.enable=false")
-    if config.world_size == 1:
-        for block in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model"):
-            why = "there is one rank; param_offload and optimizer_offload work there"
-            say(f"{block}.fsdp_config.offload_policy", why)
-    return idle
+    yield from _named("engine.strategy", config.engine.strategy, STRATEGIES)
+    schedule = config.optim.lr_scheduler_type
+    yield from _named("optim.lr_scheduler_type", schedule, SCHEDULES)
+    if not config.data.use_dynamic_bsz and config.data.sequences_per_micro_batch(ranks) is None:
+        yield "data.use_dynamic_bsz=false needs data.micro_batch_size_per_gpu, for example 4"
+    yield from _trackers(config.trainer)
+
+
+def generation_problems(config: GenerationConfig) -> Iterator[str]:
+    """One sentence for each defect of a `generation` tree."""
+    rollout = config.rollout
+    if rollout.do_sample and rollout.temperature <= 0:
+        yield (
+            f"rollout.temperature={show_value(rollout.temperature)} with rollout.do_sample=true samples "
+            "nothing; use rollout.temperature=1.0, or rollout.do_sample=false"
+        )
+    if not rollout.do_sample and config.data.n_samples > 1:
+        yield (
+            f"data.n_samples={config.data.n_samples} greedy responses are all the same; "
+            "use rollout.do_sample=true, or data.n_samples=1"
+        )

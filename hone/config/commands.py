@@ -9,16 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.config.absent import absent_rule
-from hone.config.compose import (
-    Composed,
-    Further,
-    abbreviates,
-    compose,
-    compose_settings,
-    config_to_dict,
-    get,
-)
+from hone.config.aliases import new_name
+from hone.config.apply import abbreviates
+from hone.config.compose import Composed, Further, compose, compose_settings, config_to_dict, get
 from hone.config.convert import show_value
 from hone.config.describe import (
     KeyInfo,
@@ -32,7 +25,7 @@ from hone.config.describe import (
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import walk_fields
 from hone.config.sources import Setting, read_config
-from hone.config.states import Accepts, Rule
+from hone.config.states import Rule, names, replacements, rules
 from hone.config.trees import BUILT_IN, TREES, Tree
 
 _TREE_NAMES = "\0"
@@ -134,14 +127,14 @@ def explain(key: str, tree: str | None = None) -> str:
     if blocks := find_blocks(key, trees):
         return _joined([(t, _explain_block(key, t, doc)) for t, _, doc in blocks])
     for name in (t.name for t in trees):
-        names = old_names(name)
-        new = names.get(key) or _renamed_block(key, names)
-        if new:
+        new = old_names(name).get(key) or new_name(key, name)
+        if new != key:
             text = explain(new, tree) if find_keys(new, trees) else ""
             return f"{key} is another name: {new}\n" + (f"\n{text}" if text else "")
-    rule = absent_rule(key)
-    if rule:
-        return f"{key}: {rule.state}\n  {rule.why}\n"
+    for rule in rules():
+        mine = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
+        if (rule.tree is None or mine) and names(rule.pattern, key):
+            return f"{key}: {state_in_words(rule)}\n"
     return _near(key, trees, f" in {tree}" if tree else "")
 
 
@@ -162,13 +155,6 @@ def _near(key: str, trees: Sequence[Tree], where: str) -> str:
     raise ConfigError(f"there is no key '{key}'{where}.{did_you_mean(suggestion)}")
 
 
-def _renamed_block(key: str, names: Mapping[str, str]) -> str | None:
-    for old, new in names.items():
-        if old.endswith(".*") and key.startswith(old[:-1]):
-            return new[:-1] + key[len(old) - 1 :]
-    return None
-
-
 def _joined(texts: Sequence[tuple[Tree, str]]) -> str:
     """One text for all trees that say the same."""
     by_text: dict[str, list[str]] = {}
@@ -181,7 +167,11 @@ def _explain_leaf(info: KeyInfo) -> str:
     lines = [info.key, f"  {info.doc}", ""]
     lines.append(f"  takes    {info.takes}" + (f" ({info.bounds})" if info.bounds else ""))
     lines.append(f"  default  {default_in_words(info.default)}")
-    lines.append(f"  state    {state_in_words(info.rule)}")
+    lines += [
+        f"           {show_value(list(r.values))} becomes {show_value(r.becomes)}"
+        for r in replacements()
+        if names(r.pattern, info.key)
+    ]
     if info.old_names:
         lines.append(f"  also     {', '.join(info.old_names)}")
     lines.append(f"  tree     {_TREE_NAMES}")
@@ -198,13 +188,9 @@ def _explain_block(key: str, tree: Tree, doc: str) -> str:
 
 def state_in_words(rule: Rule) -> str:
     """A rule as one reads it."""
-    if not rule.why:
-        return rule.state
-    if isinstance(rule.accepts, Accepts):
-        return f"{rule.state}: {rule.why}"
-    return (
-        f"{rule.state} with {', '.join(show_value(v) for v in rule.accepts)}; otherwise: {rule.why}"
-    )
+    fine = ", ".join(show_value(v) for v in rule.values)
+    asked = "" if "any" in rule.values or not fine else f" with other values than {fine}"
+    return f"{rule.state}{asked}\n  {rule.why}"
 
 
 def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
@@ -232,6 +218,7 @@ def _likely_tree(settings: Sequence[Setting]) -> Tree:
 
     def known(tree: Tree) -> int:
         leaves = {key for key, *_ in walk_fields(tree.root)}
-        return sum(s.key in leaves for s in tree.translate(settings, []))
+        new = tree.translate(settings, [])
+        return sum(s.key in leaves for s in new)
 
     return max(TREES.values(), key=known)

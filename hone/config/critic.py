@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.actor import LossAggMode
-from hone.config.block import Block
+from hone.config.block import Block, block
 from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
 from hone.config.keys import follows
-from hone.config.model import TiledMLPConfig
-from hone.config.profiler import ProfilerConfig
+from hone.config.ranges import Count, CountOrZero, Positive
 
 
 @dataclass(frozen=True)
@@ -22,34 +21,19 @@ class CriticModelConfig(Block):
 
     path: str | None = None
     """Folder or hub name; null starts from the actor's."""
-    tokenizer_path: str | None = field(default=follows("actor_rollout_ref.model.path"))
-    """Folder of the tokenizer; follows the actor's model."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's own config."""
-    external_lib: str | tuple[str, ...] | None = field(
-        default=follows("actor_rollout_ref.model.external_lib")
-    )
+    external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
     """Python modules to import first; follows the actor."""
-    trust_remote_code: bool = field(default=follows("actor_rollout_ref.model.trust_remote_code"))
-    """Follows the actor; models are opened with the code of transformers."""
-    use_shm: bool = False
-    """Copy the model into shared memory first."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    enable_activation_offload: bool = False
-    """Keep activations in host memory."""
-    use_remove_padding: bool = True
-    """Rows are packed without padding."""
-    lora_rank: int = 0
+    lora_rank: CountOrZero = 0
     """LoRA rank; 0 trains all parameters."""
     lora_alpha: float = 16
     """LoRA scale."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Modules that get LoRA matrices."""
-    tiled_mlp: TiledMLPConfig = field(default_factory=TiledMLPConfig)
-    """MLP computed in slices of the sequence."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding, dtype, offload."""
+    fsdp_config: FSDPConfig = block(FSDPConfig)
 
 
 @dataclass(frozen=True)
@@ -60,54 +44,41 @@ class CriticConfig(Block):
     """Build the critic; null builds it when the estimator reads values."""
     strategy: str = "fsdp2"
     """Training engine: fsdp and fsdp2 (both FSDP2 beyond one rank), or your own as pkg.mod:Class."""
-    rollout_n: int = field(default=follows("actor_rollout_ref.rollout.n"))
+    rollout_n: int = follows("actor_rollout_ref.rollout.n")
     """Responses a prompt; follows the rollout."""
-    ppo_mini_batch_size: int = field(default=follows("actor_rollout_ref.actor.ppo_mini_batch_size"))
+    ppo_mini_batch_size: Count = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
     """Prompts in one update; follows the actor."""
-    ppo_micro_batch_size: int | None = None
+    ppo_micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; give `ppo_micro_batch_size_per_gpu`."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward on one rank; null forms micro-batches by token budget."""
-    use_dynamic_bsz: bool = field(default=follows("actor_rollout_ref.actor.use_dynamic_bsz"))
+    use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Form micro-batches by token budget; follows the actor."""
-    ppo_max_token_len_per_gpu: int = 32768
+    ppo_max_token_len_per_gpu: Count = 32768
     """Token budget of one forward and backward on one rank."""
     forward_micro_batch_size: int | None = None
     """Sequences in one value pass over all ranks; give `forward_micro_batch_size_per_gpu`."""
-    forward_micro_batch_size_per_gpu: int | None = field(
-        default=follows("critic.ppo_micro_batch_size_per_gpu")
-    )
+    forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
     """Sequences in one value pass on one rank; follows the update."""
-    forward_max_token_len_per_gpu: int = field(default=follows("critic.ppo_max_token_len_per_gpu"))
+    forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
     """Token budget of one value pass on one rank; follows the update."""
-    ppo_epochs: int = field(default=follows("actor_rollout_ref.actor.ppo_epochs"))
+    ppo_epochs: Count = follows("actor_rollout_ref.actor.ppo_epochs")
     """Passes over each batch; follows the actor."""
-    shuffle: bool = field(default=follows("actor_rollout_ref.actor.shuffle"))
+    shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
     """Shuffle rows before cutting mini-batches; follows the actor."""
     data_loader_seed: int = 42
     """Seed of that shuffle."""
-    cliprange_value: float = 0.5
+    cliprange_value: Positive = 0.5
     """New values are clipped to this distance from the old ones in the loss."""
-    loss_agg_mode: LossAggMode = field(default=follows("actor_rollout_ref.actor.loss_agg_mode"))
+    loss_agg_mode: LossAggMode = follows("actor_rollout_ref.actor.loss_agg_mode")
     """How per-token losses become one number; follows the actor."""
-    loss_scale_factor: float | None = field(
-        default=follows("actor_rollout_ref.actor.loss_scale_factor")
-    )
+    loss_scale_factor: float | None = follows("actor_rollout_ref.actor.loss_scale_factor")
     """Divisor of `seq-mean-token-sum-norm`; follows the actor."""
-    ulysses_sequence_parallel_size: int = field(
-        default=follows("critic.model.fsdp_config.ulysses_sequence_parallel_size")
-    )
-    """Ranks that share one sequence; follows the engine block."""
-    grad_clip: float = field(default=follows("critic.optim.clip_grad"))
+    grad_clip: Positive = follows("critic.optim.clip_grad")
     """Largest gradient norm; follows the optimizer block."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    """Optimizer and schedule."""
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    """The value model."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What a checkpoint holds."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    """Profiling of the critic."""
+    optim: OptimConfig = block(OptimConfig, lr=1e-5)
+    model: CriticModelConfig = block(CriticModelConfig)
+    checkpoint: CheckpointConfig = block(CheckpointConfig)
 
     @property
     def forms_micro_batches_by_tokens(self) -> bool:

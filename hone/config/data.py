@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hone.config.block import Block
+from hone.config.block import Block, block
 from hone.config.keys import follows
+from hone.config.ranges import Count, CountOrAll
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,13 @@ class SamplerConfig(Block):
 class DataConfig(Block):
     """Prompts."""
 
-    tokenizer: str | None = None
-    """Folder of the tokenizer; null takes the model's."""
-    use_shm: bool = False
-    """Copy the files into shared memory first."""
     train_files: tuple[str, ...] = ("~/data/rlhf/gsm8k/train.parquet",)
     """Parquet or jsonl files to train on; one path or a list."""
     val_files: tuple[str, ...] | None = ("~/data/rlhf/gsm8k/test.parquet",)
     """Parquet or jsonl files to validate on; one path or a list. [] or null has none."""
-    train_max_samples: int = -1
+    train_max_samples: CountOrAll = -1
     """Rows kept for training; -1 keeps all."""
-    val_max_samples: int = -1
+    val_max_samples: CountOrAll = -1
     """Rows kept for validation; -1 keeps all."""
     dataset_weights: tuple[float, ...] | None = None
     """Share of each training file in a batch, in the order of `train_files`; null mixes by size."""
@@ -56,62 +53,41 @@ class DataConfig(Block):
     """chat renders with the chat template; raw takes the string as it is."""
     reward_fn_key: str = "data_source"
     """Column that chooses the score function."""
-    max_prompt_length: int = 512
+    max_prompt_length: Count = 512
     """Longest prompt in tokens."""
-    max_response_length: int = 512
+    max_response_length: Count = 512
     """Longest response in tokens, all turns together."""
-    train_batch_size: int = 1024
+    train_batch_size: Count = 1024
     """Prompts a step."""
-    gen_batch_size: int | None = None
+    gen_batch_size: Count | None = None
     """Prompts a generation round when groups are filtered; null is `train_batch_size`."""
-    val_batch_size: int | None = None
+    val_batch_size: Count | None = None
     """Prompts a validation round; null is all at once."""
-    tool_config_path: str | None = field(
-        default=follows("actor_rollout_ref.rollout.multi_turn.tool_config_path")
-    )
+    tool_config_path: str | None = follows("actor_rollout_ref.rollout.multi_turn.tool_config_path")
     """YAML file that lists the tools whose schemas enter the prompt; follows the rollout."""
-    return_raw_input_ids: bool = False
-    """Nothing reads it in the family either."""
-    return_raw_chat: bool = True
-    """Rows always carry their messages."""
-    return_full_prompt: bool = False
-    """Nothing reads it in the family either."""
-    return_multi_modal_inputs: bool = True
-    """Rows always carry their images."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a prompt longer than `max_prompt_length`."""
     shuffle: bool = True
     """Shuffle training rows each epoch."""
     seed: int | None = None
     """Seed of the order; null takes the run seed."""
-    dataloader_num_workers: int = 8
-    """Loader processes; prompts are prepared ahead in the run's own process here."""
-    image_patch_size: int = 14
-    """Patch size of the vision tower."""
     validation_shuffle: bool = False
     """Shuffle validation rows."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` before training."""
-    filter_overlong_prompts_workers: int = 1
-    """Processes for that filter."""
     image_key: str = "images"
     """Column of the images; training refuses rows that fill it, as no model here reads it."""
     video_key: str = "videos"
     """Column of the videos; training refuses rows that fill it, as no model here reads it."""
     audio_key: str = "audios"
     """Column of the audio clips; training refuses rows that fill it, as no model here reads it."""
-    trust_remote_code: bool = field(default=follows("actor_rollout_ref.model.trust_remote_code"))
+    trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Run code that ships with the tokenizer; follows the model."""
-    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
-    """A user's own dataset class."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """A user's own order of rows."""
-    datagen: CustomClassConfig = field(default_factory=CustomClassConfig)
-    """A user's own generator of new rows after each batch."""
+    custom_cls: CustomClassConfig = block(CustomClassConfig)
+    sampler: SamplerConfig = block(SamplerConfig)
+    datagen: CustomClassConfig = block(CustomClassConfig)
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the chat template."""
-    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the multi-modal processor."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """A row without a prompt or of the wrong type stops the run, or is skipped and counted."""
 

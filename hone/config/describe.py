@@ -11,20 +11,17 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hone.config import aliases
 from hone.config.convert import describe_type, show_value, to_plain
 from hone.config.keys import block_type, hints, walk_fields
-from hone.config.ranges import RANGES, Range
-from hone.config.states import Rule, State, rule_of
-from hone.config.trees import (
-    RAY_RENAMED,
-    RAY_RENAMED_BLOCKS,
-    SFT_RENAMED,
-    SFT_RENAMED_BLOCKS,
-    Tree,
-)
+from hone.config.ranges import Range, ranges
+from hone.config.states import renames
+from hone.types import JsonValue
+
+if TYPE_CHECKING:
+    from hone.config.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,10 @@ class KeyInfo:
 
     key: str
     takes: str
-    default: Any
+    default: JsonValue
     doc: str
-    rule: Rule
     bounds: Range | None
     old_names: tuple[str, ...]
-
-    @property
-    def state(self) -> State:
-        """works, neutral or refused."""
-        return self.rule.state
 
 
 @functools.cache
@@ -71,26 +62,18 @@ def _class_docs(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def old_names(tree: str) -> dict[str, str]:
-    """Every name of the alias table of a tree, with what it comes to."""
-    if tree == "ppo_trainer":
-        blocks = {f"{old}.*": f"{new}.*" for old, new in aliases.RENAMED_BLOCKS.items()}
-        rules = {old: rule.meaning for old, rule in aliases.RULES.items()}
-        return {**aliases.RENAMED, **blocks, **rules, **aliases.GROUPED}
-    keys, blocks = (
-        (SFT_RENAMED, SFT_RENAMED_BLOCKS)
-        if tree == "sft_trainer"
-        else (RAY_RENAMED, RAY_RENAMED_BLOCKS)
-    )
-    return {**keys, **{f"{old}.*": f"{new}.*" for old, new in blocks.items()}}
+    """Every other name of a tree's keys, with what it comes to."""
+    if tree != "ppo_trainer":
+        return renames(tree)
+    rules = {old: rule.meaning for old, rule in aliases.RULES.items()}
+    return {**renames(tree), **rules, **aliases.GROUPED}
 
 
 def describe_keys(tree: Tree) -> list[KeyInfo]:
     """Every leaf of a tree, in the order of the schema."""
-    names = old_names(tree.name)
     renamed: dict[str, list[str]] = {}
-    for old, new in names.items():
+    for old, new in old_names(tree.name).items():
         renamed.setdefault(new, []).append(old)
-    ranges = RANGES if tree.name == "ppo_trainer" else {}
     infos = []
     for key, owner, _, default in walk_fields(tree.root):
         name = key.rsplit(".", 1)[-1]
@@ -100,8 +83,7 @@ def describe_keys(tree: Tree) -> list[KeyInfo]:
                 takes=describe_type(hints(owner)[name]),
                 default=to_plain(default),
                 doc=field_docs(owner).get(name, ""),
-                rule=rule_of(key, tree.rules),
-                bounds=ranges.get(key),
+                bounds=ranges(tree.root).get(key),
                 old_names=tuple(renamed.get(key, ())),
             )
         )
@@ -122,13 +104,13 @@ def find_blocks(key: str, trees: Iterable[Tree]) -> list[tuple[Tree, type, str]]
             inner = block_type(hints(cls).get(name))
             if inner is None:
                 break
-            cls, doc = inner, field_docs(cls).get(name, "")
+            cls, doc = inner, field_docs(cls).get(name) or inspect.getdoc(inner) or ""
         else:
             found.append((tree, cls, doc))
     return found
 
 
-def follows_key(default: Any) -> str | None:
+def follows_key(default: JsonValue) -> str | None:
     """The key a default follows, or None."""
     if isinstance(default, str) and default.startswith("${") and default.endswith("}"):
         inner = default[2:-1]
@@ -136,12 +118,13 @@ def follows_key(default: Any) -> str | None:
     return None
 
 
-def default_in_words(default: Any) -> str:
+def default_in_words(default: JsonValue) -> str:
     """A default as one reads it: the value, the key it follows, or the limit."""
     followed = follows_key(default)
     if followed:
         return f"follows {followed}"
-    if isinstance(default, str) and default.startswith("${least:"):
-        limit, _, key = default[len("${least:") : -1].partition(",")
-        return f"{limit}, or {key[2:-1]} where that is smaller"
+    for word, compared in (("least", "smaller"), ("most", "larger")):
+        if isinstance(default, str) and default.startswith(f"${{{word}:"):
+            limit, _, key = default[len(word) + 3 : -1].partition(",")
+            return f"{limit}, or {key[2:-1]} where that is {compared}"
     return show_value(default)

@@ -1,21 +1,17 @@
 """Writes docs/config.md from the schema: `python -m hone.config.document > docs/config.md`.
 
-One table a block, each key with type, default, state and docstring; the alias table; counts by state.
+One table per block with the keys that work; an appendix with the neutral and refused keys and other names.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 
-from hone.config.absent import ABSENT_RULES
-from hone.config.commands import state_in_words
+from hone.config.convert import show_value
 from hone.config.describe import KeyInfo, default_in_words, describe_keys, find_blocks, old_names
-from hone.config.states import State
+from hone.config.states import Rule, replacements, rules
 from hone.config.trees import TREES, Tree
-
-STATES: tuple[State, ...] = ("works", "neutral", "refused")
 
 
 def document() -> str:
@@ -23,34 +19,24 @@ def document() -> str:
     return "\n".join(_page()) + "\n"
 
 
-def counts() -> dict[str, Counter[str]]:
-    """Keys by state for each tree."""
-    return {
-        name: Counter(info.state for info in describe_keys(tree)) for name, tree in TREES.items()
-    }
-
-
 def _page() -> Iterator[str]:
     yield "# Configuration"
     yield ""
     yield "Generated from `hone/config` by `python -m hone.config.document`; do not edit."
     yield ""
-    yield "A key **works**, is **neutral** (its value asks for nothing that differs here; a run lists the"
-    yield "neutral keys that were set once at start, of a file's only those that differ from the default),"
-    yield "or is **refused** with the sentence in its row."
-    yield "`hone config explain KEY` prints a key's rows (`--tree NAME` those of one tree),"
-    yield "`hone config show` a resolved tree with origins,"
-    yield "`hone config check FILE` every problem of a YAML file."
+    yield "These keys work. The [appendix](#other-keys-and-values) lists the keys of verl that are neutral (a"
+    yield "run says in one line per topic what it does instead) or refused with a sentence."
+    yield "`hone config explain KEY` explains any of them (`--tree NAME` in one tree), `hone config show`"
+    yield "prints a resolved tree with origins, `hone config check FILE` every problem of a YAML file."
     yield ""
-    yield "| tree | works | neutral | refused | all |"
-    yield "|---|---|---|---|---|"
-    for name, count in counts().items():
-        cells = [str(count[state]) for state in STATES]
-        yield f"| [`{name}`](#{name}) | {' | '.join(cells)} | {sum(count.values())} |"
+    yield "| tree | keys | for |"
+    yield "|---|---|---|"
+    for name, tree in TREES.items():
+        yield f"| [`{name}`](#{name}) | {len(describe_keys(tree))} | {tree.purpose} |"
     yield ""
     for tree in TREES.values():
         yield from _tree(tree)
-    yield from _absent()
+    yield from _appendix()
 
 
 def _tree(tree: Tree) -> Iterator[str]:
@@ -68,46 +54,50 @@ def _tree(tree: Tree) -> Iterator[str]:
         if found and found[0][2]:
             yield found[0][2]
             yield ""
-        yield "| key | takes | default | state | what it does |"
-        yield "|---|---|---|---|---|"
+        yield "| key | takes | default | what it does |"
+        yield "|---|---|---|---|"
         yield from (_row(info) for info in infos)
         yield ""
-    yield f"### {tree.name}: other names"
-    yield ""
-    yield "| written | means |"
-    yield "|---|---|"
-    yield from (f"| `{old}` | {_cell(new)} |" for old, new in old_names(tree.name).items())
-    yield ""
 
 
 def _row(info: KeyInfo) -> str:
     takes = info.takes + (f" ({info.bounds})" if info.bounds else "")
-    name = info.key.rpartition(".")[2]
-    default = default_in_words(info.default)
-    cells = [
-        f"`{name}`",
-        _cell(takes),
-        f"`{_cell(default)}`",
-        _cell(state_in_words(info.rule)),
-        _cell(info.doc),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    name, default = info.key.rpartition(".")[2], default_in_words(info.default)
+    return f"| `{name}` | {_cell(takes)} | `{_cell(default)}` | {_cell(info.doc)} |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _absent() -> Iterator[str]:
-    yield "## Keys of the family outside these trees"
+def _values(rule: Rule) -> str:
+    return "" if "any" in rule.values else ", ".join(f"`{show_value(v)}`" for v in rule.values)
+
+
+def _appendix() -> Iterator[str]:
+    yield "## Other keys and values"
     yield ""
-    yield "`*` stands for one name, `**` for any number. A refused key may still be written with a value"
-    yield "that says it is off (null, false, 0, empty)."
+    yield "`*` stands for one name, `**` for any number. A neutral key runs with every value, and is noted"
+    yield "where the value is not one of those named (`off`: null, false, 0, empty); a refused key stops"
+    yield "the run there."
     yield ""
-    yield "| key | state | why, or what to use |"
+    yield "| key | state | values without a word | why, or what to use |"
+    yield "|---|---|---|---|"
+    for rule in rules():
+        tree = f"{rule.tree}: " if rule.tree else ""
+        yield f"| {tree}`{rule.pattern}` | {rule.state} | {_values(rule)} | {_cell(rule.why)} |"
+    yield ""
+    yield "| key | written | becomes | note |"
+    yield "|---|---|---|---|"
+    for value in replacements():
+        written = ", ".join(f"`{show_value(v)}`" for v in value.values)
+        becomes = show_value(value.becomes)
+        yield f"| `{value.pattern}` | {written} | `{becomes}` | {_cell(value.why)} |"
+    yield ""
+    yield "| tree | written | means |"
     yield "|---|---|---|"
-    for rule in ABSENT_RULES:
-        yield f"| `{rule.pattern}` | {rule.state} | {_cell(rule.why)} |"
+    for name in TREES:
+        yield from (f"| {name} | `{old}` | {_cell(new)} |" for old, new in old_names(name).items())
 
 
 if __name__ == "__main__":

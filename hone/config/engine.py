@@ -5,10 +5,11 @@ They are reused by the actor, the reference, the critic and SFT; nothing here is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hone.config.block import Block
+from hone.config.ranges import NotNegative, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -19,50 +20,50 @@ class OptimConfig(Block):
     """Class name of the optimizer, looked up in `optimizer_impl`; or `pkg.mod:Class` of your own."""
     optimizer_impl: str = "torch.optim"
     """Module that holds the optimizer class; any importable module works."""
-    lr: float = 1e-6
+    lr: NotNegative = 1e-6
     """Peak learning rate."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: Share = 0.0
     """Share of all updates spent warming up; used when `lr_warmup_steps` is not positive."""
     lr_warmup_steps: int = -1
     """Warm-up length in updates; wins over the ratio when positive."""
     total_training_steps: int = -1
     """Length of the schedule in steps; -1 takes the run's own length."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled weight decay."""
     betas: tuple[float, ...] = (0.9, 0.999)
     """AdamW's two moment decay rates."""
-    clip_grad: float = 1.0
+    clip_grad: Positive = 1.0
     """Largest gradient norm; the role's `grad_clip` wins where it has one."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Floor of the cosine and WSD schedules, as a share of `lr`."""
     num_cycles: float = 0.5
     """Cosine waves over the run; 0.5 falls once from the peak to the floor."""
     lr_scheduler_type: str = "constant"
     """Shape of the schedule after warm-up: constant, cosine, wsd, or `pkg.mod:function` of your own."""
-    lr_decay_steps_ratio: float = 0.1
+    lr_decay_steps_ratio: Share = 0.1
     """Share of all updates in the final decay of the `wsd` schedule."""
     override_optimizer_config: dict[str, Any] | None = None
     """More keyword arguments for the optimizer class."""
-    zero_indexed_step: bool = True
-    """The schedule's first update is step 0."""
 
 
 @dataclass(frozen=True)
-class WrapPolicyConfig(Block):
-    """Which modules become sharding units."""
+class PlacementConfig(Block):
+    """How a model is held on a rank: dtype, offload, seed."""
 
-    min_num_params: int = 0
-    """Shard by module size above this many parameters; 0 shards by decoder layer."""
-
-
-@dataclass(frozen=True)
-class FSDPConfig(Block):
-    """How a model is held on the ranks: dtype, sharding, offload, sequence parallelism."""
-
-    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
-    """Which modules become sharding units."""
     param_offload: bool = False
     """Keep parameters in host memory between phases (on a CPU they are there already)."""
+    seed: int = 42
+    """Seed of dropout; under `full_determinism` of every generator."""
+    full_determinism: bool = False
+    """Ask torch for deterministic kernels, and seed every generator."""
+    dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
+    """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
+
+
+@dataclass(frozen=True)
+class FSDPConfig(PlacementConfig):
+    """How a model is sharded over the ranks."""
+
     optimizer_offload: bool = False
     """Keep optimizer state and float32 masters in host memory between updates."""
     offload_policy: bool = False
@@ -71,34 +72,16 @@ class FSDPConfig(Block):
     """Free gathered parameters after the forward pass (less memory, one more gather)."""
     fsdp_size: int = -1
     """Ranks that share one copy of the model; -1 shards over all of them, less gives HSDP."""
-    forward_prefetch: bool = False
-    """Gather the next layer's parameters while this one computes."""
-    model_dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
-    """Dtype of the optimizer's master weights; auto is fp32."""
-    use_orig_params: bool = False
-    """A setting of the first FSDP; the second keeps original parameters always."""
-    seed: int = 42
-    """Seed of dropout; under `full_determinism` of every generator."""
-    full_determinism: bool = False
-    """Ask torch for deterministic kernels, and seed every generator."""
-    ulysses_sequence_parallel_size: int = 1
-    """Ranks that share one sequence."""
-    entropy_from_logits_with_chunking: bool = False
-    """Entropy in chunks of tokens."""
-    entropy_from_logits_chunk_size: int = 2048
-    """Tokens in a chunk of the log-prob and entropy pass."""
     use_torch_compile: bool = False
     """Compile each decoder block with torch.compile."""
-    entropy_checkpointing: bool = False
-    """Recompute the entropy in the backward pass."""
-    forward_only: bool = False
-    """The model is never updated; no optimizer is built."""
+
+
+@dataclass(frozen=True)
+class SFTEngineConfig(FSDPConfig):
+    """How the model of supervised fine-tuning is held and trained."""
+
     strategy: str = "fsdp2"
-    """Training engine of SFT: fsdp2, or your own as pkg.mod:Class; the roles of RL have a key each."""
-    dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
-    """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
-    use_no_sync_for_gradient_accumulation: bool = False
-    """Reduce gradients once per update in place of once per micro-batch."""
+    """Training engine: fsdp2, or your own as pkg.mod:Class."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +92,6 @@ class CheckpointConfig(Block):
     """Parts to write: model, optimizer, extra (scheduler, random state), hf_model (safetensors)."""
     load_contents: tuple[str, ...] | None = None
     """Parts to read on resume; null reads all that was saved."""
-    async_save: bool = False
-    """Write in the background while training goes on."""
-    strict: bool = True
-    """Refuse a checkpoint whose parameters do not match the model."""
 
 
 def sequences_per_rank(per_rank: int | None, over_all_ranks: int | None, ranks: int) -> int | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from hone.config.block import Block
-from hone.config.reward import CustomRewardFunctionConfig, SandboxFusionConfig
-from hone.config.trainer import RayKwargs
+from hone.config.block import Block, block
+from hone.config.ranges import Count, Positive, PositiveShare
+from hone.config.reward import CustomRewardFunctionConfig, SandboxConfig
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,6 @@ class EvaluationDataConfig(Block):
 
     path: tuple[str, ...] = ("math_Qwen2-7B-Instruct.parquet",)
     """Parquet or jsonl files with a column of responses; one path or a list. Must be given."""
-    prompt_key: str = "prompt"
-    """Column of the prompt."""
     response_key: str = "responses"
     """Column of the responses, a list a row."""
     data_source_key: str = "data_source"
@@ -33,9 +31,9 @@ class EvaluationMetricsConfig(Block):
     """k of pass@k, best@k and maj@k; null is the powers of two up to the responses a row."""
     correct_from: float = 1.0
     """Least score that counts as correct in pass@k."""
-    confidence: float = 0.95
+    confidence: PositiveShare = 0.95
     """Level of the intervals: bootstrap over rows, or exact binomial where all are 0 or all are 1."""
-    bootstrap_samples: int = 1000
+    bootstrap_samples: Count = 1000
     """Resamples of the rows for the intervals."""
     seed: int = 1
     """Seed of the resampling."""
@@ -57,21 +55,12 @@ class EvaluationOutputConfig(Block):
 class EvaluationConfig(Block):
     """Everything one evaluation reads."""
 
-    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
-    """The file to score."""
-    custom_reward_function: CustomRewardFunctionConfig = field(
-        default_factory=CustomRewardFunctionConfig
-    )
-    """A user's own score function; null scores by data source."""
-    metrics: EvaluationMetricsConfig = field(default_factory=EvaluationMetricsConfig)
-    """What is computed from the scores."""
-    output: EvaluationOutputConfig = field(default_factory=EvaluationOutputConfig)
-    """Where the results go."""
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
-    """A code-running service."""
-    num_processes: int | None = None
+    data: EvaluationDataConfig = block(EvaluationDataConfig)
+    custom_reward_function: CustomRewardFunctionConfig = block(CustomRewardFunctionConfig)
+    metrics: EvaluationMetricsConfig = block(EvaluationMetricsConfig)
+    output: EvaluationOutputConfig = block(EvaluationOutputConfig)
+    sandbox_fusion: SandboxConfig = block(SandboxConfig)
+    num_processes: Count | None = None
     """Scoring processes; null chooses by cores."""
-    timeout_s: float = 300.0
+    timeout_s: Positive = 300.0
     """Seconds one score may take; then it counts as failed."""
-    ray_kwargs: RayKwargs = field(default_factory=RayKwargs)
-    """Ray."""

@@ -9,7 +9,11 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+from hone.config.errors import ConfigError, did_you_mean, nearest
+
+T = TypeVar("T")
 
 
 def follows(key: str) -> Any:
@@ -20,6 +24,11 @@ def follows(key: str) -> Any:
 def at_most(limit: int, key: str) -> Any:
     """Default that is `limit`, or the value of another key where that is smaller."""
     return "${least:" + str(limit) + ",${" + key + "}}"
+
+
+def at_least(limit: int, key: str) -> Any:
+    """Default that is `limit`, or the value of another key where that is larger."""
+    return "${most:" + str(limit) + ",${" + key + "}}"
 
 
 @functools.cache
@@ -48,3 +57,22 @@ def walk_fields(
             yield from walk_fields(inner, value, key + ".")
         else:
             yield key, cls, field.type if isinstance(field.type, str) else str(field.type), value
+
+
+def get(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def replace(config: T, key: str, value: Any) -> T:
+    """A copy of the tree with one dotted key changed; the key must exist."""
+    name, _, rest = key.partition(".")
+    names = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
+    if name not in names:
+        raise ConfigError(
+            f"{type(config).__name__} has no key '{name}'.{did_you_mean(nearest(name, names))}"
+        )
+    changed = replace(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: changed})  # type: ignore[type-var]

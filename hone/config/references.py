@@ -6,16 +6,16 @@ The schema's references are plain and there are dozens; taking them by hand make
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from hone.config.errors import ConfigError
 from hone.types import JsonValue
 
 _PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-_LEAST = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+_BOUND = re.compile(r"\$\{(least|most):(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
-_HERE = "the reference itself"
+_BOUNDS: dict[str, Callable[[int, int], int]] = {"least": min, "most": max}
 _DEEPEST = 20
 """References to references; a longer chain is a circle."""
 
@@ -57,10 +57,10 @@ def _value(value: Any, tree: dict[str, Any], depth: int) -> Any:
     whole = _PLAIN.fullmatch(value)
     if whole:
         return _look_up(whole[1], tree, depth)
-    least = _LEAST.fullmatch(value)
-    if least:
-        other = _look_up(least[2], tree, depth)
-        return min(int(least[1]), other) if isinstance(other, int) else other
+    bound = _BOUND.fullmatch(value)
+    if bound:
+        other, limit = _look_up(bound[3], tree, depth), int(bound[2])
+        return _BOUNDS[bound[1]](limit, other) if isinstance(other, int) else other
     text = _PLAIN.sub(lambda match: str(_look_up(match[1], tree, depth)), value)
     if "${" in text:
         raise _NotPlain
@@ -87,27 +87,13 @@ def rename_references(value: JsonValue, rename: Callable[[str], str]) -> JsonVal
     return _REFERENCE.sub(lambda match: match[1] + rename(match[2]), value)
 
 
-def look_up(text: str, tree: Mapping[str, JsonValue]) -> JsonValue:
-    """What a value that is one reference stands for, a block too; None where it names nothing."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    _add_resolvers()
-    config = OmegaConf.create({**tree, _HERE: text})
-    try:
-        value = config[_HERE]
-    except OmegaConfBaseException:
-        return None
-    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    return {str(k): v for k, v in plain.items()} if isinstance(plain, dict) else plain
-
-
 def _add_resolvers() -> None:
     from hydra.core.utils import setup_globals
     from omegaconf import OmegaConf
 
     setup_globals()  # Hydra's own resolvers, such as `now`
-    OmegaConf.register_new_resolver("least", lambda *numbers: min(numbers), replace=True)
+    for name, bound in _BOUNDS.items():
+        OmegaConf.register_new_resolver(name, bound, replace=True)
 
 
 def _by_omegaconf(tree: dict[str, Any]) -> dict[str, Any]:

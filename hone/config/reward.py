@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hone.config.block import Block
-from hone.config.engine import FSDPConfig, sequences_per_rank
+from hone.config.block import Block, block
+from hone.config.engine import PlacementConfig, sequences_per_rank
 from hone.config.keys import follows
-from hone.config.profiler import ProfilerConfig
+from hone.config.ranges import Count, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,27 @@ class RewardManagerConfig(Block):
 
     source: Literal["register", "importlib"] = "register"
     """register looks `name` up in the table; importlib loads `module`."""
-    name: str = field(default=follows("reward_model.reward_manager"))
+    name: str = follows("reward_model.reward_manager")
     """naive, batch, prime, dapo, blank, or a registered name."""
-    module: RewardManagerModuleConfig = field(default_factory=RewardManagerModuleConfig)
-    """A user's own manager class."""
+    module: RewardManagerModuleConfig = block(RewardManagerModuleConfig)
 
 
 @dataclass(frozen=True)
-class SandboxFusionConfig(Block):
+class SandboxConfig(Block):
     """A code-running service; null url runs code in the local sandbox."""
 
     url: str | None = None
     """Address of the service."""
-    max_concurrent: int = 64
-    """Requests at the same time."""
-    memory_limit_mb: int = 1024
+    memory_limit_mb: Count = 1024
     """Memory of one run, for the service and the local sandbox."""
+
+
+@dataclass(frozen=True)
+class SandboxFusionConfig(SandboxConfig):
+    """A code-running service that scores many responses at the same time."""
+
+    max_concurrent: Count = 64
+    """Requests at the same time."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,12 @@ class OverlongBufferConfig(Block):
 class RewardKwargs(Block):
     """Settings of the managers."""
 
-    overlong_buffer_cfg: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    """DAPO's soft penalty for long responses."""
+    overlong_buffer_cfg: OverlongBufferConfig = block(OverlongBufferConfig)
     max_resp_len: int | None = None
     """Response limit of that penalty; null takes `data.max_response_length`."""
-    num_processes: int | None = None
+    num_processes: Count | None = None
     """prime: scoring processes; null chooses by cores."""
-    timeout_s: float = 300.0
+    timeout_s: Positive = 300.0
     """prime: seconds one score may take; then its process is killed and counted."""
     on_failure: Literal["raise", "score"] = "score"
     """A score function that raises, hangs or returns NaN stops the run, or gets `failure_score`."""
@@ -98,74 +102,17 @@ class RewardKwargs(Block):
 class RewardModelModelConfig(Block):
     """The reward model itself."""
 
-    input_tokenizer: str | None = field(default=follows("actor_rollout_ref.model.path"))
+    input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
     """Tokenizer of the policy; null when both share one."""
     path: str | None = None
     """Folder or hub name of the reward model."""
-    external_lib: str | tuple[str, ...] | None = field(
-        default=follows("actor_rollout_ref.model.external_lib")
-    )
+    external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
     """Python modules to import first; follows the actor."""
     trust_remote_code: bool = False
     """Run code that ships with the model."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's own config."""
-    use_shm: bool = False
-    """Copy the model into shared memory first."""
-    use_remove_padding: bool = True
-    """Rows are packed without padding."""
-    use_fused_kernels: bool = False
-    """Fused kernels; a scoring head has none."""
-    fsdp_config: FSDPConfig = field(default_factory=lambda: FSDPConfig(forward_only=True))
-    """Sharding, dtype, offload."""
-
-
-@dataclass(frozen=True)
-class RewardServerConfig(Block):
-    """A generative reward model behind an inference server."""
-
-    name: str | None = None
-    """Engine of the server; null has no server."""
-    dtype: str = "auto"
-    """Compute dtype."""
-    gpu_memory_utilization: float = 0.5
-    """Share of GPU memory."""
-    enforce_eager: bool = True
-    """No CUDA graphs."""
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    """Batch sizes to capture."""
-    free_cache_engine: bool = True
-    """Free the KV cache when idle."""
-    data_parallel_size: int = 1
-    """Copies inside one server."""
-    expert_parallel_size: int = 1
-    """Ranks that share the experts."""
-    tensor_model_parallel_size: int = 1
-    """Ranks that share one copy."""
-    max_num_batched_tokens: int = 8192
-    """Tokens of one prefill batch."""
-    max_model_len: int | None = None
-    """Longest prompt plus response."""
-    max_num_seqs: int = 1024
-    """Sequences decoded at the same time."""
-    load_format: str = "auto"
-    """Where weights are loaded from."""
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the engine."""
-    limit_images: int | None = None
-    """Images a prompt."""
-    enable_chunked_prefill: bool = True
-    """Cut long prefills."""
-    enable_prefix_caching: bool = True
-    """Keep shared prefixes."""
-    disable_log_stats: bool = True
-    """Do not log statistics."""
-    skip_tokenizer_init: bool = False
-    """Serve ids only."""
-    prompt_length: int = 2048
-    """Longest prompt."""
-    response_length: int = 2048
-    """Longest answer."""
+    fsdp_config: PlacementConfig = block(PlacementConfig)
 
 
 @dataclass(frozen=True)
@@ -176,67 +123,34 @@ class RewardModelConfig(Block):
     """Score with a reward model."""
     type: Literal["orm", "prm"] = "orm"
     """orm scores a whole response, prm each step."""
-    enable_resource_pool: bool = False
-    """Give the reward model devices of its own."""
-    n_gpus_per_node: int = field(default=follows("trainer.n_gpus_per_node"))
-    """Devices a node of that pool."""
-    nnodes: int = 0
-    """Nodes of that pool."""
-    strategy: Literal["fsdp", "fsdp2", "megatron", "veomni"] = "fsdp2"
-    """Engine beyond one rank."""
-    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    """The reward model itself."""
-    micro_batch_size: int | None = None
+    model: RewardModelModelConfig = block(RewardModelModelConfig)
+    micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; give `micro_batch_size_per_gpu`."""
-    micro_batch_size_per_gpu: int | None = None
+    micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward on one rank; null uses the token budget."""
-    max_length: int | None = None
+    max_length: Count | None = None
     """Longest prompt plus response the reward model reads; longer rows lose their head."""
-    use_dynamic_bsz: bool = field(default=follows("critic.use_dynamic_bsz"))
+    use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     """Form micro-batches by token budget; follows the critic."""
-    forward_max_token_len_per_gpu: int = field(
-        default=follows("critic.forward_max_token_len_per_gpu")
-    )
+    forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     """Token budget of one forward on one rank; follows the critic."""
-    ulysses_sequence_parallel_size: int = 1
-    """Ranks that share one sequence."""
     reward_manager: str = "naive"
     """naive, batch, prime, dapo, blank, or a registered name."""
-    launch_reward_fn_async: bool = False
-    """Score while log-probs are computed."""
-    use_reward_loop: bool = True
-    """Score each response as soon as it is there."""
-    reward_loop_source: Literal["register", "importlib"] = "register"
-    """Where the reward-loop manager comes from."""
-    reward_loop_module_path: str | None = None
-    """File of a reward-loop manager."""
-    reward_loop_class_name: str | None = None
-    """Class of a reward-loop manager."""
-    num_workers: int = 1
-    """Reward workers."""
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
-    """A code-running service."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    """Profiling of the reward model."""
-    rollout: RewardServerConfig = field(default_factory=RewardServerConfig)
-    """A generative reward model behind an inference server."""
-    reward_kwargs: RewardKwargs = field(default_factory=RewardKwargs)
-    """Settings of the managers."""
+    sandbox_fusion: SandboxFusionConfig = block(SandboxFusionConfig)
+    reward_kwargs: RewardKwargs = block(RewardKwargs)
     verifiable_reward_coef: float = 1.0
     """Weight of the rule score in the sum."""
     modeling_reward_coef: float = 1.0
     """Weight of the reward model's score in the sum."""
     credit_assignment: str | float = 0.1
     """Process rewards: gamma-decay, strict min-form, or a temperature above 0 (soft min)."""
-    training: bool = False
-    """Train the reward model during the run."""
     split_step_char: str = "\n\n"
     """Process rewards: a token whose text ends so closes a step."""
     step_separator: str = "\n"
     """Process rewards: the one token the model reads at the end of a step."""
     repeatness_punishment: bool = False
     """A repetitive response gets rule score 0."""
-    high_repeat_threshold: float = 0.2
+    high_repeat_threshold: Share = 0.2
     """Repetitiveness above which that happens."""
     structure_format_score: float = 0.0
     """Search scores: credit for a well-formed but wrong trajectory."""

@@ -5,18 +5,18 @@ Each block has its own file; this one only puts them together and derives what n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hone.config.actor import ActorConfig, RefConfig
 from hone.config.algorithm import AlgorithmConfig, CurriculumFilterConfig
-from hone.config.block import Block
+from hone.config.block import Block, block
 from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
 from hone.config.model import ModelConfig
-from hone.config.profiler import GlobalProfilerConfig
+from hone.config.ranges import Count
 from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.trainer import RayKwargs, RetrieverConfig, TrainerConfig, TransferQueueConfig
+from hone.config.trainer import RayKwargs, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -26,50 +26,28 @@ class ActorRolloutRefConfig(Block):
     hybrid_engine: bool = True
     """Training and rollout share their devices; false gives the rollout a pool of its own
     (rollout.nnodes × rollout.n_gpus_per_node processes)."""
-    nccl_timeout: int = 600
+    nccl_timeout: Count = 600
     """Seconds a collective operation may take."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy's model."""
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    """The policy update."""
-    ref: RefConfig = field(default_factory=RefConfig)
-    """The reference policy."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Producing trajectories."""
+    model: ModelConfig = block(ModelConfig)
+    actor: ActorConfig = block(ActorConfig)
+    ref: RefConfig = block(RefConfig)
+    rollout: RolloutConfig = block(RolloutConfig)
 
 
 @dataclass(frozen=True)
 class PPOTrainerConfig(Block):
     """Everything one RL run reads."""
 
-    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
-    """Policy: its model, its update, its rollout, its reference."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Prompts."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    """The value model and its update."""
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """Reward models and the settings of the managers."""
-    reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
-    """Which manager turns scores into token rewards."""
-    custom_reward_function: CustomRewardFunctionConfig = field(
-        default_factory=CustomRewardFunctionConfig
-    )
-    """A user's own score function."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """Advantages, KL in the reward, correction, filters."""
-    curriculum_learning: CurriculumFilterConfig = field(default_factory=CurriculumFilterConfig)
-    """PURE's filter of groups that are too easy or too hard."""
-    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """The retrieval service of search loops."""
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """The run."""
-    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
-    """Which steps are profiled, with what."""
-    transfer_queue: TransferQueueConfig = field(default_factory=TransferQueueConfig)
-    """The family's external data plane."""
-    ray_kwargs: RayKwargs = field(default_factory=RayKwargs)
-    """Ray."""
+    actor_rollout_ref: ActorRolloutRefConfig = block(ActorRolloutRefConfig)
+    data: DataConfig = block(DataConfig)
+    critic: CriticConfig = block(CriticConfig)
+    reward_model: RewardModelConfig = block(RewardModelConfig)
+    reward_manager: RewardManagerConfig = block(RewardManagerConfig)
+    custom_reward_function: CustomRewardFunctionConfig = block(CustomRewardFunctionConfig)
+    algorithm: AlgorithmConfig = block(AlgorithmConfig)
+    curriculum_learning: CurriculumFilterConfig = block(CurriculumFilterConfig)
+    trainer: TrainerConfig = block(TrainerConfig)
+    ray_kwargs: RayKwargs = block(RayKwargs)
 
     @property
     def world_size(self) -> int:

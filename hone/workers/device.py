@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from hone.config.engine import FSDPConfig
+from hone.config.engine import PlacementConfig
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -40,7 +40,7 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def prepare_process(
-    device: torch.device, world_size: int, timeout_s: float, sharding: Iterable[FSDPConfig]
+    device: torch.device, world_size: int, timeout_s: float, sharding: Iterable[PlacementConfig]
 ) -> None:
     """Before the first model: join the other ranks, and fix what one of the roles wants fixed."""
     if world_size > 1:

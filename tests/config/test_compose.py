@@ -116,7 +116,7 @@ def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
     [
         ("actor.optim.lr=1", " Did you mean 'actor_rollout_ref.actor.optim.lr'?"),
         ("rollout.n=4", " Did you mean 'actor_rollout_ref.rollout.n'?"),
-        ("rollout.total_epochs=4", ""),
+        ("rollout.total_epoch=4", ""),
         ("reward_model.model.optim.lr=1", ""),
         ("engine_kwargs.dynamo=1", ""),
         ("lr=3", " Did you mean 'actor_rollout_ref.actor.optim.lr' or 'critic.optim.lr'?"),
@@ -178,16 +178,29 @@ def test_origins_say_where_each_value_came_from() -> None:
     assert composed.origin("data.seed") == "default"
 
 
-def test_a_neutral_key_is_noted_once() -> None:
-    notes = compose(["actor_rollout_ref.rollout.tensor_model_parallel_size=1"]).notes
-    assert len(notes) == 1
-    assert notes[0].startswith("actor_rollout_ref.rollout.tensor_model_parallel_size=1: ")
+def test_neutral_keys_of_one_topic_are_noted_in_one_line() -> None:
+    sizes = ("tensor_model", "data", "expert", "pipeline_model")
+    keys = [f"actor_rollout_ref.rollout.{size}_parallel_size" for size in sizes]
+    (note,) = compose([f"{key}=2" for key in keys]).notes
+    assert note.startswith(f"{keys[0]}=2, {keys[1]}=2, {keys[2]}=2 and 1 more: each rank decodes")
+
+
+def test_a_value_that_is_what_happens_here_needs_no_note() -> None:
+    composed = compose(
+        [
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            "actor_rollout_ref.actor.strategy=fsdp",
+            "actor_rollout_ref.actor.state_masking=true",
+            "actor_rollout_ref.model.use_remove_padding=true",
+        ]
+    )
+    assert composed.notes == ()
 
 
 def test_a_key_without_effect_is_noted() -> None:
     (note,) = compose(["algorithm.kl_ctrl.kl_coef=0.01"]).notes
     assert note == (
-        "algorithm.kl_ctrl.kl_coef has no effect while algorithm.use_kl_in_reward=false (command line)"
+        "algorithm.kl_ctrl.kl_coef=0.01: no effect while algorithm.use_kl_in_reward=false"
     )
     assert (
         compose(["algorithm.kl_ctrl.kl_coef=0.01", "algorithm.use_kl_in_reward=true"]).notes == ()
@@ -195,16 +208,58 @@ def test_a_key_without_effect_is_noted() -> None:
 
 
 def test_a_refused_key_says_what_to_use() -> None:
-    assert error(["actor_rollout_ref.rollout.name=vllm"]) == (
-        "actor_rollout_ref.rollout.name=vllm is refused: its adapter is not built; use native, "
-        "which decodes with the actor's own parameters (command line)"
+    assert error(["actor_rollout_ref.model.hf_config_path=other"]) == (
+        "actor_rollout_ref.model.hf_config_path=other is refused: the model's own config.json is "
+        "read; use override_config (command line)"
     )
 
 
-def test_a_key_of_an_engine_that_is_not_built_is_refused_unless_it_says_off() -> None:
-    key = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
-    assert f"{key}=2 is refused: megatron is not built; use strategy=fsdp2" in error([f"{key}=2"])
-    assert load_config(["actor_rollout_ref.actor.megatron.param_offload=false"]) == load_config()
+def test_refused_keys_of_one_topic_are_one_problem() -> None:
+    keys = ("staleness_threshold", "partial_rollout")
+    text = error([f"async_training.{key}=1" for key in keys])
+    assert text.startswith(
+        "async_training.staleness_threshold=1, async_training.partial_rollout=1 are"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "becomes"),
+    [
+        ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.name", "native"),
+        ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name", "native"),
+        ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy", "fsdp2"),
+        ("trainer.device=npu", "trainer.device", "auto"),
+        ("critic.model.fsdp_config.dtype=float16", "critic.model.fsdp_config.dtype", "auto"),
+    ],
+)
+def test_another_engine_or_device_runs_with_ours_and_a_note(
+    override: str, key: str, becomes: str
+) -> None:
+    composed = compose([override])
+    assert get(composed.config, key) == becomes
+    (note,) = composed.notes
+    assert note.startswith(f"{override}: ")
+
+
+def test_an_engine_whose_adapter_and_package_are_there_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hone.config.states.find_spec", lambda name: object())
+    composed = compose(["actor_rollout_ref.rollout.name=vllm"])
+    assert composed.config.actor_rollout_ref.rollout.name == "vllm"
+    assert composed.notes == ()
+
+
+def test_keys_of_another_training_engine_run_with_one_note() -> None:
+    megatron = "actor_rollout_ref.actor.megatron"
+    composed = compose([f"{megatron}.tensor_model_parallel_size=2", f"{megatron}.use_mbridge=true"])
+    assert composed.config == load_config()
+    (note,) = composed.notes
+    assert note.endswith(
+        "models are sharded with FSDP2; settings of other training engines are not read"
+    )
+    offload = load_config([f"{megatron}.param_offload=true"]).actor_rollout_ref.actor.fsdp_config
+    assert offload.param_offload
 
 
 def test_an_unknown_config_name_is_explained() -> None:

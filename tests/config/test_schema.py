@@ -21,12 +21,6 @@ from .family_keys import FAMILY_TREE, NEWER_KEYS, leaves
 
 FAMILY = [*leaves(FAMILY_TREE), *NEWER_KEYS.items()]
 
-REFUSED_FAMILY_DEFAULTS = {
-    "actor_rollout_ref.rollout.name",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-}
-"""The only two defaults of the family that cannot stand: they name another engine and a second GPU."""
-
 
 def problems_of(settings: list[Setting]) -> list[str]:
     try:
@@ -40,11 +34,8 @@ def test_the_family_tree_is_about_as_large_as_the_real_one() -> None:
     assert len(list(leaves(FAMILY_TREE))) > 500
 
 
-def test_every_family_default_is_accepted_or_refused_with_a_sentence() -> None:
-    settings = [Setting(key, value, "family.yaml") for key, value in FAMILY]
-    problems = problems_of(settings)
-    assert {p.partition("=")[0] for p in problems} == REFUSED_FAMILY_DEFAULTS
-    assert all("is refused: " in p and "use " in p for p in problems)
+def test_no_default_of_verl_is_refused() -> None:
+    assert problems_of([Setting(key, value, "family.yaml") for key, value in FAMILY]) == []
 
 
 @pytest.mark.parametrize("block", sorted({key.split(".")[0] for key, _ in FAMILY}))
@@ -63,10 +54,9 @@ def test_every_default_may_be_written_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
-def test_every_key_has_a_docstring_and_every_state_but_works_a_sentence(name: str) -> None:
+def test_every_key_has_a_docstring(name: str) -> None:
     for info in describe_keys(TREES[name]):
         assert info.doc.endswith((".", "…")), info.key
-        assert info.state == "works" or info.rule.why, info.key
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
@@ -111,7 +101,6 @@ def test_defaults_start_on_the_machine_at_hand() -> None:
     assert config.trainer.logger == ("console", "jsonl")
     assert config.uses_controller == "local"
     assert config.actor_rollout_ref.rollout.name == "native"
-    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1
 
 
 def test_batch_sizes_derive_in_sequences_and_updates() -> None:

@@ -68,8 +68,8 @@ def test_a_mesh_that_has_not_every_rank_is_refused(model, monkeypatch):
 
 def test_an_unknown_engine_is_refused_when_the_config_is_read():
     for key in ("actor_rollout_ref.actor.strategy", "critic.strategy"):
-        with pytest.raises(ConfigError, match=f"{key}=megatron is refused.*pkg.mod:Class"):
-            load_config([f"{key}=megatron"])
+        with pytest.raises(ConfigError, match=f"{key}=fdsp2 is unknown.*'fsdp2'.*pkg.mod:object"):
+            load_config([f"{key}=fdsp2"])
 
 
 def test_a_run_trains_with_an_engine_from_outside(model, tmp_path):

@@ -12,18 +12,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-from hone.algorithms.advantages import get_estimator
-from hone.algorithms.advantages.estimator import Estimator, needs_of
+from hone.agents.contract import LOOPS
+from hone.agents.parsers.contract import PARSERS
+from hone.algorithms.advantages import TABLE, get_estimator
+from hone.algorithms.advantages.estimator import CALL_ONLY, Estimator, VerlForm, needs_of
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import get_kl_estimator
 from hone.algorithms.policy_losses import get_policy_loss_fn
 from hone.columns import COLUMNS, declared
 from hone.config import ConfigError, PPOTrainerConfig, replace
+from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
-from hone.config.checks import mini_batch_problems, token_budget_problems
+from hone.config.checks import mini_batch_problems
 from hone.config.errors import did_you_mean, nearest
-from hone.config.ranges import RANGES, out_of_range
+from hone.config.rollout import SEARCH_LOOP
+from hone.config.states import topics
 from hone.models.external import import_external
+from hone.plugins import PluginError
+from hone.rewards.managers.registry import MANAGERS
+from hone.rollout.build import ENGINES
 from hone.types import Function
 
 T = TypeVar("T")
@@ -114,13 +121,31 @@ def find_problems_and_notes(
     config: Block, origins: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """For `compose`: what stands against the plan of a tree, and the given keys that it leaves idle."""
-    ranges = {key: bounds for key, bounds in RANGES.items() if key in origins}
-    if not isinstance(config, PPOTrainerConfig) or out_of_range(config, ranges):
+    if not isinstance(config, PPOTrainerConfig):
         return [], []
     plan, problems = _draft(config)
+    problems += unknown_names(config)
     if plan is None:
         return problems, []
-    return [*problems, *_problems(config, plan)], list(_idle(config, plan, origins))
+    return [*problems, *_problems(config, plan)], topics(_idle(config, plan, origins))
+
+
+def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
+    """Names of plug-ins that are in no table; those of estimator, loss and KL are the draft's."""
+    rollout = config.actor_rollout_ref.rollout
+    tables = {
+        "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
+        "actor_rollout_ref.rollout.multi_turn.format": (PARSERS, rollout.multi_turn.format),
+    }
+    if config.reward_manager.source == "register":
+        tables["reward_manager.name"] = (MANAGERS, config.reward_manager.name)
+    if not rollout.agent.agent_loop_config_path and rollout.default_loop != SEARCH_LOOP:
+        key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+        tables[key] = (LOOPS, rollout.default_loop)
+    for key, (table, name) in tables.items():
+        if name not in table and ":" not in name:
+            near = did_you_mean(nearest(name, table.names()))
+            yield f"{key}={name}: unknown {table.kind}.{near} Known: {', '.join(table.names())}"
 
 
 def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
@@ -129,19 +154,25 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     kind: Literal["orm", "prm"] | None = model.type if model.enable else None
     problems: list[str] = []
 
-    def resolved(get: Callable[[], T]) -> T | None:
+    def resolved(get: Callable[[], T], key: str = "") -> T | None:
         try:
             return get()
         except ValueError as error:  # an unknown name, or options that do not fit
-            problems.append(str(error))
+            unnamed = key if isinstance(error, PluginError) else ""
+            problems.append(f"{unnamed}: {error}" if unnamed else str(error))
             return None
 
     # A user's module may register the estimator or the loss that the configuration names.
     resolved(lambda: import_external(config.actor_rollout_ref.model.external_lib))
     credit = model.credit_assignment if kind == "prm" else None
     name = algorithm.adv_estimator
-    estimator = resolved(lambda: get_estimator(name, algorithm, credit_assignment=credit))
-    loss = resolved(lambda: get_policy_loss_fn(actor.policy_loss.loss_mode))
+    estimator = resolved(
+        lambda: get_estimator(name, algorithm, credit_assignment=credit),
+        f"algorithm.adv_estimator={name}",
+    )
+    mode = actor.policy_loss.loss_mode
+    key = f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+    loss = resolved(lambda: get_policy_loss_fn(mode), key)
     for key, kl in _kl_estimators(config).items():
         resolved(partial(get_kl_estimator, kl, key))
     if estimator is None:
@@ -277,21 +308,16 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             f"{estimator} does not compute; use algorithm.adv_estimator=rloo_token, or a "
             "temperature such as 0.1"
         )
-    if plan.critic:
-        if config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size:
-            ranks = 1 if ":" in config.critic.strategy else config.world_size  # 1: not known yet
-            mini = config.critic.ppo_mini_batch_size
-            yield from mini_batch_problems(config, "critic", mini, ranks)
-        if config.critic.forms_micro_batches_by_tokens:
-            key, budget = (
-                "critic.ppo_max_token_len_per_gpu",
-                config.critic.ppo_max_token_len_per_gpu,
-            )
-            yield from token_budget_problems(config, key, budget)
+    mini = config.critic.ppo_mini_batch_size
+    if plan.critic and mini != config.actor_rollout_ref.actor.ppo_mini_batch_size:
+        ranks = 1 if ":" in config.critic.strategy else config.world_size  # 1: not known yet
+        yield from mini_batch_problems(config, "critic", mini, ranks)
 
 
-def _idle(config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]) -> Iterator[str]:
-    """Keys that were given and have no effect under this plan."""
+def _idle(
+    config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Keys that were given and have no effect under this plan, and why."""
     idle: dict[str, str] = {}
     if not plan.critic:
         why = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
@@ -299,7 +325,21 @@ def _idle(config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]) -> I
         idle |= {f"critic.{block}": why for block in blocks}
     if not plan.reference:
         idle["actor_rollout_ref.ref"] = "no KL to the reference policy is asked for"
+    name = config.algorithm.adv_estimator
+    if TABLE.is_built_in(name):
+        own = _options(type(plan.estimator))
+        entries = [TABLE.get(other) for other in TABLE.names() if TABLE.is_built_in(other)]
+        every = set().union(*(_options(e.estimator) for e in entries if isinstance(e, VerlForm)))
+        why = f"algorithm.adv_estimator={name}"
+        idle |= {f"algorithm.{option}": why for option in every - own}
     for prefix, why in idle.items():
-        for key, origin in origins.items():
+        for key in origins:
             if key == prefix or key.startswith(prefix + "."):
-                yield f"{key} has no effect while {why} ({origin})"
+                yield key, f"no effect while {why}"
+
+
+def _options(estimator: type[Estimator]) -> set[str]:
+    """Keys of `algorithm` that an estimator reads."""
+    keys = {field.name for field in dataclasses.fields(AlgorithmConfig)}
+    fields = dataclasses.fields(estimator)
+    return {f.name for f in fields if f.metadata != CALL_ONLY} & keys

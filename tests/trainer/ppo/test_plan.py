@@ -97,8 +97,6 @@ def test_a_warm_up_and_the_critics_mini_batch_follow_from_the_columns_not_from_a
     with pytest.raises(ConfigError, match=r"^critic.ppo_mini_batch_size=100 does not divide"):
         planned("critic.ppo_mini_batch_size=100", *needs("values"))
     assert planned("critic.ppo_mini_batch_size=100", *needs())
-    with pytest.raises(ConfigError, match=r"^critic.ppo_max_token_len_per_gpu=10 tokens"):
-        planned("critic.ppo_max_token_len_per_gpu=10", *needs("values"))
 
 
 def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +159,58 @@ def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None
 )
 def test_the_reference_is_used_when_a_kl_is_asked_for(overrides: list[str], expected: bool) -> None:
     assert planned(*overrides).reference is expected
+
+
+STRICT = [
+    "reward_model.enable=true",
+    "reward_model.type=prm",
+    "reward_model.model.path=judge",
+    "reward_model.credit_assignment=strict min-form",
+]
+
+
+def test_rloo_with_the_strict_minimum_compares_returns_of_tokens() -> None:
+    rloo = planned(*STRICT, "algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=2")
+    token = planned(*STRICT, "algorithm.adv_estimator=rloo_token", f"{ROLLOUT}.n=2")
+    assert rloo.columns == token.columns
+    assert {"reward/process", "step_mask"} <= rloo.columns
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "algorithm.adv_estimator=grop",
+            "unknown advantage estimator 'grop'. Did you mean 'grpo'?",
+        ),
+        (f"{ACTOR}.policy_loss.loss_mode=vanila", "unknown policy loss 'vanila'. Did you mean"),
+        ("reward_manager.name=niave", "unknown reward manager. Did you mean 'naive'?"),
+        (f"{ROLLOUT}.name=natve", "unknown rollout engine. Did you mean 'native'?"),
+        (f"{ROLLOUT}.agent.default_agent_loop=tool_agnt", "unknown agent loop. Did you mean"),
+    ],
+)
+def test_an_unknown_name_is_told_with_its_key(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([override], further=plan_checks)
+    assert f"{override}: {sentence}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "estimator", "noted"),
+    [
+        ("algorithm.gamma=0.9", "grpo", True),
+        ("algorithm.lam=0.9", "grpo", True),
+        ("algorithm.gamma=0.9", "gae", False),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "rloo", True),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "grpo", False),
+    ],
+)
+def test_an_option_that_the_estimator_does_not_declare_is_noted(
+    override: str, estimator: str, noted: bool
+) -> None:
+    chosen = [f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=2"]
+    notes = compose([override, *chosen], further=plan_checks).notes
+    assert any(override.partition("=")[0] in note for note in notes) is noted
 
 
 CASES: dict[str, tuple[list[str], str, list[str]]] = {
@@ -275,5 +325,5 @@ def test_config_knows_no_estimator_by_name() -> None:
     from hone.algorithms.advantages import TABLE
 
     folder = Path(sys.modules[PPOTrainerConfig.__module__].__file__ or "").parent
-    text = "".join(f.read_text() for f in (folder / "checks.py", folder / "agreements.py"))
+    text = "".join(f.read_text() for f in (folder / "checks.py", folder / "idle.py"))
     assert [name for name in TABLE.names() if f'"{name}"' in text or f"={name}" in text] == []
