@@ -23,7 +23,6 @@ from hone.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
-from hone.algorithms.advantages.outcome import Column, Labels
 from hone.algorithms.advantages.passk import grpo_passk
 from hone.algorithms.advantages.reinforce_plus_plus import (
     reinforce_plus_plus,
@@ -34,6 +33,7 @@ from hone.algorithms.advantages.rloo import rloo
 from hone.algorithms.policy_losses.reinforce import reinforce
 from hone.algorithms.policy_losses.vanilla import vanilla
 from hone.algorithms.shaping import pf_ppo_rows
+from hone.ops.groups import Labels
 from hone.plugins import TableView
 from hone.protocol import DataProto
 from hone.types import Row, Settings
@@ -96,7 +96,7 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: float = EPS,
     norm_adv_by_std_in_grpo: bool | None = None,
     config: Settings | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     """The division follows the argument, else the config, else it is on."""
     by_std = norm_adv_by_std_in_grpo
@@ -120,7 +120,7 @@ def compute_gdpo_outcome_advantage(
     config: Settings | None = None,
     non_tensor_batch: Row | None = None,
     batch: TensorDict | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     """Without a config the rewards themselves are the only part."""
     if config is None:
@@ -144,7 +144,7 @@ def compute_rloo_outcome_advantage(
     index: Labels,
     epsilon: float = EPS,
     config: Settings | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     return rloo(token_level_rewards, response_mask, index, config, **columns)
 
@@ -155,7 +155,7 @@ def compute_opo_outcome_advantage(
     index: Labels,
     epsilon: float = EPS,
     config: Settings | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     return opo(token_level_rewards, response_mask, index, config, **columns)
 
@@ -166,7 +166,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     index: Labels,
     epsilon: float = EPS,
     config: Settings | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     return reinforce_plus_plus_baseline(
         token_level_rewards, response_mask, index, config, **columns
@@ -178,7 +178,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     response_mask: Tensor,
     config: Settings | None = None,
     index: Labels | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     return reinforce_plus_plus(token_level_rewards, response_mask, index, config, **columns)
 
@@ -189,7 +189,7 @@ def compute_remax_outcome_advantage(
     response_mask: Tensor,
     config: Settings | None = None,
     index: Labels | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     return remax(
         token_level_rewards,
@@ -209,7 +209,7 @@ def compute_gpg_outcome_advantage(
     f_norm: float = 1.0,
     alpha: float = 1.0,
     config: Settings | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     """`alpha` is taken and replaced by the formula's own, as in verl."""
     return gpg(token_level_rewards, response_mask, index, config, f_norm=f_norm, **columns)
@@ -225,7 +225,7 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = BASELINE_EPS,
     config: Settings | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     return optimal_token_baseline(
         token_level_rewards,
@@ -251,7 +251,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = BASELINE_EPS,
     config: Settings | None = None,
-    **columns: Column,
+    **columns: Labels | None,
 ) -> Pair:
     return tir_optimal_token_baseline(
         token_level_rewards,

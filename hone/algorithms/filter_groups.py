@@ -5,15 +5,11 @@ Pure functions of scores and group labels; collecting more groups is the trainer
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.groups import Groups
-
-Labels = Sequence[Hashable] | np.ndarray | Tensor
+from hone.ops.groups import Groups, Labels
 
 
 def keep_informative(scores: Labels, index: Labels) -> Tensor:

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from hone.models.plain_shape import PlainAttention
 
 NAME = "hone"
 _DROP_NAMES = {"falcon", "nemotron", "stablelm"}
@@ -41,8 +39,14 @@ class Layout(Protocol):
     ) -> Tensor: ...  # [N, H, D]
 
 
+class AttentionModule(Protocol):
+    """What every family's attention module has."""
+
+    layer_idx: int
+
+
 def layout_attention(
-    module: nn.Module,
+    module: AttentionModule,
     query: Tensor,  # [1, H, N, D]
     key: Tensor,
     value: Tensor,
@@ -71,7 +75,7 @@ def layout_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        layer=module.layer_idx,  # type: ignore[arg-type]
+        layer=module.layer_idx,
         scaling=scaling if scaling is not None else width**-0.5,
         # Some modules know their window and leave it to the mask, which is not made here.
         window=window_of(module) if sliding_window is ... else sliding_window,
@@ -86,7 +90,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def window_of(attention: nn.Module | PlainAttention) -> int | None:
+def window_of(attention: AttentionModule) -> int | None:
     """How many keys back a family's attention module looks; None where it sees all."""
     config = getattr(attention, "config", None)
     mistral = getattr(config, "model_type", None) == "mistral"  # reads it from its config

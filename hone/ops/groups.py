@@ -13,8 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Labels = Sequence[Hashable] | np.ndarray | Tensor
+"""One value per row, equal for the members of a group."""
 
-def factorise(labels: Sequence[Hashable] | np.ndarray | Tensor) -> np.ndarray:
+
+def factorise(labels: Labels) -> np.ndarray:
     """Integer ids 0..n-1, equal exactly where the labels are equal."""
     if isinstance(labels, Tensor):
         labels = labels.cpu().numpy()
@@ -40,9 +43,7 @@ class Groups:
     sizes: Tensor  # [G] float64
 
     @classmethod
-    def of(
-        cls, labels: Sequence[Hashable] | np.ndarray | Tensor, device: torch.device | None = None
-    ) -> Groups:
+    def of(cls, labels: Labels, device: torch.device | None = None) -> Groups:
         ids = torch.from_numpy(factorise(labels)).to(device)
         return cls(ids, torch.bincount(ids).double())
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.outcome import Labels
-from hone.ops.groups import factorise, factorise_pairs
+from hone.ops.groups import Labels, factorise, factorise_pairs
 from hone.ops.masked import masked_fill_zero
 
 

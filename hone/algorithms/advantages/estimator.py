@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from hone.algorithms.advantages.outcome import Labels
 from hone.algorithms.keywords import refuse_unknown
 from hone.algorithms.settings import has, setting
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
+from hone.ops.groups import Labels
 from hone.plugins import PluginError
 from hone.types import Function, JsonValue, Row, Settings
 

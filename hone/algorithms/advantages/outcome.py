@@ -7,21 +7,16 @@ the trajectory's advantage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.groups import Groups, factorise, factorise_pairs
+from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
 
 _BLOCK = 256  # rows
-
-Labels = Sequence[Hashable] | np.ndarray | Tensor
-Column = Labels | None
 
 
 @dataclass(frozen=True)
