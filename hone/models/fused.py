@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import Layout, window_of
-from hone.models.plain_shape import PlainAttention, PlainLayer, PlainMlp, PlainNorm, linears
+from hone.models.plain_shape import (
+    FAMILIES,
+    PlainAttention,
+    PlainLayer,
+    PlainMlp,
+    PlainNorm,
+    linears,
+)
 from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
 from hone.ops.gated import silu_gate
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
@@ -27,14 +34,12 @@ from hone.types import Function
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-
 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
     """Give what is known its own forward; returns how many modules. Without `kernels` a compiler
     can look into all of them."""
     lm: PreTrainedModel = getattr(model, "lm", model)
-    family = _FAMILIES.get(getattr(lm.config, "model_type", ""))
+    family = FAMILIES.get(getattr(lm.config, "model_type", ""))
     if family is None:
         return 0
     found = 0

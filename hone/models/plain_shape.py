@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""`model_type` of each family, and the name that its classes begin with."""
 
 
 class PlainNorm(Protocol):
@@ -45,6 +49,13 @@ class PlainLayer(Protocol):
     mlp: PlainMlp
     input_layernorm: PlainNorm
     post_attention_layernorm: PlainNorm
+
+
+def rotary_table(decoder: PreTrainedModel, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [W, D] of the positions below `width`, in the decoder's dtype."""
+    like = decoder.embed_tokens.weight[:1].detach()
+    cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
 
 
 def linears(layer: PlainLayer) -> tuple[nn.Linear, ...]:

@@ -56,6 +56,10 @@ class PolicyModel(nn.Module):
         """The network below the language-model head."""
         return _decoder_of(self.lm)
 
+    def addresses(self) -> list[int]:
+        """Where each parameter lies: sharding and offload move them."""
+        return [p.data_ptr() for p in self.parameters()]
+
     @property
     def plain_head(self) -> bool:
         """Whether logits are the head's product alone, neither capped nor scaled."""

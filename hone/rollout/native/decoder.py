@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import Layout, forward_options, window_of
-from hone.models.plain_shape import PlainLayer, PlainNorm, linears
+from hone.models.plain_shape import FAMILIES, PlainLayer, PlainNorm, linears, rotary_table
 from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import Linear, linear_map
 
@@ -35,7 +35,6 @@ class Forward(Protocol):
         """Keep nothing that was made from the parameters."""
 
 
-_PLAIN_FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary tables that do not depend on how long the sequence is."""
 
@@ -48,7 +47,7 @@ def decoder_forward(policy: PolicyModel) -> Forward:
 def is_plain(policy: PolicyModel) -> bool:
     """Whether `PlainDecoder` knows every part of this model."""
     config = policy.lm.config
-    if hasattr(policy.lm, "peft_config") or config.model_type not in _PLAIN_FAMILIES:
+    if hasattr(policy.lm, "peft_config") or config.model_type not in FAMILIES:
         return False
     decoder = policy.decoder
     rope = getattr(decoder.rotary_emb, "rope_type", "default")
@@ -165,12 +164,10 @@ class PlainDecoder:
         if width <= len(self._cos):
             return
         width = max(256, 2 * len(self._cos), width)
-        decoder = self._policy.decoder
-        like = self._embedding[:1]
-        cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
-        self._cos = cos[0][:, None]
+        cos, sin = rotary_table(self._policy.decoder, width)
+        self._cos = cos[:, None]
         half = sin.shape[-1] // 2
-        self._sin = torch.cat([-sin[0][:, :half], sin[0][:, half:]], -1)[:, None]
+        self._sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)[:, None]
 
 
 def _layer(layer: PlainLayer) -> _Layer:

@@ -27,7 +27,7 @@ from hone.rollout.native.exact_layouts import (
     prefill_layout,
     queries_per_tile,
 )
-from hone.rollout.native.fused_decoder import Layer, can_join, read_layer
+from hone.rollout.native.fused_decoder import JoinedDecoder, can_join
 from hone.rollout.native.kernel_choice import exact_kernels_for
 from hone.rollout.native.kernels_reference import Turn
 from hone.rollout.native.paged_cache import PagedCache
@@ -59,7 +59,7 @@ def refuse_unless_exact(config: PreTrainedConfig, path: str) -> None:
         )
 
 
-class ExactDecoder:
+class ExactDecoder(JoinedDecoder):
     """The policy's own parameters, computed exactly; both a rollout's forward and a trainer's."""
 
     def __init__(self, policy: PolicyModel) -> None:
@@ -76,43 +76,16 @@ class ExactDecoder:
                 f"rollout.exact=true on a CPU computes in float32, and the actor is {weight.dtype}; set "
                 "actor_rollout_ref.actor.fsdp_config.dtype=float32"
             )
-        self._policy = policy
         heads = config.num_attention_heads
         self._kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self._per_tile = queries_per_tile(heads, self._kv_heads)
         self._head_dim = policy.decoder.layers[0].self_attn.head_dim
-        self._cos = self._sin = torch.empty(0)
-        self._outgrown: list[Tensor] = []  # recorded graphs still read them
-        self._layers: list[Layer] = []
-        self._read()
+        super().__init__(policy)
         self.kernels = exact_kernels_for(self._embedding.device)
 
-    def refresh(self) -> None:
-        """Look the parameters up anew if their memory has changed."""
-        if self._addresses != [p.data_ptr() for p in self._policy.parameters()]:
-            self._read()
-
-    @torch.no_grad()
     def _read(self) -> None:
-        decoder = self._policy.decoder
-        with torch.inference_mode(False):
-            self._layers = [read_layer(layer) for layer in decoder.layers]
-        self._embedding: Tensor = decoder.embed_tokens.weight
-        self._norm: tuple[Tensor, float] = (decoder.norm.weight, decoder.norm.variance_epsilon)
+        super()._read()
         self._head: Tensor = self._policy.lm.get_output_embeddings().weight
-        self._addresses = [p.data_ptr() for p in self._policy.parameters()]
-
-    @torch.no_grad()
-    def reach(self, width: int) -> None:
-        """Have rotary tables for positions below `width`."""
-        if width <= len(self._cos):
-            return
-        decoder = self._policy.decoder
-        like = self._embedding[:1].detach()
-        with torch.inference_mode(False):
-            cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
-        self._outgrown += [self._cos, self._sin]
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
 
     # -- what a rollout asks ---------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention import window_of
-from hone.models.plain_shape import PlainLayer
+from hone.models.plain_shape import PlainLayer, rotary_table
 from hone.models.policy import PolicyModel
 from hone.ops.wide_product import wide_product
 from hone.rollout.native.kernels_reference import Turn
@@ -38,25 +38,20 @@ class Layer(NamedTuple):
     window: int | None
 
 
-class FusedDecoder:
-    """Hidden states over paged layouts, for the families that decoder.py calls plain."""
+class JoinedDecoder:
+    """A plain decoder's parameters in few blocks of memory, and its rotary tables."""
 
-    def __init__(self, policy: PolicyModel, kernels: ModuleType, max_positions: int) -> None:
-        self._policy, self._kernels = policy, kernels
-        decoder = policy.decoder
-        like = decoder.embed_tokens.weight[:1]
-        cos, sin = decoder.rotary_emb(like, torch.arange(max_positions, device=like.device)[None])
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # [W, D]
+    def __init__(self, policy: PolicyModel) -> None:
+        self._policy = policy
+        self._cos = self._sin = torch.empty(0)  # [W, D]
+        self._outgrown: list[Tensor] = []  # recorded graphs still read them
         self._layers: list[Layer] = []
         self._read()
 
     def refresh(self) -> None:
         """Look the parameters up anew if their memory has changed."""
-        if self._addresses != self._current_addresses():
+        if self._addresses != self._policy.addresses():
             self._read()
-
-    def _current_addresses(self) -> list[int]:
-        return [p.data_ptr() for p in self._policy.parameters()]
 
     @torch.no_grad()
     def _read(self) -> None:
@@ -65,9 +60,26 @@ class FusedDecoder:
         with torch.inference_mode(False):
             self._layers = [read_layer(layer) for layer in decoder.layers]
         self._embedding: Tensor = decoder.embed_tokens.weight
-        self._norm: Tensor = decoder.norm.weight
-        self._eps: float = decoder.norm.variance_epsilon
-        self._addresses = self._current_addresses()
+        self._norm: tuple[Tensor, float] = (decoder.norm.weight, decoder.norm.variance_epsilon)
+        self._addresses = self._policy.addresses()
+
+    @torch.no_grad()
+    def reach(self, width: int) -> None:
+        """Have rotary tables for positions below `width`."""
+        if width <= len(self._cos):
+            return
+        self._outgrown += [self._cos, self._sin]
+        with torch.inference_mode(False):
+            self._cos, self._sin = rotary_table(self._policy.decoder, width)
+
+
+class FusedDecoder(JoinedDecoder):
+    """Hidden states over paged layouts, for the families that decoder.py calls plain."""
+
+    def __init__(self, policy: PolicyModel, kernels: ModuleType, max_positions: int) -> None:
+        super().__init__(policy)
+        self._kernels = kernels
+        self.reach(max_positions)
 
     def __call__(
         self, ids: Tensor, positions: Tensor, layout: PagedPrefill | PagedDecode
@@ -76,7 +88,7 @@ class FusedDecoder:
         x = F.embedding(ids, self._embedding)
         h, residual = kernels.add_rms_norm(x, None, *self._layers[0].norm_in)
         for index, layer in enumerate(self._layers):
-            turn = Turn(self._cos, self._sin, layer.q_norm, layer.k_norm, self._eps)
+            turn = Turn(self._cos, self._sin, layer.q_norm, layer.k_norm, self._norm[1])
             qkv = F.linear(h, *layer.qkv)
             out = layout.attend_joined(
                 qkv, turn, layer=index, scaling=layer.scaling, window=layer.window
@@ -85,7 +97,7 @@ class FusedDecoder:
             h, residual = kernels.add_rms_norm(o, residual, *layer.norm_mlp)
             mlp = _wide(kernels.silu_mul(F.linear(h, *layer.gate_up)), *layer.down)
             last = index + 1 == len(self._layers)
-            norm = (self._norm, self._eps) if last else self._layers[index + 1].norm_in
+            norm = self._norm if last else self._layers[index + 1].norm_in
             h, residual = kernels.add_rms_norm(mlp, residual, *norm)
         return h
 

@@ -183,7 +183,7 @@ class PagedCore:
     def _follow_parameters(self) -> None:
         """Recorded steps read fixed addresses: where parameters have moved, steps are recorded anew."""
         self._forward.refresh()
-        addresses = [p.data_ptr() for p in self.policy.parameters()]
+        addresses = self.policy.addresses()
         if addresses != self._addresses:
             self._addresses = addresses
             self._step.forget()
