@@ -53,6 +53,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-from hone.compat import install as _install  # noqa: E402
+def _install() -> None:
+    """verl's module paths, resolved on first import, and the logging level that was asked for."""
+    from hone.compat import install
+    from hone.logging_level import set_logging_level
 
-_install()  # verl's module paths, resolved on first import
+    install()
+    set_logging_level()
+
+
+_install()

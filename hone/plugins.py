@@ -192,10 +192,19 @@ def load_module(path: str) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
+    """The module of that name; where verl is not installed, its modules are those of the same path here."""
+    target = name
+    if name.startswith("verl.") and importlib.util.find_spec("verl") is None:
+        target = f"hone.{name.removeprefix('verl.')}"
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(target)
     except ModuleNotFoundError as error:
-        if error.name is None or f"{name}.".startswith(f"{error.name}."):
+        ours = error.name is None or f"{target}.".startswith(f"{error.name}.")
+        if ours and target != name:
+            raise PluginError(
+                f"{name!r} is not there in hone, and verl is not installed; give a file of your own"
+            ) from error
+        if ours:
             raise PluginError(
                 f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
                 f"{error}. Give a path that ends in .py, or a module name."

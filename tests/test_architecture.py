@@ -39,6 +39,7 @@ LEVELS = {
     "protocol": 0,
     "columns": 0,
     "cores": 0,  # how many processes or threads may compute at once
+    "logging_level": 0,
     "event_loop": 0,  # user code in an event loop: scorers, agent loops
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
     "tokenizer": 0,

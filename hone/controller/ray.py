@@ -39,6 +39,7 @@ from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
 from hone.controller.worker import LOOPBACK, Placement, free_port
 from hone.controller.worker_group import W, WorkerGroup
+from hone.logging_level import asked_level
 from hone.types import Settings
 
 logger = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ class RayCrew(Crew[ray.ObjectRef]):
                 "num_cpus": share,
                 "num_gpus": share if pool.use_gpu else 0,
                 "max_restarts": 0,
-                "runtime_env": {"env_vars": {**fixed, **env}},
+                "runtime_env": {"env_vars": {**fixed, **asked_level(), **env}},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=bundle
                 ),

@@ -39,7 +39,7 @@ class CodeInterpreterTool(BaseTool):
         limits = {
             name: self.config[name] for name in ("timeout_s", "memory_mb") if name in self.config
         }
-        code = str(parameters.get("code", ""))
+        code = str(next(iter(parameters.values()), ""))
         result = await asyncio.to_thread(run_python, code, **limits)
         said = "\n".join(part for part in (result.stdout, result.stderr) if part)
         status = str(result.status.value)

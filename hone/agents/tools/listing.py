@@ -4,6 +4,9 @@
       - class_name: hone.agents.tools.gsm8k.Gsm8kTool
         config: {type: native}
         tool_schema: {type: function, function: {name: …, description: …, parameters: …}}
+      - name: calculator        # a tool that is built in, described in your own words
+        description: …
+        parameters: {expression: {type: string, description: …}}
 
 Leaves out MCP servers: `type: mcp` is refused.
 """
@@ -17,8 +20,16 @@ from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolE
 from hone.agents.tools.function_tool import FunctionTool, load_function_tools_from_path
 from hone.plugins import load_object
 from hone.text import BadText, read_yaml, shown
-from hone.types import Row, Settings
+from hone.types import JsonValue, Row, Settings
 
+BUILT_IN = {
+    "calculator": "hone.agents.tools.calculator.CalculatorTool",
+    "calc_gsm8k_reward": "hone.agents.tools.gsm8k.Gsm8kTool",
+    "code_interpreter": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
+    "python": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
+}
+"""Classes of entries that give only a `name`."""
+_SHORT = {"name", "description", "parameters", "config"}
 Tool: TypeAlias = BaseTool | FunctionTool
 """What a run may call: an object with state per trajectory, or a plain function."""
 
@@ -43,7 +54,7 @@ def load_all_tools(
 
 
 def read_entries(path: str, section: str) -> list[Row]:
-    """The list under `section` of a YAML file, each entry with a `class_name`."""
+    """The list under `section` of a YAML file, each entry with the class that it names."""
     try:
         loaded = read_yaml(path)
     except BadText as error:
@@ -53,10 +64,35 @@ def read_entries(path: str, section: str) -> list[Row]:
         raise ToolError(
             f"{path} has no list `{section}:` with entries of `class_name` and `config`"
         )
-    for entry in entries:
-        if not isinstance(entry, dict) or not entry.get("class_name"):
-            raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
-    return entries
+    return [_with_class(entry, path, section) for entry in entries]
+
+
+def _with_class(entry: JsonValue, path: str, section: str) -> Row:
+    """An entry with its `class_name`; a short one names a tool that is built in."""
+    if isinstance(entry, dict) and entry.get("class_name"):
+        return entry
+    name = entry.get("name") if isinstance(entry, dict) else None
+    if section != "tools" or not isinstance(entry, dict) or not name:
+        raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
+    if name not in BUILT_IN:
+        raise ToolError(
+            f"{path}: the tool {name!r} has no `class_name`, and only {', '.join(BUILT_IN)} are built "
+            "in; write the class, or a function with @function_tool (multi_turn.function_tool_path)"
+        )
+    if unknown := sorted({str(key) for key in entry} - _SHORT):
+        raise ToolError(
+            f"{path}, {name}: there is no {unknown[0]!r}; use {', '.join(sorted(_SHORT))}"
+        )
+    made: Row = {"class_name": BUILT_IN[str(name)], "config": entry.get("config")}
+    if len({*entry} & {"description", "parameters"}) == 0:
+        return made
+    parameters = entry.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise ToolError(f"{path}, {name}: `parameters` maps names to a type and a description")
+    if "properties" not in parameters:
+        parameters = {"type": "object", "properties": parameters, "required": list(parameters)}
+    function = {"name": name, "description": entry.get("description"), "parameters": parameters}
+    return made | {"tool_schema": {"type": "function", "function": function}}
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:

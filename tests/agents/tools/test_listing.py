@@ -100,6 +100,9 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
     [
         ("tools: []", "no list `tools:`"),
         ("tools:\n - config: {}", "needs a `class_name`"),
+        ("tools:\n - name: weather", "only calculator, .* are built in; write the class"),
+        ("tools:\n - {name: python, parametres: {}}", "there is no 'parametres'; use config, desc"),
+        ("tools:\n - {name: python, parameters: [code]}", "`parameters` maps names to a type"),
         ("tools:\n - class_name: a.B\n   config: {type: mcp}", "type 'mcp' is not built"),
         (
             "tools:\n - class_name: hone.agents.tools.contract.BaseTool",
@@ -150,3 +153,41 @@ def test_a_tool_without_execute_says_so() -> None:
 def test_a_hostile_list_is_an_error_with_its_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(ToolError, match=r"tools\.yaml"):
         load_all_tools(written(tmp_path / "tools.yaml", text), None)
+
+
+def test_a_short_entry_is_a_built_in_tool_in_the_users_words(tmp_path: Path) -> None:
+    text = """
+tools:
+  - name: calculator
+    description: "does sums"
+    parameters:
+      expression:
+        type: string
+        description: "such as 23 * 45 + 67"
+  - name: python
+    description: "runs Python"
+    parameters:
+      source: {type: string}
+  - name: calc_gsm8k_reward
+"""
+    tools = load_all_tools(written(tmp_path / "tools.yaml", text), None)
+    assert [tool.name for tool in tools] == ["calculator", "python", "calc_gsm8k_reward"]
+    assert tools[0].tool_schema.model_dump()["function"] == {
+        "name": "calculator",
+        "description": "does sums",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "such as 23 * 45 + 67"}},
+            "required": ["expression"],
+        },
+    }
+    assert isinstance(tools[2], Gsm8kTool)
+
+
+def test_classes_of_verl_are_those_of_the_same_path_here(tmp_path: Path) -> None:
+    verl = LISTED.replace("hone.tools", "verl.tools")
+    (tool,) = load_all_tools(written(tmp_path / "tools.yaml", verl), None)
+    assert isinstance(tool, Gsm8kTool)
+    missing = "tools:\n - class_name: verl.tools.mcp_base_tool.MCPBaseTool"
+    with pytest.raises(PluginError, match=r"verl\.tools\.mcp_base_tool' is not there in hone"):
+        load_all_tools(written(tmp_path / "more.yaml", missing), None)

@@ -1,0 +1,38 @@
+"""`calculator`: arithmetic that the model asks for, evaluated without running any code."""
+
+from __future__ import annotations
+
+from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from hone.rewards.expressions import ExpressionError, evaluate_compat
+from hone.types import JsonObject, JsonValue, Row
+
+
+class CalculatorTool(BaseTool):
+    """Answers with the value of its first parameter; + - * / // ** and parentheses."""
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        expression = {"type": "string", "description": "Arithmetic, as in 23 * 45 + 67"}
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "calculator",
+                    "description": "The value of an arithmetic expression.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"expression": expression},
+                        "required": ["expression"],
+                    },
+                },
+            }
+        )
+
+    async def execute(
+        self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
+    ) -> tuple[ToolResponse, float, Row]:
+        text = str(next(iter(parameters.values()), ""))
+        try:
+            value = evaluate_compat(text)
+        except ExpressionError as error:
+            return ToolResponse(text=f"this is no arithmetic: {error}"), 0.0, {"status": "refused"}
+        return ToolResponse(text=f"{value:.12g}"), 0.0, {"status": "ok"}

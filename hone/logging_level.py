@@ -1,0 +1,34 @@
+"""`HONE_LOGGING_LEVEL`, or verl's `VERL_LOGGING_LEVEL`: how much every process of a run logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+NAMES = ("HONE_LOGGING_LEVEL", "VERL_LOGGING_LEVEL")
+_FORMAT = "%(levelname)s %(asctime)s %(process)d %(name)s:%(lineno)d: %(message)s"
+
+
+def asked_level() -> dict[str, str]:
+    """The variables that are set, for processes that do not inherit them."""
+    return {name: os.environ[name] for name in NAMES if os.environ.get(name)}
+
+
+def set_logging_level() -> None:
+    """Let the package log at the level that was asked for, to standard error; nothing without one."""
+    asked = asked_level()
+    if not asked:
+        return
+    name, text = next(iter(asked.items()))
+    level = logging.getLevelNamesMapping().get(text.upper(), int(text) if text.isdigit() else None)
+    log = logging.getLogger("hone")
+    if level is None:
+        log.warning("%s=%s is no level; use DEBUG, INFO, WARNING or ERROR", name, text)
+        return
+    log.setLevel(level)
+    if not any(handler.get_name() == name for handler in log.handlers):
+        handler = logging.StreamHandler()
+        handler.set_name(name)
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        log.addHandler(handler)
+        log.propagate = False
