@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 
-.PHONY: setup quickstart test test-slow check bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
+.PHONY: setup quickstart test test-slow check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
 
 setup: $(STAMP) system
 
@@ -41,6 +41,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, in build/site; a broken link or reference stops it.
+docs: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
