@@ -153,6 +153,10 @@ def _add_folders(verbs: Verbs) -> None:
     export.add_argument(
         "--adapter", action="store_true", help="the LoRA adapter alone; else it is merged"
     )
+    export.add_argument(
+        "--push", metavar="REPO", help="upload it to the hub too, as NAME or OWNER/NAME (HF_TOKEN)"
+    )
+    export.add_argument("--private", action="store_true", help="a new repository is private")
     export.add_argument("--external-lib", metavar="MODULE", help="import this module first")
     export.add_argument(
         "--trust-remote-code", action="store_true", help="run the code in the model's folder"
@@ -242,7 +246,10 @@ def _config_check(chosen: Chosen, rest: list[str]) -> int:
 
 def _export(chosen: Chosen, rest: list[str]) -> None:
     from hone.trainer.export import export
+    from hone.trainer.hub import push, require_hub
 
+    if chosen.push:
+        require_hub(chosen.push)
     out = export(
         chosen.checkpoint,
         chosen.out,
@@ -251,6 +258,8 @@ def _export(chosen: Chosen, rest: list[str]) -> None:
         trust_remote_code=chosen.trust_remote_code,
     )
     say(f"wrote {out}")
+    if chosen.push:
+        say(f"pushed to {push(out, chosen.push, private=chosen.private)}")
 
 
 def _report(chosen: Chosen, rest: list[str]) -> None:

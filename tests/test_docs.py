@@ -38,7 +38,7 @@ TREES = {
     "main_eval": "evaluation",
 }
 KNOWN_TAGS = {"gpu", "hub", "cluster"}
-SHELL = {"cd", "git", "pip", "export", "ray", "mkdir", "source", "apt-get"}
+SHELL = {"cd", "docker", "git", "pip", "export", "ray", "mkdir", "source", "apt-get"}
 """Commands that are not ours to check."""
 
 

@@ -29,6 +29,7 @@ from hone.models.writing import whole_folder
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
 from hone.tracking.manifest import checkpoint_of, damage
+from hone.trainer.model_card import write_card
 from hone.trainer.ppo.checkpoint import newest_sound
 
 _VALUE_HEAD = "model.value_head."
@@ -66,6 +67,7 @@ def export(
             _take(gathered, wanted, temporary, source)
         else:
             raise ExportError(_nothing_to_export(source, wanted))
+        write_card(temporary, source, target.name)
     return target
 
 

@@ -1,0 +1,49 @@
+"""An exported model to the Hugging Face hub, or to the server that HF_ENDPOINT names.
+
+The token is the one of HF_TOKEN or of `hf auth login`; it is read by the hub's library alone.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hone.trainer.export import ExportError
+
+
+def require_hub(repo: str) -> None:
+    """Refuse what could not be pushed, before anything is exported."""
+    from huggingface_hub import get_token, is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ExportError(f"--push {repo}: name it NAME or OWNER/NAME ({error})") from None
+    if is_offline_mode():
+        raise ExportError(f"--push {repo}: HF_HUB_OFFLINE is set; unset it to reach the hub")
+    if get_token() is None:
+        raise ExportError(f"--push {repo} needs a token: set HF_TOKEN, or run `hf auth login`")
+
+
+def push(folder: Path, repo: str, *, private: bool = False) -> str:
+    """Upload a folder as a model repository, made where it does not exist; its address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    require_hub(repo)
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="hone")
+    again = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
+    try:
+        made = api.create_repo(repo, private=private or None, exist_ok=True)
+        message = "Model exported by hone"
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+    except HfHubHTTPError as error:
+        status = f"{error.response.status_code} {error.response.reason_phrase}"
+        raise ExportError(f"--push {repo}: {api.endpoint} says {status}; {again}") from None
+    except (HTTPError, OSError) as error:
+        raise ExportError(
+            f"--push {repo}: {api.endpoint} cannot be reached ({error}); {again}"
+        ) from None
+    return str(made)

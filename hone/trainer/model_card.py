@@ -1,0 +1,112 @@
+"""The model card of an export: what was trained on what and how, its curves and its evaluation.
+
+Leaves out paths of the machine, and settings that may hold a secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hone import __version__
+from hone.config.convert import show_value
+from hone.tracking import RunFolder
+from hone.tracking.curve import draw_curve
+from hone.tracking.metrics_file import series
+from hone.types import JsonValue, Row
+
+CARD, CURVES = "README.md", "curves.png"
+_CURVES = (
+    *("critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl"),
+    *("train/loss", "val/loss"),
+)
+_RESULTS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
+_SECRET = re.compile(r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwargs", re.IGNORECASE)
+
+
+def write_card(folder: Path, checkpoint: Path, name: str) -> None:
+    """Write the card of the model in `folder`, which comes from a checkpoint of a run."""
+    run = next(
+        (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
+    )
+    config: Row = run.earlier_config() if run is not None else {}
+    rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
+    step = re.search(r"global_step_(\d+)", str(checkpoint))
+    rows = [row for row in rows if step is None or row["step"] <= int(step[1])]
+    curves = [key for key in _CURVES if len(series(rows, key)[0]) > 1]
+    curves += sorted({key for row in rows for key in row if key.startswith("val-core/")})[:2]
+    if run is not None and curves:
+        draw_curve(run.path, curves, folder / CURVES, "")
+    origins = run.read_origins() if run is not None else {}
+    text = "\n".join(_card(name, config, origins, rows, bool(curves))) + "\n"
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def _card(
+    name: str, config: Row, origins: Mapping[str, str], rows: list[Row], has_curves: bool
+) -> Iterator[str]:
+    model = str(_at(config, "actor_rollout_ref.model.path") or _at(config, "model.path") or "")
+    is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
+    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
+    if is_on_hub:
+        yield f"base_model: {model}"
+    how = _at(config, "algorithm.adv_estimator")
+    yield from ("tags:", "- hone", "- reinforcement-learning" if how else "- sft", "---", "")
+    yield from (f"# {name}", "")
+    base = f" from `{_without_folder(model)}`" if model else ""
+    way = f"by reinforcement learning (`{how}`)" if how else "by supervised fine-tuning"
+    steps = f", {rows[-1]['step']} steps" if rows else ""
+    yield f"Trained{base} {way}{steps}, with hone {__version__}." if config else "Exported by hone."
+    yield from _data(config)
+    chosen = [key for key in sorted(origins) if not _SECRET.search(key)]
+    if chosen:
+        yield from (
+            "",
+            "## Configuration",
+            "",
+            "What was set; the rest are defaults.",
+            "",
+            "```yaml",
+        )
+        yield from (f"{key}: {_without_folder(_at(config, key))}" for key in chosen)
+        yield "```"
+    if has_curves:
+        yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")
+    yield from _evaluation(rows)
+
+
+def _data(config: Row) -> Iterator[str]:
+    files = {key: _at(config, f"data.{key}_files") for key in ("train", "val")}
+    if any(files.values()):
+        yield from ("", "## Data", "", "| | files |", "|---|---|")
+        yield from (
+            f"| {key} | {_without_folder(names)} |" for key, names in files.items() if names
+        )
+
+
+def _evaluation(rows: list[Row]) -> Iterator[str]:
+    keys = sorted({key for row in rows for key in row if _RESULTS.fullmatch(key)})
+    if keys:
+        yield from ("", "## Evaluation", "", "| metric | first | last |", "|---|---|---|")
+    for key in keys:
+        steps, values = series(rows, key)
+        if steps:
+            yield f"| `{key}` | {values[0]:.4g} (step {steps[0]}) | {values[-1]:.4g} (step {steps[-1]}) |"
+
+
+def _at(config: Row, key: str) -> JsonValue:
+    value: JsonValue = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _without_folder(value: JsonValue) -> str:
+    """A value without the places of this machine in it: of a path, only its name."""
+    if isinstance(value, list):
+        return ", ".join(map(_without_folder, value)) or "[]"
+    if isinstance(value, str) and ("/" in value or "\\" in value) and "://" not in value:
+        is_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)) and not Path(value).exists()
+        return value if is_name else Path(value).name
+    return show_value(value)
