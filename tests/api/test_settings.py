@@ -36,8 +36,8 @@ def test_every_short_name_stands_for_a_key_that_some_tree_has() -> None:
 
 
 def test_a_name_that_may_mean_several_keys_is_refused_with_all_of_them() -> None:
-    with pytest.raises(ConfigError, match=r"dtype may mean .*actor_rollout_ref\.rollout\.dtype"):
-        key_of("ppo_trainer", "dtype")
+    with pytest.raises(ConfigError, match=r"path may mean .*actor_rollout_ref\.model\.path"):
+        key_of("ppo_trainer", "path")
 
 
 def composed(**settings: object) -> object:
