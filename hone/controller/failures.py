@@ -23,50 +23,54 @@ class Seat:
     logs: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class WorkerDied(RuntimeError):
     """A worker's process ended while something waited for it."""
 
-    def __init__(
-        self, role: str, seat: Seat, method: str, reason: str, last_lines: Sequence[str]
-    ) -> None:
-        self.role, self.rank, self.seat = role, seat.rank, seat
-        self.method, self.reason, self.last_lines = method, reason, tuple(last_lines)
+    role: str
+    seat: Seat
+    method: str
+    reason: str
+    last_lines: Sequence[str]
+
+    def __str__(self) -> str:
         tail = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (it wrote nothing)"
-        super().__init__(
-            f"worker rank {seat.rank} of {role!r} (pid {seat.pid} on {seat.node_ip}) died during "
-            f"{method!r}: {reason}\nits last log lines:\n{tail}\nlogs: {', '.join(seat.logs)}\n"
-            f"{GO_ON}"
+        return (
+            f"worker rank {self.seat.rank} of {self.role!r} (pid {self.seat.pid} on "
+            f"{self.seat.node_ip}) died during {self.method!r}: {self.reason}\n"
+            f"its last log lines:\n{tail}\nlogs: {', '.join(self.seat.logs)}\n{GO_ON}"
         )
 
-    def __reduce__(self) -> tuple[type[WorkerDied], tuple[object, ...]]:
-        return type(self), (self.role, self.seat, self.method, self.reason, self.last_lines)
 
-
+@dataclass(eq=False)
 class WorkerStopped(RuntimeError):
     """A worker's process is stopped (SIGSTOP) and does not work on."""
 
-    def __init__(self, role: str, seat: Seat, owner: str, method: str, seconds: float) -> None:
-        self.role, self.rank, self.seat = role, seat.rank, seat
-        self.owner, self.method, self.seconds = owner, method, seconds
-        super().__init__(
-            f"worker rank {seat.rank} of {role!r} (pid {seat.pid} on {seat.node_ip}) has been "
-            f"stopped (SIGSTOP) for {seconds:g} s, while {owner!r} waited for {method!r}; it was "
-            f"ended. {GO_ON}"
+    role: str
+    seat: Seat
+    owner: str
+    method: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"worker rank {self.seat.rank} of {self.role!r} (pid {self.seat.pid} on "
+            f"{self.seat.node_ip}) has been stopped (SIGSTOP) for {self.seconds:g} s, while "
+            f"{self.owner!r} waited for {self.method!r}; it was ended. {GO_ON}"
         )
 
-    def __reduce__(self) -> tuple[type[WorkerStopped], tuple[object, ...]]:
-        return type(self), (self.role, self.seat, self.owner, self.method, self.seconds)
 
-
+@dataclass(eq=False)
 class ClusterFailed(RuntimeError):
     """A process of Ray itself, or a whole node, has ended or does not answer."""
 
-    def __init__(self, what: str, owner: str, method: str, hint: str) -> None:
-        self.what, self.owner, self.method, self.hint = what, owner, method, hint
-        super().__init__(f"{what}, while {owner!r} waited for {method!r}; {hint}. {GO_ON}")
+    what: str
+    owner: str
+    method: str
+    hint: str
 
-    def __reduce__(self) -> tuple[type[ClusterFailed], tuple[object, ...]]:
-        return type(self), (self.what, self.owner, self.method, self.hint)
+    def __str__(self) -> str:
+        return f"{self.what}, while {self.owner!r} waited for {self.method!r}; {self.hint}. {GO_ON}"
 
 
 class WaitTimeout(TimeoutError):
@@ -78,7 +82,7 @@ class WaitTimeout(TimeoutError):
             f"{owner!r} waited {deadline_s:g} s for {what}, and that is its limit; {hint}"
         )
 
-    def __reduce__(self) -> tuple[type[WaitTimeout], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[WaitTimeout], tuple[str, str, float, str]]:
         return type(self), (self.owner, self.what, self.deadline_s, self.hint)
 
 

@@ -45,7 +45,7 @@ def test_a_dead_worker_is_named_with_its_last_words_while_its_peers_still_work(h
     assert "rank 1 of 'critic'" in message
     assert "during 'die'" in message
     assert "about to give up the ghost" in message
-    assert (caught.value.rank, caught.value.role) == (1, "critic")
+    assert (caught.value.seat.rank, caught.value.role) == (1, "critic")
     with pytest.raises(WorkerDied, match="rank 1"):
         group.echo(1)
     group.shutdown()
@@ -275,7 +275,7 @@ def test_failures_survive_pickling() -> None:
     late = WaitTimeout("critic", "x", 2.0, "do y")
     for error in (died, late):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert pickle.loads(pickle.dumps(died)).rank == 3
+    assert pickle.loads(pickle.dumps(died)).seat.rank == 3
 
 
 def _alive(pid: int) -> bool:
