@@ -55,34 +55,30 @@ def create_rl_dataset(
     )
 
 
-def training_rows(
+def run_dataset(
     given: Dataset | None,
-    data_config: DataConfig,
+    config: DataConfig,
     tokenizer: Tokenizer | None,
-    processor: Processor | None,
-) -> Dataset:
-    """The data set that was given, or that of `data.train_files`."""
-    if given is not None:
-        return given_dataset(given, data_config, tokenizer, processor, is_train=True)
-    files, most = data_config.train_files, data_config.train_max_samples
-    return create_rl_dataset(files, data_config, tokenizer, processor, True, most)
-
-
-def given_dataset(
-    given: Dataset,
-    data_config: DataConfig,
-    tokenizer: Tokenizer | None,
-    processor: Processor | None,
+    processor: Processor | None = None,
     *,
     is_train: bool,
 ) -> Dataset:
-    """A data set that a program hands over: as it is, or made of rows in the schema of the files."""
-    rows = rows_of(given)
-    if rows is None:
-        return given
-    if not rows:
-        raise DataError(f"the {'training' if is_train else 'validation'} data set has no rows")
-    return create_rl_dataset(rows, data_config, tokenizer, processor, is_train)
+    """The data set that a program hands over (as it is, or made of its rows), or that of the files."""
+    if given is not None:
+        rows = rows_of(given)
+        if rows is None:
+            return given
+        if not rows:
+            raise DataError(f"the {'training' if is_train else 'validation'} data set has no rows")
+        return create_rl_dataset(rows, config, tokenizer, processor, is_train)
+    files, most = config.train_files, config.train_max_samples
+    if is_train:
+        return create_rl_dataset(files, config, tokenizer, processor, True, most)
+    files, most = config.val_files or (), config.val_max_samples
+    try:
+        return create_rl_dataset(files, config, tokenizer, processor, False, most)
+    except DataError as error:
+        raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 
 def rows_of(given: Dataset) -> list[Row] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from hone.config.data import DataConfig
@@ -122,12 +122,8 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Settings) -> None: ...
 
 
-class UserSampler(Protocol):
+class UserSampler(Iterable[int], Sized, Protocol):
     """What the loader needs of a user's sampler; `AbstractSampler` is the easy way to one."""
-
-    def __iter__(self) -> Iterator[int]: ...
-
-    def __len__(self) -> int: ...
 
 
 Sampler: TypeAlias = Ordered | Shuffled | Mixture | UserSampler

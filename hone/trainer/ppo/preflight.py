@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hone.config import PPOTrainerConfig
-from hone.data.create import training_rows
+from hone.data.create import run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
@@ -30,7 +30,6 @@ from hone.trainer.ppo.preview import Needs, lines_of
 from hone.trainer.ppo.prompt_lengths import Lengths, measure_prompts
 from hone.trainer.ppo.scorer_trial import try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
-from hone.trainer.ppo.validation import validation_rows
 from hone.trainer.problems import Problems
 from hone.types import Function
 
@@ -137,11 +136,10 @@ class _Preflight:
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
-        made = {TRAIN: self.problems.attempt(lambda: training_rows(None, data, tokenizer, None))}
+        read, attempt = partial(run_dataset, None, data, tokenizer), self.problems.attempt
+        made = {TRAIN: attempt(partial(read, is_train=True))}
         if data.val_files:
-            made[VALIDATION] = self.problems.attempt(
-                lambda: validation_rows(None, data, tokenizer, None)
-            )
+            made[VALIDATION] = attempt(partial(read, is_train=False))
         return {key: dataset for key, dataset in made.items() if dataset is not None}
 
     def _check_agents(self, tokenizer: Tokenizer, datasets: dict[str, Dataset]) -> None:

@@ -16,7 +16,7 @@ from hone.algorithms.kl import get_kl_controller
 from hone.columns import adopt, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
-from hone.data.create import create_train_loader, create_val_loader, training_rows
+from hone.data.create import create_train_loader, create_val_loader, run_dataset
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
@@ -36,7 +36,7 @@ from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
 from hone.trainer.ppo.scoring import check_rows, pop_metrics, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
-from hone.trainer.ppo.validation import attempts_at, validation_rows
+from hone.trainer.ppo.validation import attempts_at
 from hone.trainer.threads import with_threads
 from hone.types import Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
@@ -63,13 +63,13 @@ class PPOTrainer:
         data, trainer = config.data, config.trainer
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
-        self.train_dataset = training_rows(train_dataset, data, tokenizer, processor)
+        self.train_dataset = run_dataset(train_dataset, data, tokenizer, processor, is_train=True)
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
         self.val_loader = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = validation_rows(val_dataset, data, tokenizer, processor)
+            self.val_dataset = run_dataset(val_dataset, data, tokenizer, processor, is_train=False)
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
         all_epochs = self.loader.batches_per_epoch * trainer.total_epochs
         self.total_steps = trainer.total_training_steps or all_epochs

@@ -11,10 +11,6 @@ import numpy as np
 import torch
 
 from hone.agents.widths import concat_padded
-from hone.config.data import DataConfig
-from hone.data.create import create_rl_dataset, given_dataset
-from hone.data.loader import Dataset
-from hone.data.rows import DataError
 from hone.ops.at_n import (
     best_at,
     best_std_at,
@@ -26,29 +22,11 @@ from hone.ops.at_n import (
 )
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
-from hone.tokenizer import Processor, Tokenizer
 from hone.tracking.console import Bar
 from hone.trainer.ppo.metrics import are_numbers, spread
 from hone.types import JsonValue
 
 _CORE_STATISTICS = ("mean", "best", "maj")
-
-
-def validation_rows(
-    given: Dataset | None,
-    data: DataConfig,
-    tokenizer: Tokenizer | None,
-    processor: Processor | None,
-) -> Dataset:
-    """The data set that was given, or that of `data.val_files`."""
-    if given is not None:
-        return given_dataset(given, data, tokenizer, processor, is_train=False)
-    try:
-        return create_rl_dataset(
-            data.val_files or (), data, tokenizer, processor, False, data.val_max_samples
-        )
-    except DataError as error:
-        raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 
 @dataclass
