@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hone import compat
+
 RESULTS = Path(__file__).parent / "results" / "conformance.json"
 STUBS = (
     "accelerate curl docker git hf huggingface-cli modelscope nsys nvidia-smi pip pip3 pkill python python3 "
@@ -97,14 +99,16 @@ def _program_of(words: Sequence[str]) -> tuple[str, list[str]] | None:
 def verdict(command: Command) -> Verdict:
     """Every reason for which a command is refused, and the notes that it gives."""
     found = Verdict()
-    program = re.sub(r"^(verl|scripts)\.", "hone.", command.program)
-    if not any(map(_is_program, (program, f"hone.{program}"))):
-        found.reasons.append(f"no program {command.program}")
+    program = "hone." + re.sub(r"^(verl|scripts)\.", "", command.program)
+    absent = getattr(compat, "ABSENT_PROGRAMS", {})
+    if program in absent or not _is_program(program):
+        found.reasons.append(absent.get(program, f"no program {command.program}"))
     tree = _tree_of(command.program.rpartition(".")[2])
     arguments = command.arguments if tree is not None else None
     while arguments is not None:
         with contextlib.chdir(command.folder):
-            problems, found.notes = _composed(arguments, tree or "", program)
+            words = getattr(compat, "PROGRAMS", {}).get(program, "").split()[1:]
+            problems, found.notes = _composed([*words, *arguments], tree or "", program)
         found.reasons += [p for p in problems if p not in found.reasons]
         arguments = _without(arguments, problems) if problems else None
     return found
