@@ -41,22 +41,22 @@ class Table:
 
     def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
         self.kind = kind
-        self._entries: dict[str, Any] = dict(entries)
+        self.entries: dict[str, Any] = dict(entries)
 
     def names(self) -> list[str]:
-        return sorted(self._entries)
+        return sorted(self.entries)
 
     def __contains__(self, name: str) -> bool:
-        return plain_name(name) in self._entries
+        return plain_name(name) in self.entries
 
     def is_built_in(self, name: str) -> bool:
         """True for a name that points to a place in this package and has not been loaded for it."""
-        return isinstance(self._entries.get(plain_name(name)), str)
+        return isinstance(self.entries.get(plain_name(name)), str)
 
     def get(self, name: str) -> Any:
         """The object under a name of the configuration, which may also be an import path."""
         name = plain_name(name)
-        if name not in self._entries and ":" in name:
+        if name not in self.entries and ":" in name:
             return load_object(name)
         return self._named(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
@@ -65,33 +65,33 @@ class Table:
         return self._named(name, "")
 
     def _named(self, name: str, or_else: str) -> Any:
-        if name in self._entries:
-            target = self._entries[name]
+        if name in self.entries:
+            target = self.entries[name]
             return load_object(target) if isinstance(target, str) else target
         raise PluginError(
-            f"unknown {self.kind} {name!r}.{proposal(name, self._entries)} "
+            f"unknown {self.kind} {name!r}.{proposal(name, self.entries)} "
             f"Known: {', '.join(self.names())}{or_else}"
         )
 
     def add(self, name: str, target: Any) -> None:
         """Register an object or "module:object"; another one under a taken name is an error."""
         name = plain_name(name)
-        taken = self._entries.get(name)
+        taken = self.entries.get(name)
         if isinstance(taken, str) and not isinstance(target, str):
             taken = load_object(taken)
         if taken is not None and not _same(taken, target):
             raise PluginError(
                 f"{self.kind} {name!r} is already {_described(taken)}; choose another name"
             )
-        self._entries.setdefault(name, target)
+        self.entries.setdefault(name, target)
 
     def replace(self, name: str, target: Any) -> None:
         """Put an object under a name, taken or not."""
-        self._entries[plain_name(name)] = target
+        self.entries[plain_name(name)] = target
 
     def remove(self, name: str) -> None:
         """Take a name out; KeyError where it is not there."""
-        del self._entries[plain_name(name)]
+        del self.entries[plain_name(name)]
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator form of `add`."""
@@ -131,6 +131,10 @@ class TableView(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._table.names())
+
+    def use(self, entries: dict[str, Any]) -> None:
+        """Let the table hold exactly these entries from now on; later ones are added to this dict."""
+        self._table.entries = entries
 
 
 def plain_name(name: Any) -> Any:

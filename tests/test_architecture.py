@@ -46,7 +46,11 @@ LEVELS = {
     "types": -1,  # names for values whose type only the user knows: every room may use them
     "text": 0,  # text from outside: cleaned wherever it enters
 }
-LAZY_ROOTS = {"__init__", "compat"}  # may name any room, but only once a name is asked for
+LAZY_ROOTS = {
+    "__init__",
+    "compat",
+    "compat_table",
+}  # may name any room, but only once a name is asked for
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -164,8 +168,8 @@ def _wrong_way(package: Path, path: str, found: Import) -> str | None:
     here, there = room_of(path), parts[1]
     if here == there:
         return None
-    if (here, there) == ("__init__", "compat"):
-        return None  # installs the lazy table of the family's paths; loads no room
+    if (here, there) in (("__init__", "compat"), ("compat", "compat_table")):
+        return None  # installs the lazy table of verl's paths; loads no room
     if here in LAZY_ROOTS:
         return f"imports {found.target} when it loads; do it lazily" if found.at_load else None
     if there not in LEVELS:

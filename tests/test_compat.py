@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pickle
 import re
 import subprocess
 import sys
@@ -50,7 +51,19 @@ WRITTEN_BY_USERS = [
     "from verl.trainer.ppo.metric_utils import process_validation_metrics, reduce_metrics",
     "from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask",
     "from verl.trainer.config import AlgoConfig, RolloutCorrectionConfig",
-    "from verl.utils.metric import reduce_metrics",
+    "from verl.utils.metric import reduce_metrics, Metric, AggregationType",
+    "from verl.utils import tensordict_utils as tu, as_torch_index, omega_conf_to_dataclass",
+    "from verl.utils.config import omega_conf_to_dataclass",
+    "from verl.utils.model import compute_position_id_with_mask, create_random_mask",
+    "from verl.utils.torch_functional import get_response_mask, pad_2d_list_to_length",
+    "from verl.utils.py_functional import append_to_dict",
+    "from verl.utils.seqlen_balancing import rearrange_micro_batches, karmarkar_karp",
+    "from verl.base_config import BaseConfig",
+    "from verl.workers.config import ActorConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig",
+    "from verl.workers.config.actor import PolicyLossConfig",
+    "from verl.trainer.main_ppo import run_ppo, TaskRunner, create_rl_dataset, create_rl_sampler",
+    "from verl.single_controller.base.decorator import collect_all_to_all, Dispatch",
+    "from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics",
     "from verl.protocol import serialize_tensordict, deserialize_tensordict, fold_batch_dim",
     "from verl.protocol import DataProtoConfig, collate_fn, unfold_batch_dim",
     "from verl.trainer.ppo.ray_trainer import RayPPOTrainer",
@@ -222,3 +235,24 @@ def test_importing_hone_is_enough() -> None:
     code = "from hone.utils.reward_score import gsm8k; print(gsm8k.compute_score.__name__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "compute_score"
+
+
+def test_a_registry_that_is_replaced_is_what_names_are_looked_up_in() -> None:
+    from hone.algorithms import advantages
+
+    core_algos = importlib.import_module("hone.trainer.ppo.core_algos")
+    before = advantages.TABLE.entries
+    try:
+        for _ in range(2):
+            core_algos.ADV_ESTIMATOR_REGISTRY = {"mine": len}
+            core_algos.register_adv_est("other")(max)
+            assert {"mine": len, "other": max} == core_algos.ADV_ESTIMATOR_REGISTRY
+            assert core_algos.get_adv_estimator_fn("mine") is len
+    finally:
+        core_algos.ADV_ESTIMATOR_REGISTRY = before
+    assert core_algos.get_adv_estimator_fn("gae").__name__ == "gae"
+
+
+def test_a_module_of_the_table_is_pickled_by_name() -> None:
+    module = importlib.import_module("hone.trainer.ppo.core_algos")
+    assert pickle.loads(pickle.dumps(module)) is module

@@ -5,19 +5,25 @@ Each hands its arguments to the correction of this package. Bounds of k1 are bou
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import MutableMapping
 
 from torch import Tensor
 
 from hone.algorithms import thresholds
 from hone.algorithms.correction import correct
-from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics
-from hone.algorithms.rejection import rejection_mask
+from hone.algorithms.correction_metrics import (
+    agreement_metrics,
+    rejection_metrics,
+    weight_metrics,
+)
+from hone.algorithms.rejection import OPTIONS, rejection_mask
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.ops.masked import masked_fill_zero
+from hone.ops.masked import count_kept, masked_fill_zero
 from hone.protocol import DataProto
+from hone.types import Settings
 
+SUPPORTED_ROLLOUT_RS_OPTIONS = frozenset(OPTIONS)
 _PREFIX = "rollout_corr/"
 
 
@@ -74,6 +80,49 @@ def compute_rollout_correction_weights(
     }
 
 
+def compute_is_metrics(
+    rollout_is_weights: Tensor,
+    raw_rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
+    response_mask: Tensor,
+    rollout_is: str,
+    rollout_is_threshold: float,
+    rollout_is_threshold_lower: float | None = None,
+) -> dict[str, float]:
+    """Metrics of given weights, without prefix; the log-ratio is [B, T] by token, [B, 1] by sequence."""
+    mask = response_mask.bool()
+    log_ratio = log_ratio_for_metrics
+    if rollout_is == "sequence":
+        log_ratio = (log_ratio / count_kept(mask, -1).clamp(min=1).unsqueeze(-1)).expand_as(mask)
+    low = rollout_is_threshold_lower
+    bounds = (rollout_is_threshold,) if low is None else (low, rollout_is_threshold)
+    metrics = weight_metrics(
+        masked_fill_zero(rollout_is_weights, mask),
+        masked_fill_zero(log_ratio, mask),
+        mask,
+        rollout_is,
+        bounds,
+    )
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def apply_bypass_mode(
+    batch: DataProto,
+    rollout_corr_config: Settings | None = None,
+    policy_loss_config: MutableMapping[str, object] | None = None,
+) -> None:
+    """Take the rollout's log-probs as the old ones, and write the loss and its settings, in place."""
+    if not batch.has_column("rollout_log_probs"):
+        raise ValueError(
+            "bypass_mode needs rollout_log_probs in the batch; set "
+            "actor_rollout_ref.rollout.calculate_log_probs=true"
+        )
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    if policy_loss_config is not None:
+        policy_loss_config["loss_mode"] = "bypass_mode"
+        policy_loss_config["rollout_correction"] = rollout_corr_config
+
+
 def compute_rollout_rejection_mask(
     log_ratio: Tensor,
     response_mask: Tensor,
@@ -113,7 +162,7 @@ def compute_rollout_corr_metrics_from_logprobs(
 
 
 def compute_rollout_correction_and_add_to_batch(
-    batch: DataProto, rollout_corr_config: Any
+    batch: DataProto, rollout_corr_config: Settings
 ) -> tuple[DataProto, dict[str, float]]:
     """Narrow `response_mask` in place and add `rollout_is_weights`, as verl's trainer does."""
     names = (

@@ -18,6 +18,8 @@ def split(value: Bound | Sequence[Bound] | None) -> list[Bound]:
 
 def numbers(value: Bound, key: str) -> tuple[float, ...]:
     """(hi,) of `2.0`, (lo, hi) of `"0.5_2.0"`; all above 0 and in order."""
+    if isinstance(value, bool):
+        raise TypeError(f"{key}={value!r}: a bound is a number, not a boolean")
     try:
         parsed = tuple(float(part) for part in str(value).split("_"))
     except ValueError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hone.config.block import Block, block
+from hone.config.correction_presets import CorrectionPresets
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
 
 
@@ -37,7 +38,7 @@ class PFPPOConfig(Block):
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionConfig(Block):
+class RolloutCorrectionConfig(CorrectionPresets, Block):
     """Correction for rollout log-probs that differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None

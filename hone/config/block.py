@@ -21,6 +21,10 @@ def block(cls: type[B], **changes: Any) -> B:
     return dataclasses.field(default_factory=functools.partial(cls, **changes))
 
 
+class MissingKey(KeyError, AttributeError):
+    """A key that a block does not have. Code written for verl catches it as AttributeError."""
+
+
 class Block(Mapping[str, Any]):
     """A frozen dataclass that is also a read-only mapping.
 
@@ -28,9 +32,11 @@ class Block(Mapping[str, Any]):
     """
 
     def __getitem__(self, key: str) -> Any:
+        if not isinstance(key, str):
+            raise TypeError(f"a key of {type(self).__name__} is a string, not {key!r}")
         if key not in self:
-            hint = did_you_mean(nearest(str(key), self))
-            raise KeyError(f"{type(self).__name__} has no key {key!r}.{hint}")
+            hint = did_you_mean(nearest(key, self))
+            raise MissingKey(f"{type(self).__name__} has no key {key!r}.{hint}")
         return getattr(self, key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -38,13 +44,17 @@ class Block(Mapping[str, Any]):
         return getattr(self, key) if key in self else default
 
     def __contains__(self, key: object) -> bool:
-        return key in [*self, *_properties(type(self))]
+        return key in [*self, *_properties(type(self)), *vars(self)]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([field.name for field in dataclasses.fields(self)])  # type: ignore[arg-type]
+        return iter(_fields(type(self)))
 
     def __len__(self) -> int:
-        return len(dataclasses.fields(self))  # type: ignore[arg-type]
+        return len(_fields(type(self)))
+
+
+def _fields(cls: type) -> list[str]:
+    return [field.name for field in getattr(cls, "__dataclass_fields__", {}).values()]
 
 
 @functools.cache

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from hone.controller.class_with_init_args import ClassWithInitArgs
 from hone.controller.colocated import (
+    FusedWorker,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
 )
 from hone.controller.decorator import (
     Dispatch,
@@ -41,6 +43,7 @@ __all__ = [
     "ClassWithInitArgs",
     "Dispatch",
     "Execute",
+    "FusedWorker",
     "LocalWorkerGroup",
     "RayClassWithInitArgs",
     "RayResourcePool",
@@ -52,6 +55,7 @@ __all__ = [
     "WorkerGroup",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "register",

@@ -19,6 +19,7 @@ import torch
 from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
 from hone.controller.crew import Call
 from hone.controller.decorator import method_spec
+from hone.controller.modes import TensorDictRows, has_rows
 from hone.controller.threads import fix_threads
 from hone.controller.worker import Placement, Worker, placed
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_rows, without_padding
@@ -57,12 +58,20 @@ class WorkerHost:
         result = function(*args, **kwargs)
         if inspect.iscoroutine(result):
             result = self._run(result)
+        inputs = [*args, *kwargs.values()]
         if isinstance(result, DataProto):
-            result = drop_padded_rows(result, [*args, *kwargs.values()]).to("cpu")
+            result = drop_padded_rows(result, inputs).to("cpu")
+        elif has_rows(result):
+            rows = [DataProto.from_tensordict(v) if has_rows(v) else v for v in inputs]
+            result = drop_padded_rows(DataProto.from_tensordict(result), rows).to("cpu")
+            result = result.to_tensordict()
         return result
 
     def worker(self, role: str = "") -> Worker:
         """The worker that plays `role`."""
+        fused = getattr(self._workers.get(""), "fused_worker_dict", {})
+        if role in fused:
+            return fused[role]
         if role not in self._workers:
             raise ValueError(
                 f"this process holds the roles {sorted(self._workers)}, not {role!r}; call one of "
@@ -129,6 +138,8 @@ def drop_padded_rows(result: DataProto, inputs: list[_T]) -> DataProto:
 
 
 def _materialised(value: _T | DataProtoFuture) -> Any:
+    if isinstance(value, TensorDictRows):
+        return value.rows.to_tensordict()
     return value.get() if isinstance(value, DataProtoFuture) else value
 
 

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from tensordict import TensorDict
 
 from hone.protocol import DataProto, DataProtoFuture, split_padded
+from hone.protocol.tensordicts import concat_tensordict
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
-_Batch: TypeAlias = DataProto | DataProtoFuture
+
+
+@dataclass(frozen=True)
+class TensorDictRows:
+    """A TensorDict on its way to or from a worker: it is pickled as a DataProto and arrives as itself."""
+
+    rows: DataProto
+
+    def __reduce__(self) -> tuple[Callable[[DataProto], TensorDict], tuple[DataProto]]:
+        return DataProto.to_tensordict, (self.rows,)
+
+
+Batch: TypeAlias = DataProto | DataProtoFuture | TensorDictRows
 
 PerRank: TypeAlias = tuple[tuple[list[_T], ...], dict[str, list[_T]]]
 """Positional and keyword arguments, each as a list with one entry per rank."""
@@ -80,13 +93,13 @@ def one_each(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRa
     return _each(checked, args, kwargs)
 
 
-def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | _Batch]:
+def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
     """Batches are split over the data-parallel slots, evened out with marked rows; the ranks of one
     slot get the same rows, and other values go to all."""
     return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
 
 
-def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | _Batch]:
+def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
     """The first argument is a function, sent to all; the rest as `split_batches`."""
     if not args or not callable(args[0]):
         raise TypeError("the first argument of this method is the function each rank runs")
@@ -104,7 +117,7 @@ def not_dispatched(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
 
 def dispatch_nd_compute_dataproto(
     mesh_name: str, group: Group, *args: _T, **kwargs: _T
-) -> PerRank[_T | _Batch]:
+) -> PerRank[_T | Batch]:
     """Batches are split over the data-parallel groups of a mesh."""
     mesh = group.mesh(mesh_name)
     return _split(args, kwargs, mesh.dp_size, mesh.dp_ranks)
@@ -123,8 +136,15 @@ def as_list(group: Group, results: list[_T]) -> list[_T]:
     return list(results)
 
 
-def concat_batches(group: Group, results: list[DataProto]) -> DataProto:
+def has_rows(value: object) -> TypeGuard[TensorDict]:
+    """Whether a value is a TensorDict with a batch dimension."""
+    return isinstance(value, TensorDict) and bool(value.batch_size)
+
+
+def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
     """The slots' batches one below the other."""
+    if all(has_rows(result) for result in results):
+        return concat_tensordict(results)
     for rank, result in enumerate(results):
         if not isinstance(result, DataProto):
             raise TypeError(
@@ -136,19 +156,23 @@ def concat_batches(group: Group, results: list[DataProto]) -> DataProto:
 
 def _split(
     args: tuple[_T, ...], kwargs: dict[str, _T], parts: int, part_of_rank: Sequence[int]
-) -> PerRank[_T | _Batch]:
+) -> PerRank[_T | Batch]:
     values = [*args, *kwargs.values()]
-    if any(isinstance(value, TensorDict) for value in values):
-        raise TypeError("got a TensorDict; wrap it with DataProto.from_tensordict")
-    if not any(isinstance(value, DataProto | DataProtoFuture) for value in values):
+    if not any(
+        isinstance(value, DataProto | DataProtoFuture) or has_rows(value) for value in values
+    ):
         raise TypeError(
-            "this method splits a DataProto over its ranks and got none among its arguments"
+            "this method splits a DataProto or a TensorDict over its ranks and got none among its "
+            "arguments"
         )
 
-    def cut(value: _T) -> list[_T | _Batch]:
-        pieces: Sequence[_Batch]
+    def cut(value: _T) -> list[_T | Batch]:
+        pieces: Sequence[Batch]
         if isinstance(value, DataProto):
             pieces = split_padded(value, parts)
+        elif has_rows(value):
+            batch = DataProto.from_tensordict(value)
+            pieces = [TensorDictRows(piece) for piece in split_padded(batch, parts)]
         elif isinstance(value, DataProtoFuture):
             pieces = value.split_padded(parts)
         else:

@@ -11,8 +11,9 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 try:
     import ray
@@ -30,6 +31,7 @@ from hone.controller.class_with_init_args import ClassWithInitArgs, P
 from hone.controller.crew import Call, Crew
 from hone.controller.failures import Seat, WaitTimeout
 from hone.controller.host import WorkerHost
+from hone.controller.modes import TensorDictRows, has_rows
 from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.controller.process_log import own_log_files
 from hone.controller.ray_liveness import cluster_failed, forget_workers, look, watch_workers
@@ -40,9 +42,12 @@ from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
 from hone.controller.worker import LOOPBACK, Placement, free_port
 from hone.controller.worker_group import W, WorkerGroup
 from hone.logging_level import asked_level
+from hone.protocol import DataProto
 from hone.types import Settings
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 START_DEADLINE_S = 300.0
 START_ADVICE = "raise trainer.ray_wait_register_center_timeout if the start takes that long"
@@ -92,7 +97,8 @@ class _SeatActor:
 
     def call(self, call: Call) -> Any:
         assert self._host is not None, "build comes before call"
-        return self._host.call(call)
+        result = self._host.call(call)
+        return TensorDictRows(DataProto.from_tensordict(result)) if has_rows(result) else result
 
     def close(self) -> None:
         if self._host is not None:
@@ -165,6 +171,11 @@ class RayCrew(Crew[ray.ObjectRef]):
         worker_env: Mapping[str, str],
         threads: int | None,
     ) -> None:
+        if taken := sorted(worker_env.keys() & Placement().environment().keys()):
+            raise ValueError(
+                f"worker_env of {name!r} sets {', '.join(taken)}, which the controller sets for each "
+                "rank; leave them out"
+            )
         self.world_size = pool.world_size
         self.name = name
         self._threads = threads
@@ -300,6 +311,14 @@ class RayWorkerGroup(WorkerGroup[W]):
             threads,
         )
         super().__init__(crew, ray_cls_with_init, name)
+
+
+def parallel_put(data_list: Sequence[T], max_workers: int | None = None) -> list[ray.ObjectRef[T]]:
+    """A reference to each value in Ray's store, put there by several threads, in order."""
+    if not data_list:
+        raise AssertionError("parallel_put got an empty list; there is nothing to put")
+    with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as threads:
+        return list(threads.map(ray.put, data_list))
 
 
 def _check_fit(pool: ResourcePool) -> None:

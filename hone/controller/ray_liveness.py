@@ -95,7 +95,7 @@ class ClusterWatch:
         self._log_folder = log_folder
         self._silence = Silence(limit_s)
         self._ping = _Ping()
-        self._here = ray.get_runtime_context().get_node_id()
+        self.here = ray.get_runtime_context().get_node_id()
         self._seats: dict[tuple[str, int], tuple[str, Seat]] = {}
         self._nodes: dict[str, _RemoteNode] = {}
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class ClusterWatch:
         self._silence.limit_s = limit_s
         for seat in seats:
             self._seats[seat.node_id, seat.pid] = role, seat
-            if seat.node_id != self._here and seat.node_id not in self._nodes:
+            if seat.node_id != self.here and seat.node_id not in self._nodes:
                 self._nodes[seat.node_id] = _RemoteNode(seat.node_id)
 
     def remove(self, seats: Sequence[Seat]) -> None:
@@ -209,7 +209,7 @@ class ClusterWatch:
         )
 
     def _end(self, seat: Seat) -> None:
-        if seat.node_id == self._here:
+        if seat.node_id == self.here:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(seat.pid, signal.SIGKILL)
         else:
@@ -227,6 +227,8 @@ def watch_cluster(own: Mapping[str, int], log_folder: str = "") -> None:
 
 def watch_workers(role: str, seats: Sequence[Seat], limit_s: float) -> None:
     """Look at the processes of a group, too."""
+    if _watch is not None and _watch.here != ray.get_runtime_context().get_node_id():
+        end_watch()  # the program has left that cluster and joined or started another
     if _watch is None:
         watch_cluster({})
     assert _watch is not None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
+from hone.controller.colocated import fused_members
 from hone.controller.crew import Call, Crew
 from hone.controller.decorator import Execute, MethodSpec, registered_methods
 from hone.controller.modes import DATA_PARALLEL, Mesh
@@ -53,12 +54,12 @@ class WorkerGroup(Generic[W]):
         self._meshes: dict[str, Mesh] = {}
         self.name = name
         self._bound: dict[str, Function] = {}
-        self._by_role: dict[str, WorkerGroup[Any]] = {}
+        members = made_of.members if isinstance(made_of, ColocatedClass) else fused_members(made_of)
+        self._by_role: dict[str, WorkerGroup[Any]] = {
+            member_role: WorkerGroup(crew, member, member_role, member_role)
+            for member_role, member in members.items()
+        }
         if isinstance(made_of, ColocatedClass):
-            self._by_role = {
-                member_role: WorkerGroup(crew, member, member_role, member_role)
-                for member_role, member in made_of.members.items()
-            }
             for member_role, group in self._by_role.items():
                 self._bound |= {f"{member_role}_{m}": call for m, call in group._bound.items()}
         else:

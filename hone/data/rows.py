@@ -30,8 +30,11 @@ TRAINING_KEYS = "data.train_files and data.val_files"
 """The keys that name the files of a training run; other programs say their own."""
 
 
-class DataError(ValueError):
-    """A data file, row or loader state that cannot be used; says which and what to do."""
+class DataError(ValueError, AssertionError):
+    """A data file, row or loader state that cannot be used; says which and what to do.
+
+    Code written for verl catches it as AssertionError.
+    """
 
 
 class SettingError(DataError):

@@ -22,7 +22,7 @@ from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, may_be_cut_un
 from hone.protocol.rows import (
     column_array,
     concat_batches,
-    mini_batches,
+    epochs_of,
     row_index,
     take_batch,
     tensordict_of,
@@ -38,6 +38,7 @@ from hone.protocol.shapes import (
 from hone.protocol.union import union_dicts, union_numpy_dict, union_tensor_dict
 from hone.protocol.wire import (
     decode_tensordict,
+    decode_verl_tensors,
     encode_tensordict,
     join_tensordict,
     split_tensordict,
@@ -262,7 +263,8 @@ class DataProto:
             raise ProtocolError(
                 f"cannot unite a batch of {len(self)} rows with one of {len(other)}"
             )
-        batch = union_tensor_dict(self.batch, other.batch)
+        mine = None if self.batch is None else self.batch.copy()
+        batch = union_tensor_dict(mine, other.batch)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         info = union_dicts(self.meta_info, other.meta_info, "meta_info")
         self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, info
@@ -347,7 +349,9 @@ class DataProto:
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
         """Mini-batches over `epochs` passes; `dataloader_kwargs={"shuffle": True}` shuffles."""
-        return mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs or {})
+        return epochs_of(
+            len(self), mini_batch_size, epochs, seed, self.select_idxs, dataloader_kwargs or {}
+        )
 
     # -- shapes -----------------------------------------------------------------------------
 
@@ -384,7 +388,11 @@ class DataProto:
             "meta_info": self.meta_info,
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any] | tuple[Any, ...]) -> None:
+        if isinstance(state, tuple):  # a batch that verl pickled
+            self.batch = decode_verl_tensors(state[0])
+            self.non_tensor_batch, self.meta_info = state[1:]
+            return
         self.batch = decode_tensordict(state["batch"])
         self.non_tensor_batch = state["non_tensor_batch"]
         self.meta_info = state["meta_info"]
@@ -395,5 +403,5 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Read what `save_to_disk` wrote: plain values, arrays and tensors, and no other code."""
+        """Read what `save_to_disk` wrote, here or in verl: plain values, arrays and tensors alone."""
         return load(filepath, DataProto)

@@ -44,6 +44,8 @@ class ForeignObject(ValueError):
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("verl.protocol", "DataProto"):
+            module = "hone.protocol.data_proto"
         plain = (
             (module == "builtins" and name in _BUILTINS)
             or (module, name) in _PLAIN

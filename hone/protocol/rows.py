@@ -6,8 +6,8 @@ are: that is hone.columns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader
 
 from hone.protocol.errors import ProtocolError
 from hone.protocol.union import same
+from hone.types import Settings
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
+
+T = TypeVar("T")
 
 
 def column_array(values: Any) -> np.ndarray:
@@ -59,12 +62,22 @@ def object_array(values: Any) -> np.ndarray:
     return array
 
 
+def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
+    """A jagged tensor of these rows; `ragged_idx` is kept where the rows happen to be of one length."""
+    if not rows or ragged_idx is None or rows[0].dim() == 1:
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+    values = torch.cat(rows, dim=ragged_idx - 1)
+    lengths = torch.tensor([row.shape[ragged_idx - 1] for row in rows], device=values.device)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_idx)
+
+
 def take_rows(value: Any, index: Any) -> Any:
     """Rows of a tensor, a jagged tensor, a TensorDict or an array; a slice gives a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows = list(value.unbind())
         picked = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        return torch.nested.nested_tensor(picked, layout=torch.jagged)
+        return jagged_rows(picked, getattr(value, "_ragged_idx", None))
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
@@ -94,7 +107,7 @@ def cat_rows(values: list[Any]) -> Any:
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:
         rows = [row for value in values for row in value.unbind()]
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return jagged_rows(rows, getattr(first, "_ragged_idx", None))
     return torch.cat(values, dim=0)
 
 
@@ -174,20 +187,25 @@ def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) 
     return filled
 
 
-def mini_batches(
-    data: DataProto, size: int, epochs: int, seed: int | None, dataloader_kwargs: dict[str, Any]
-) -> Iterator[DataProto]:
-    """Mini-batches of `size` rows over `epochs` passes."""
-    if size < 1 or len(data) % size:
-        raise ProtocolError(f"mini_batch_size={size} does not divide a batch of {len(data)} rows")
+def epochs_of(
+    rows: int,
+    size: int,
+    epochs: int,
+    seed: int | None,
+    take: Callable[[Sequence[int]], T],
+    dataloader_kwargs: Settings,
+) -> Iterator[T]:
+    """What `take` gives for `size` row numbers at a time, over `epochs` passes."""
+    if size < 1 or rows % size:
+        raise ProtocolError(f"mini_batch_size={size} does not divide a batch of {rows} rows")
     generator = None
     if seed is not None:
         generator = torch.Generator()
         generator.manual_seed(seed)
-    loader: DataLoader[Any] = DataLoader(
-        dataset=range(len(data)),  # type: ignore[arg-type]
+    loader: DataLoader[T] = DataLoader(
+        dataset=range(rows),  # type: ignore[arg-type]
         batch_size=size,
-        collate_fn=data.select_idxs,
+        collate_fn=take,
         generator=generator,
         **dataloader_kwargs,
     )

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
 from hone.protocol.errors import ProtocolError
 
 
 def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
-    """Columns of both; a column both have must be equal."""
+    """The columns of the second added to the first, in place; a column both have must be equal."""
     if first is None or second is None:
         return first if second is None else second
     if first.batch_size != second.batch_size:
@@ -24,8 +24,9 @@ def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> Te
             f"cannot unite tensors of batch size {tuple(first.batch_size)} with "
             f"{tuple(second.batch_size)}"
         )
-    merged = union_dicts(dict(first.items()), dict(second.items()), "tensor column")
-    return TensorDict(merged, batch_size=first.batch_size)
+    mine, theirs = ({key: side.get(key) for key in side.keys()} for side in (first, second))  # noqa: SIM118
+    union_dicts(mine, theirs, "column")
+    return first.update({key: value for key, value in theirs.items() if key not in mine})
 
 
 def union_numpy_dict(
@@ -57,6 +58,8 @@ def same(a: Any, b: Any, _open: set[tuple[int, int]] | None = None) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return _same_tensor(a, b)
     if is_tensor_collection(a) or is_tensor_collection(b):
+        if isinstance(a, NonTensorData | NonTensorStack):
+            return type(a) is type(b) and same(a.tolist(), b.tolist())
         return is_tensor_collection(a) and is_tensor_collection(b) and same(dict(a), dict(b))
     opened.add(pair)
     try:

@@ -6,6 +6,7 @@ what arrives lies on the CPU.
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from hone.protocol.errors import ProtocolError
+from hone.protocol.packed import PackedTensorDict, deserialize_tensordict
 from hone.protocol.rows import object_array
 
 # numpy has no such numbers: the bits travel under an integer type of the same width.
@@ -41,7 +43,8 @@ def encode_tensor(tensor: torch.Tensor) -> tuple[str, Any, Any]:
     """One tensor as ("dense", array, dtype name) or ("jagged", values, offsets)."""
     if tensor.is_nested:
         jagged = tensor if tensor.layout == torch.jagged else _as_jagged(tensor)
-        return "jagged", encode_tensor(jagged.values()), encode_tensor(jagged.offsets())  # type: ignore[attr-defined]
+        offsets, ragged = jagged.offsets(), getattr(jagged, "_ragged_idx", 1)  # type: ignore[attr-defined]
+        return "jagged", encode_tensor(jagged.values()), (encode_tensor(offsets), ragged)
     plain = tensor.detach()
     if plain.device.type != "cpu":
         plain = plain.cpu()
@@ -56,8 +59,8 @@ def encode_tensor(tensor: torch.Tensor) -> tuple[str, Any, Any]:
 def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
     """The tensor that `encode_tensor` was given, sharing memory with the array where it may."""
     if kind == "jagged":
-        values, offsets = decode_tensor(*payload), decode_tensor(*extra)
-        return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+        values, offsets = decode_tensor(*payload), decode_tensor(*extra[0])
+        return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=extra[1])
     array = payload
     if not array.flags.writeable:
         # Read-only memory is shared with other ranks (Ray's object store): an in-place operation
@@ -98,6 +101,16 @@ def decode_tensordict(state: dict[str, Any] | None) -> TensorDict | None:
         else:
             source[key] = decode_tensor(kind, payload, extra)
     return TensorDict(source, batch_size=state["batch_size"])
+
+
+def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | None:
+    """The tensors of a DataProto that verl pickled; no other code is loaded with them."""
+    if isinstance(state, bytes):
+        loaded: TensorDict | None = torch.load(
+            io.BytesIO(state), weights_only=True, map_location="cpu"
+        )
+        return loaded
+    return None if state is None else deserialize_tensordict(state)
 
 
 def split_tensordict(

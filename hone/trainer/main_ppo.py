@@ -72,5 +72,14 @@ def run(
             trainer.shutdown()
 
 
+def __getattr__(name: str) -> object:
+    """verl's names for a custom program; they load what this command does not need at once."""
+    if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hone.trainer.ppo import verl_steps
+
+    return getattr(verl_steps, name)
+
+
 if __name__ == "__main__":
     sys.exit(run_module(main, "ppo_trainer", "hone.trainer.main_ppo"))

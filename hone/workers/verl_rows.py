@@ -14,15 +14,15 @@ import numpy as np
 
 from hone.agents.sampling import training_sampling, validation_sampling
 from hone.config.rollout import RolloutConfig
-from hone.controller.modes import Group, PerRank, split_batches
-from hone.protocol import DataProto, DataProtoFuture
+from hone.controller.modes import Batch, Group, PerRank, split_batches
+from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.types import Row, Settings
 
 MADE_UID = "made_uid"
 
 
-def split_numbered(group: Group, prompts: DataProto) -> PerRank[DataProto | DataProtoFuture]:
+def split_numbered(group: Group, prompts: DataProto) -> PerRank[Batch]:
     """Dispatch: rows are named and counted before ranks share them, so that no two have one seed."""
     return split_batches(group, numbered(prompts))
 

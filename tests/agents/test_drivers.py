@@ -43,7 +43,7 @@ class TurnsLoop(AgentLoopBase):
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop has a name while a test of this file runs."""
-    monkeypatch.setitem(LOOPS._entries, "turns_for_test", TurnsLoop)
+    monkeypatch.setitem(LOOPS.entries, "turns_for_test", TurnsLoop)
 
 
 Runner = Callable[..., Any]

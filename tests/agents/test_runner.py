@@ -211,7 +211,7 @@ def test_a_registered_loop_is_found_by_its_name(
     tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LOOPS, "_entries", dict(LOOPS._entries))  # forgotten after the test
+    monkeypatch.setattr(LOOPS, "_entries", dict(LOOPS.entries))  # forgotten after the test
     LOOPS.add("fixed_for_test", FixedLoop)
     batch = runner(echo).run(rows(["a"], agent_name=["fixed_for_test"]))
     assert decode(tokenizer, batch) == ["mine"]

@@ -39,7 +39,7 @@ class GatedLoop(AgentLoopBase):
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop has a name while a test of this file runs."""
-    monkeypatch.setitem(LOOPS._entries, "gated_for_test", GatedLoop)
+    monkeypatch.setitem(LOOPS.entries, "gated_for_test", GatedLoop)
 
 
 @pytest.fixture

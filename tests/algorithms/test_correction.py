@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hone.algorithms.correction import correct, importance_weights
-from hone.algorithms.correction_presets import PRESETS, preset
+from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.correction_presets import PRESETS
 
 # train/rollout ratios of two rows; the last column is padding
 RATIO = np.array([[0.5, 4.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
@@ -286,28 +287,8 @@ def test_wrong_settings_are_refused():
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_can_be_run(name):
-    settings = preset(name)
-    assert set(settings) <= set(options()) | {"bypass_mode", "loss_type"}
-    correct(OLD, ROLLOUT, MASK, {**options(), **settings})
-
-
-def test_presets_by_name():
-    assert preset("decoupled_token_is")["rollout_is"] == "token"
-    assert preset("decoupled_geo_rs")["rollout_rs_threshold"] == "0.999_1.001"
-    assert preset("decoupled_k3_rs_seq_tis") == {
-        "rollout_is": "sequence",
-        "rollout_is_threshold": 2.0,
-        "rollout_rs": "seq_mean_k3",
-        "rollout_rs_threshold": 0.01,
-        "bypass_mode": False,
-    }
-    assert preset("bypass_pg_is", rollout_is_threshold=3.0)["rollout_is_threshold"] == 3.0
-    assert preset("bypass_pg_is")["loss_type"] == "reinforce"
-    assert preset("bypass_ppo_clip")["loss_type"] == "ppo_clip"
-    with pytest.raises(TypeError, match="Did you mean 'rollout_is_threshold'"):
-        preset("bypass_pg_is", rollout_is_treshold=3.0)
-    with pytest.raises(ValueError, match="Did you mean 'decoupled_geo_rs'"):
-        preset("decoupled_geors")
+    preset = getattr(RolloutCorrectionConfig, name)()
+    correct(OLD, ROLLOUT, MASK, preset)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])

@@ -152,7 +152,7 @@ def test_the_decorator_ends_in_the_same_table():
         with pytest.raises(ValueError, match="is already"):
             register("test_names_own")(lambda: None)
     finally:
-        del advantages.TABLE._entries["test_names_own"]
+        del advantages.TABLE.entries["test_names_own"]
 
 
 def test_what_the_table_already_points_to_may_register_itself():
@@ -176,8 +176,8 @@ def test_the_rooms_offer_the_decorators_of_the_family():
     assert advantages.get_estimator("test_names_adv").requires == ("rm_scores",)
     assert policy_losses.get_policy_loss_fn("test_names_loss")() == 2
     del (
-        advantages.TABLE._entries["test_names_adv"],
-        policy_losses.TABLE._entries["test_names_loss"],
+        advantages.TABLE.entries["test_names_adv"],
+        policy_losses.TABLE.entries["test_names_loss"],
     )
 
 

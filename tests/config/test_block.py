@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from hone.config import load_config
+from hone.config.block import Block
 from hone.config.keys import block_type, hints
 from hone.config.trees import TREES
 
@@ -36,6 +37,26 @@ def test_a_derived_value_is_read_by_name_and_is_no_item() -> None:
 def test_an_unknown_key_in_brackets_is_an_error_with_a_proposal() -> None:
     with pytest.raises(KeyError, match=r"ActorConfig has no key 'clip_ratoi'.*'clip_ratio'"):
         ACTOR["clip_ratoi"]
+    with pytest.raises(AttributeError):  # what verl's configs raise
+        ACTOR["clip_ratoi"]
+    with pytest.raises(TypeError, match="is a string, not 3"):
+        ACTOR[3]  # type: ignore[index]
+
+
+def test_a_class_of_the_users_can_be_a_block() -> None:
+    @dataclasses.dataclass
+    class Mine(Block):
+        size: int = 3
+
+    mine = Mine()
+    mine.note = "x"  # type: ignore[attr-defined]
+    assert (mine["size"], mine.get("note"), mine.get("none", 1), list(mine)) == (
+        3,
+        "x",
+        1,
+        ["size"],
+    )
+    assert list(Block()) == []
 
 
 def test_nothing_can_be_written() -> None:

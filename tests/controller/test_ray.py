@@ -151,6 +151,11 @@ def test_a_pool_larger_than_the_cluster_is_refused_at_once() -> None:
         make_group(64)
 
 
+def test_variables_that_the_controller_sets_are_refused_from_the_user() -> None:
+    with pytest.raises(ValueError, match="sets WORLD_SIZE, which the controller sets"):
+        make_group(1, worker_env={"WORLD_SIZE": "100", "MINE": "1"})
+
+
 @pytest.mark.slow
 def test_a_pool_that_is_shared_too_often_is_refused() -> None:
     pool = ResourcePool([1], max_colocate_count=1)

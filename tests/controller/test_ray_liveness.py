@@ -115,6 +115,18 @@ def test_a_process_of_our_ray_that_ended_or_is_stopped_is_named(
     assert watch.clock.now == seconds
 
 
+def test_another_cluster_gets_a_watch_of_its_own(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "close", lambda: None)
+    monkeypatch.setattr(ray_liveness, "_watch", watch)
+    ray_liveness.watch_workers("actor", (), 20.0)
+    assert ray_liveness._watch is watch
+    watch.here = "a node of a cluster that is gone"
+    ray_liveness.watch_workers("actor", (), 20.0)
+    assert ray_liveness._watch is not watch
+
+
 def test_failures_survive_pickling() -> None:
     stopped = WorkerStopped("actor", SEAT, "critic", "step", 20.0)
     lost = ClusterFailed("it has ended", "critic", "step", "do x")

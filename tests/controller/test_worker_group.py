@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from toy_workers import Other, Toy
 
 from hone.controller import (
@@ -17,16 +19,18 @@ from hone.controller import (
     ResourcePool,
     WorkerGroup,
     create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,
     register,
     register_dispatch_mode,
 )
 from hone.controller.crew import Call, Crew
 from hone.controller.host import WorkerHost
 from hone.controller.local import Done, finished
-from hone.controller.modes import DATA_PARALLEL
+from hone.controller.modes import DATA_PARALLEL, TensorDictRows
 from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.controller.worker import Placement, Worker
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
+from hone.protocol import tensordicts as tu
 
 RAY, RAY2 = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("ray", "ray2"))
 KINDS = ["local", RAY, RAY2]
@@ -173,8 +177,6 @@ def test_a_method_that_must_return_a_batch_says_so(group: WorkerGroup) -> None:
 def test_a_batch_method_without_a_batch_says_so(group: WorkerGroup) -> None:
     with pytest.raises(TypeError, match="splits a DataProto"):
         group.scale(7)
-    with pytest.raises(TypeError, match="from_tensordict"):
-        group.scale(rows(2).batch)
 
 
 def test_a_workers_error_arrives_as_it_was_raised(group: WorkerGroup) -> None:
@@ -353,6 +355,56 @@ class ManyRanks(Crew):
 
     def shutdown(self) -> None:
         pass
+
+
+class OnTensorDicts(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, data: TensorDict) -> TensorDict:
+        assert isinstance(data, TensorDict)
+        return tu.get_tensordict(
+            {"y": data["x"] * 2, "tag": tu.get(data, "tag")}, {"rank": self.rank}
+        )
+
+
+def test_a_tensordict_is_split_over_ranks_and_joined() -> None:
+    made_of = ClassWithInitArgs(OnTensorDicts)
+    group = WorkerGroup(ManyRanks(made_of, 2), made_of, "toy")
+    result = group.double(tu.get_tensordict({"x": torch.arange(3), "tag": ["a", "b", "c"]}))
+    assert isinstance(result, TensorDict)
+    assert result["y"].tolist() == [0, 2, 4]  # the row added to even out the ranks is gone
+    assert tu.get(result, "tag") == ["a", "b", "c"]
+    assert tu.get(result, "rank") == 0
+    with pytest.raises(TypeError, match="DataProto or a TensorDict"):
+        group.double(tu.get_tensordict({}, {"step": 1}))
+
+
+def test_a_tensordict_crosses_a_process_as_itself() -> None:
+    ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
+    sent = TensorDictRows(DataProto.from_tensordict(tu.get_tensordict({"x": ragged})))
+    arrived = pickle.loads(pickle.dumps(sent))
+    assert isinstance(arrived, TensorDict)
+    assert torch.equal(arrived["x"][1], torch.arange(3))
+
+
+class Adds(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, x: float) -> float:
+        return x + self.rank
+
+
+def test_a_fused_worker_holds_workers_that_it_and_its_group_call() -> None:
+    roles = {"adds": ClassWithInitArgs(Adds), "other": ClassWithInitArgs(Other, "x")}
+
+    class Both(create_colocated_worker_raw_cls(roles)):  # type: ignore[misc]
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def both(self, x: float) -> tuple[float, str]:
+            return self.adds.add(x), self.other.word
+
+    made_of = ClassWithInitArgs(Both)
+    group = WorkerGroup(ManyRanks(made_of, 2), made_of, "toy")
+    group.fuse(roles)
+    assert group.both(1.0) == [(1.0, "x"), (2.0, "x")]
+    assert group.adds.add(1.0) == [1.0, 2.0]
 
 
 class OnSlots(Worker):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hone.protocol import DataProto
+from hone.protocol import DataProto, serialize_tensordict
+from hone.protocol.disk import ForeignObject
 from hone.protocol.wire import decode_tensor, encode_tensor
 
 DTYPES = [
@@ -140,3 +146,62 @@ def test_a_batch_without_tensors_arrives() -> None:
     again, _ = sent(DataProto(meta_info={"a": 1}))
     assert again.batch is None
     assert again.meta_info == {"a": 1}
+
+
+def test_the_ragged_dimension_of_a_jagged_column_arrives() -> None:
+    rows = [torch.arange(2).expand(3, 2), torch.arange(4).expand(3, 4)]
+    wide = torch.nested.nested_tensor_from_jagged(
+        torch.cat(rows, 1), torch.tensor([0, 2, 6]), jagged_dim=2
+    )
+    back = pickle.loads(pickle.dumps(DataProto.from_dict({"p": wide})))
+    assert torch.equal(back.batch["p"][1], rows[1])
+
+
+def _saved_by_verl(monkeypatch: pytest.MonkeyPatch, *state: Any) -> bytes:
+    """A pickle as verl writes it: under its name, with its state."""
+    module = types.ModuleType("verl.protocol")
+    form = {"__module__": "verl.protocol", "__getstate__": lambda self: state}
+    kind = module.DataProto = type("DataProto", (), form)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        for name in ("verl", "verl.protocol"):
+            patch.setitem(sys.modules, name, module)
+        return pickle.dumps(kind())
+
+
+@pytest.mark.parametrize("form", ["torch", "consolidated", "numpy", "none"])
+def test_a_batch_that_verl_saved_is_read(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = TensorDict({"x": torch.arange(3), "h": torch.ones(3).bfloat16()}, batch_size=[3])
+    buffer = io.BytesIO()
+    torch.save(tensors.consolidate() if form == "consolidated" else tensors, buffer)
+    state = {"numpy": serialize_tensordict(tensors), "none": None}.get(form, buffer.getvalue())
+    labels = np.array(["a", "b", "c"], dtype=object)
+    path = tmp_path / "batch.pkl"
+    path.write_bytes(_saved_by_verl(monkeypatch, state, {"uid": labels}, {"step": 1}))
+    data = DataProto.load_from_disk(path)
+    assert (data.non_tensor_batch["uid"] == labels).all()
+    assert data.meta_info == {"step": 1}
+    if form != "none":
+        assert torch.equal(data.batch["x"], torch.arange(3))
+        assert data.batch["h"].dtype == torch.bfloat16
+
+
+def test_code_inside_a_batch_that_verl_saved_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    buffer = io.BytesIO()
+    torch.save({"x": Evil()}, buffer)
+    path = tmp_path / "batch.pkl"
+    for state in (
+        (buffer.getvalue(), {}, {}),
+        (None, {}, {"x": Evil()}),
+    ):
+        path.write_bytes(_saved_by_verl(monkeypatch, *state))
+        with pytest.raises((pickle.UnpicklingError, ForeignObject)):
+            DataProto.load_from_disk(path)
+        assert not (tmp_path / "ran").exists()

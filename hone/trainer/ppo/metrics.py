@@ -63,8 +63,8 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
     """Scores, rewards, advantages, lengths, turns of one batch."""
     columns = batch.batch
     mask = columns["response_mask"].bool()
-    prompt_width = columns["prompts"].shape[1]
     attention = columns["attention_mask"]
+    prompt_width = attention.shape[1] - columns["responses"].shape[1]
     prompt_length = attention[:, :prompt_width].sum(1)
     response_length = attention[:, prompt_width:].sum(1)
     scores = columns["token_level_scores"].sum(-1)

@@ -103,21 +103,24 @@ def process_validation_metrics(
     sample_uids: Sequence[str],
     infos_dict: Mapping[str, Sequence[JsonValue]],
     seed: int = 42,
+    expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Source to variable to statistic to value, for the variables of numbers.
 
-    Name and arguments are verl's; nothing is drawn, so the seed enters nothing.
+    Name and arguments are verl's; nothing is drawn, so the seed enters nothing. Attempts that
+    `expected_acc_counts` has by (source, uid) and that are missing count as wrong in `acc`.
     """
-    groups: dict[str, Group] = {}
+    groups: dict[tuple[str, str], Group] = {}
     predictions = infos_dict.get("pred")
     numeric = sorted(name for name, values in infos_dict.items() if are_numbers(values))
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
-        group = groups.setdefault(uid, Group(source))
+        group = groups.setdefault((source, uid), Group(source))
         for name in numeric:
             if isinstance(value := infos_dict[name][row], SupportsFloat):
                 group.variables[name].append(float(value))
         if predictions is not None:
             group.answers.append(vote_of(predictions[row]))
+    _count_missing(groups, expected_acc_counts or {})
     result: dict[str, dict[str, dict[str, float]]] = {}
     for source in dict.fromkeys(data_sources):
         of_source = [g for g in groups.values() if g.source == source]
@@ -127,6 +130,18 @@ def process_validation_metrics(
             seen = [(g.variables[name], g.answers) for g in of_source if g.variables[name]]
             result[source][name] = _statistics(seen, attempts)
     return result
+
+
+def _count_missing(
+    groups: dict[tuple[str, str], Group], expected: Mapping[tuple[str, str], int]
+) -> None:
+    """Add 0 to `acc` for each missing attempt; `acc_success_only` keeps what there was."""
+    with_acc = {group.source for group in groups.values() if group.variables.get("acc")}
+    for (source, uid), count in expected.items():
+        if source in with_acc:
+            variables = groups.setdefault((source, uid), Group(source)).variables
+            variables["acc_success_only"] = list(variables["acc"])
+            variables["acc"] += [0.0] * (count - len(variables["acc"]))
 
 
 def _statistics(
@@ -147,7 +162,7 @@ def _statistics(
             collected[f"best@{n}/std"].append(best_std_at(values, n))
             collected[f"worst@{n}/mean"].append(worst_at(values, n))
             collected[f"worst@{n}/std"].append(worst_std_at(values, n))
-            if answers:
+            if len(answers) == len(values):
                 collected[f"maj@{n}/mean"].append(majority_at(values, answers, n))
                 collected[f"maj@{n}/std"].append(majority_std_at(values, answers, n))
     return {name: float(np.mean(values)) for name, values in collected.items()}

@@ -1,11 +1,10 @@
-"""The steps that verl's `ray_trainer` offers to a custom trainer, with verl's arguments.
+"""What verl's `main_ppo` and `ray_trainer` offer to a custom program, with verl's arguments.
 
-They read and write a DataProto in place. The loop of this package has its own in credit.py.
+The steps read and write a DataProto in place. The loop of this package has its own in credit.py.
 """
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 from hone.algorithms import advantages
@@ -13,10 +12,22 @@ from hone.algorithms import kl as kl_terms
 from hone.algorithms.advantages.estimator import TRAJECTORY, Trajectories
 from hone.algorithms.core_algos import compute_pf_ppo_reweight_data
 from hone.columns import REWARD_PREFIX, require
+from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
+from hone.config.compose import Composed, compose_settings
+from hone.config.data import DataConfig
+from hone.config.of_dict import plain_containers
+from hone.config.sources import flatten
+from hone.config.trees import TREES
+from hone.controller.class_with_init_args import plain_class
+from hone.data import create
+from hone.data.create import create_rl_dataset
+from hone.data.loader import Dataset, Sampler
 from hone.plugins import plain_name
 from hone.protocol import DataProto
 from hone.types import Row, Settings
+
+__all__ = ["create_rl_dataset"]
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
@@ -92,15 +103,34 @@ def compute_advantage(
     return data
 
 
-def reduce_metrics(metrics: Row) -> Row:
-    """Lists to numbers, in place: the largest where the name holds `max`, the smallest for `min`,
-    else the mean. A metric without values is left out.
-    """
-    for name in list(metrics):
-        values = np.asarray(metrics[name], dtype=np.float64)
-        if not values.size:
-            del metrics[name]
-            continue
-        reduce = np.max if "max" in name else np.min if "min" in name else np.mean
-        metrics[name] = float(reduce(values))
-    return metrics
+class TaskRunner:
+    """One training run of a config; a subclass may do more around it."""
+
+    def run(self, config: PPOTrainerConfig | Settings) -> None:
+        from hone.trainer.main_ppo import run
+
+        composed = composed_tree(config)
+        run(composed.config, composed.origins)
+
+
+def run_ppo(
+    config: PPOTrainerConfig | Settings, task_runner_class: type[TaskRunner] | None = None
+) -> None:
+    """Train as configured; the run starts Ray by itself where it needs it."""
+    plain_class(task_runner_class or TaskRunner)().run(config)
+
+
+def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> Sampler | None:
+    """The sampler that `data` asks for; None for the loader's own order."""
+    config = data_config
+    if not isinstance(config, DataConfig):
+        config = composed_tree({"data": config}).config.data
+    return create.create_rl_sampler(config, dataset)
+
+
+def composed_tree(config: PPOTrainerConfig | Settings) -> Composed:
+    """A config that is composed already, or the tree of one (a dict, OmegaConf's), checked."""
+    if isinstance(config, PPOTrainerConfig):
+        return Composed(config, {})
+    settings = list(flatten(plain_containers(config), "", "the given config"))
+    return compose_settings(TREES["ppo_trainer"], settings)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from hone.algorithms.core_algos import AdvantageEstimator
 from hone.algorithms.kl import AdaptiveKLController, FixedKLController
+from hone.config import ConfigError
 from hone.config.algorithm import AlgorithmConfig
+from hone.data.samplers import AbstractSampler
 from hone.protocol import DataProto
 from hone.trainer.ppo.verl_steps import (
+    TaskRunner,
     apply_kl_penalty,
+    composed_tree,
     compute_advantage,
     compute_response_mask,
-    reduce_metrics,
+    create_rl_sampler,
+    run_ppo,
 )
 
 ONE = torch.ones(2, 1, dtype=torch.float64)
@@ -77,6 +84,46 @@ def test_pf_ppo_draws_the_rows_again() -> None:
     assert drawn.non_tensor_batch["acc"].tolist() == [1.0, 1.0]
 
 
-def test_lists_of_metrics_become_numbers_by_their_names() -> None:
-    metrics = {"a/max": [1.0, 3.0], "a/min": [1, 3], "a/loss": [np.float32(1), 3.0], "none": []}
-    assert reduce_metrics(metrics) == {"a/max": 3.0, "a/min": 1.0, "a/loss": 2.0}
+class Once(TaskRunner):
+    configs: ClassVar[list[object]] = []
+
+    def run(self, config: object) -> None:
+        self.configs.append(config)
+
+
+def test_a_program_runs_its_own_task_runner() -> None:
+    run_ppo({"trainer": {"total_epochs": 1}}, Once)
+    assert Once.configs == [{"trainer": {"total_epochs": 1}}]
+
+
+def test_a_tree_is_composed_and_a_composed_one_stays() -> None:
+    tree = OmegaConf.create({"algorithm": {"gamma": 0.5, "lam": "${algorithm.gamma}"}})
+    composed = composed_tree(tree)
+    assert (composed.config.algorithm.lam, composed.origin("algorithm.lam")) == (
+        0.5,
+        "the given config",
+    )
+    assert composed_tree(composed.config).config is composed.config
+    with pytest.raises(ConfigError, match="gama"):
+        composed_tree({"algorithm": {"gama": 1.0}})
+
+
+def test_the_sampler_of_verls_data_block_is_made() -> None:
+    def config(name: str) -> object:
+        chosen = {"class_path": f"{__file__}", "class_name": name}
+        return OmegaConf.create({"sampler": chosen, "dataloader_num_workers": 0})
+
+    assert list(create_rl_sampler(config("Backwards"), range(3)) or ()) == [2, 1, 0]
+    assert create_rl_sampler({}, range(3)) is None
+    with pytest.raises(AssertionError, match="needs __iter__"):
+        create_rl_sampler(config("NoSampler"), range(3))
+
+
+class Backwards(AbstractSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self))[::-1])
+
+
+class NoSampler:
+    def __init__(self, data_source: object, data_config: object) -> None:
+        pass

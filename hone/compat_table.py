@@ -1,0 +1,401 @@
+"""verl's module paths, as one table: what a user imports there, and which module has it here.
+
+Nothing is imported here. Leaves out what verl keeps private; `hone.compat` answers for the paths.
+"""
+
+from __future__ import annotations
+
+_CONTROLLER = "hone.controller"
+_SCORES = "hone.rewards.scores"
+_MANAGERS = "hone.rewards.managers"
+_STREAMING = f"{_MANAGERS}.streaming"
+_ADVANTAGES = "hone.algorithms.advantages"
+_LOSSES = "hone.algorithms.policy_losses"
+_CORE = "hone.algorithms.core_algos"
+_STEPS = "hone.trainer.ppo.verl_steps"
+_AGENTS = "hone.agents.contract"
+_DATA = "hone.data"
+
+
+def _from(module: str, names: str) -> dict[str, str]:
+    """Names that are called the same in one module here."""
+    return {name: f"{module}:{name}" for name in names.split()}
+
+
+WHOLE_MODULES: dict[str, str] = {
+    "hone.utils.reward_score.gsm8k": f"{_SCORES}.gsm8k",
+    "hone.utils.reward_score.math": f"{_SCORES}.math_reward",
+    "hone.utils.reward_score.math_reward": f"{_SCORES}.math_reward",
+    "hone.utils.reward_score.math_dapo": f"{_SCORES}.math_dapo",
+    "hone.utils.reward_score.math_batch": f"{_SCORES}.math_reward",
+    "hone.utils.reward_score.math_verify": f"{_SCORES}.math_verify",
+    "hone.utils.reward_score.rlla": f"{_SCORES}.rlla",
+    "hone.utils.reward_score.sandbox_fusion": f"{_SCORES}.sandbox_fusion",
+    "hone.utils.reward_score.prime_math": f"{_SCORES}.prime_math",
+    "hone.utils.reward_score.prime_code": f"{_SCORES}.prime_code",
+    "hone.utils.reward_score.geo3k": f"{_SCORES}.geo3k",
+    "hone.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.qa_em",
+    "hone.utils.reward_score.qa_em": f"{_SCORES}.qa_em",
+    "hone.utils.reward_score.qa_em_format": f"{_SCORES}.qa_em_format",
+    "hone.utils.reward_score.countdown": f"{_SCORES}.countdown",
+    "hone.utils.reward_score.multiply": f"{_SCORES}.arithmetic",
+    "hone.workers.reward_manager.abstract": f"{_MANAGERS}.abstract",
+    "hone.workers.reward_manager.naive": f"{_MANAGERS}.naive",
+    "hone.workers.reward_manager.batch": f"{_MANAGERS}.batch",
+    "hone.workers.reward_manager.prime": f"{_MANAGERS}.prime",
+    "hone.workers.reward_manager.dapo": f"{_MANAGERS}.dapo",
+    "hone.workers.reward_manager.blank": f"{_MANAGERS}.blank",
+    "hone.workers.reward_manager.registry": f"{_MANAGERS}.registry",
+    "hone.trainer.ppo.reward": "hone.rewards.loading",
+    "hone.trainer.ppo.rollout_corr_helper": "hone.algorithms.rollout_correction",
+    "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
+    "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.loops.single_turn",
+    "hone.experimental.agent_loop.tool_agent_loop": "hone.agents.loops.tool",
+    "hone.tools.base_tool": "hone.agents.tools.contract",
+    "hone.tools.schemas": "hone.agents.tools.contract",
+    "hone.tools.gsm8k_tool": "hone.agents.tools.gsm8k",
+    "hone.interactions.base": "hone.agents.interactions.contract",
+    "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
+    "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
+    "hone.utils.seqlen_balancing": "hone.ops.dynamic_batch",
+    "hone.utils.torch_functional": "hone.ops.verl_functional",
+    "hone.utils.py_functional": "hone.ops.verl_functional",
+    "hone.utils.model": "hone.ops.verl_functional",
+    "hone.utils.groupwise": "hone.ops.verl_functional",
+    "hone.utils.metric.utils": "hone.trainer.ppo.metric_utils",
+    "hone.utils.config": "hone.config.of_dict",
+    "hone.utils.tracking": "hone.tracking",
+    "hone.utils.fs": f"{_DATA}.files",
+    "hone.utils.hdfs_io": f"{_DATA}.files",
+    "hone.utils.device": "hone.ops.device",
+    "hone.utils.rollout_trace": "hone.tracking.markers",
+    "hone.utils.tensordict_utils": "hone.protocol.tensordicts",
+}
+"""Paths whose every name is in one module here."""
+
+_MANAGER_NAMES = {
+    **_from(f"{_MANAGERS}.abstract", "AbstractRewardManager"),
+    **_from(f"{_MANAGERS}.naive", "NaiveRewardManager"),
+    **_from(f"{_MANAGERS}.batch", "BatchRewardManager"),
+    **_from(f"{_MANAGERS}.prime", "PrimeRewardManager"),
+    **_from(f"{_MANAGERS}.dapo", "DAPORewardManager"),
+    **_from(f"{_MANAGERS}.registry", "register get_reward_manager_cls"),
+}
+_LOOP_NAMES = {
+    "AgentLoopBase": f"{_AGENTS}:AgentLoopBase",
+    "AgentLoopOutput": f"{_AGENTS}:AgentLoopOutput",
+    "AgentLoopMetrics": f"{_AGENTS}:AgentLoopMetrics",
+    "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
+    "LLMServerClient": f"{_AGENTS}:ServerManager",
+    "DictConfigWrap": f"{_AGENTS}:DictConfigWrap",
+    "ToolListWrap": f"{_AGENTS}:ToolListWrap",
+    "TokenOutput": "hone.rollout.contract:TokenOutput",
+    "register": f"{_AGENTS}:register",
+    "register_agent_loop": f"{_AGENTS}:register_agent_loop",
+    "SingleTurnAgentLoop": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
+    "ToolAgentLoop": "hone.agents.loops.tool:ToolAgentLoop",
+}
+_PARSERS = "hone.agents.parsers"
+_PARSER_NAMES = {
+    **_from(f"{_PARSERS}.contract", "FunctionCall ToolParser"),
+    **_from(f"{_PARSERS}.hermes", "HermesToolParser"),
+    **_from(f"{_PARSERS}.tagged", "Qwen3XMLToolParser GLMToolParser"),
+    **_from(f"{_PARSERS}.marked", "KimiToolParser GptOssToolParser"),
+}
+_FUNCTION_TOOLS = "hone.agents.tools.function_tool"
+_FUNCTION_TOOL_NAMES = {
+    **_from(
+        _FUNCTION_TOOLS,
+        "FUNCTION_TOOL_REGISTRY _LOADED_FUNCTION_TOOL_PATHS FunctionTool function_tool "
+        "get_function_tool load_function_tools_from_path",
+    ),
+    "normalize_function_tool_return": ("hone.agents.tools.answers:normalize_function_tool_return"),
+}
+_TOOL_LISTS = {
+    "initialize_tools_from_config": "hone.agents.tools.listing:initialize_tools_from_config",
+    "load_all_tools": "hone.agents.tools.listing:load_all_tools",
+    "get_tool_class": "hone.plugins:load_object",
+}
+_MARKERS = _from(
+    "hone.tracking.markers",
+    "GPUMemoryLogger log_gpu_memory_usage mark_annotate mark_end_range mark_start_range "
+    "marked_timer simple_timer",
+)
+_REWARD_LOOP_NAMES = {
+    "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
+    "get_reward_loop_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
+    "get_reward_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
+    "register": f"{_MANAGERS}.registry:register",
+    "RewardLoopManagerBase": f"{_STREAMING}:RewardManagerBase",
+    "RewardManagerBase": f"{_STREAMING}:RewardManagerBase",
+    **{
+        f"{kind}{ending}": f"{_STREAMING}:{kind}RewardManager"
+        for kind in ("Naive", "DAPO", "RateLimited")
+        for ending in ("RewardManager", "RewardLoopManager")
+    },
+}
+_REWARD_LOOP_PATHS = (
+    "hone.experimental.reward_loop",
+    *(
+        f"{path}{name}"
+        for path in (
+            "hone.experimental.reward_loop.reward_manager",
+            "hone.experimental.reward.reward_loop",
+        )
+        for name in ("", ".base", ".naive", ".dapo", ".limited", ".registry")
+    ),
+)
+_BASE_NAMES = _from(_CONTROLLER, "Worker WorkerGroup ResourcePool ClassWithInitArgs")
+_RAY_NAMES = _from(
+    _CONTROLLER,
+    "RayResourcePool RayClassWithInitArgs RayWorkerGroup ResourcePoolManager FusedWorker "
+    "create_colocated_worker_cls create_colocated_worker_cls_fused create_colocated_worker_raw_cls "
+    "merge_resource_pool split_resource_pool Worker",
+)
+_DISPATCH_NAMES = {
+    **_from(
+        f"{_CONTROLLER}.decorator",
+        "Dispatch Execute collect_nd_compute_dataproto dispatch_nd_compute_dataproto "
+        "make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
+        "update_dispatch_mode",
+    ),
+    "dispatch_one_to_all": f"{_CONTROLLER}.modes:broadcast",
+    "dispatch_all_to_all": f"{_CONTROLLER}.modes:one_each",
+    "collect_all_to_all": f"{_CONTROLLER}.modes:as_list",
+    "dispatch_dp_compute": f"{_CONTROLLER}.modes:one_each",
+    "collect_dp_compute": f"{_CONTROLLER}.modes:as_list",
+    "dispatch_dp_compute_data_proto": f"{_CONTROLLER}.modes:split_batches",
+    "dispatch_dp_compute_data_proto_with_func": f"{_CONTROLLER}.modes:split_after_func",
+    "collect_dp_compute_data_proto": f"{_CONTROLLER}.modes:concat_batches",
+}
+_WORKER_NAMES = {
+    "ActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
+    "AsyncActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
+    "CriticWorker": "hone.workers.critic:CriticWorker",
+    "RewardModelWorker": "hone.workers.reward_model:RewardModelWorker",
+    "ProcessRewardModelWorker": "hone.workers.process_reward_model:ProcessRewardModelWorker",
+}
+_CORE_ALGOS = {
+    **_from(
+        _CORE,
+        "ADV_ESTIMATOR_REGISTRY POLICY_LOSS_REGISTRY AdvantageEstimator "
+        "compute_gae_advantage_return compute_gdpo_outcome_advantage "
+        "compute_gpg_outcome_advantage compute_grpo_outcome_advantage "
+        "compute_grpo_passk_outcome_advantage compute_multi_turn_optimal_token_baseline_advantage "
+        "compute_opo_outcome_advantage compute_optimal_token_baseline_advantage "
+        "compute_pf_ppo_reweight_data compute_policy_loss compute_policy_loss_reinforce "
+        "compute_reinforce_plus_plus_baseline_outcome_advantage "
+        "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage "
+        "compute_rewards compute_rloo_outcome_advantage",
+    ),
+    "compute_grpo_vectorized_outcome_advantage": f"{_CORE}:compute_grpo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage": f"{_CORE}:compute_rloo_outcome_advantage",
+    **_from(_ADVANTAGES, "register_adv_est get_adv_estimator_fn"),
+    **_from(_LOSSES, "register_policy_loss get_policy_loss_fn"),
+    "compute_policy_loss_vanilla": f"{_LOSSES}.vanilla:vanilla",
+    "compute_policy_loss_gspo": f"{_LOSSES}.sequence_ratio:gspo",
+    "compute_policy_loss_sapo": f"{_LOSSES}.sapo:sapo",
+    "compute_policy_loss_gpg": f"{_LOSSES}.reinforce:gpg",
+    "compute_policy_loss_cispo": f"{_LOSSES}.cispo:cispo",
+    "compute_policy_loss_geo_mean": f"{_LOSSES}.sequence_ratio:geo_mean",
+    "compute_policy_loss_clip_cov": f"{_LOSSES}.covariance:clip_cov",
+    "compute_policy_loss_kl_cov": f"{_LOSSES}.covariance:kl_cov",
+    "compute_policy_loss_dppo_tv": f"{_LOSSES}.dppo:dppo_tv",
+    "compute_policy_loss_dppo_kl": f"{_LOSSES}.dppo:dppo_kl",
+    "compute_policy_loss_dro": f"{_LOSSES}.dro:dro",
+    "compute_policy_loss_bypass_mode": f"{_LOSSES}.bypass:bypass_mode",
+    **_from("hone.algorithms.value_loss", "compute_value_loss"),
+    **_from("hone.algorithms.entropy", "compute_entropy_loss"),
+    **_from("hone.algorithms.aggregation", "agg_loss"),
+    **_from(
+        "hone.algorithms.kl",
+        "kl_penalty kl_penalty_forward AdaptiveKLController FixedKLController get_kl_controller",
+    ),
+}
+_ALGORITHM_CONFIGS = {
+    "AlgoConfig": "hone.config.algorithm:AlgorithmConfig",
+    **_from("hone.config.algorithm", "FilterGroupsConfig KLControlConfig RolloutCorrectionConfig"),
+}
+_TRAINER_CONFIGS = {
+    "BaseModelConfig": "hone.config.model:ModelConfig",
+    **_from("hone.config.engine", "CheckpointConfig"),
+}
+_ACTOR_CONFIGS = {
+    "FSDPActorConfig": "hone.config.actor:ActorConfig",
+    "McoreActorConfig": "hone.config.actor:ActorConfig",
+    **_from("hone.config.actor", "ActorConfig PolicyLossConfig"),
+}
+_CRITIC_CONFIGS = {
+    "FSDPCriticConfig": "hone.config.critic:CriticConfig",
+    "McoreCriticConfig": "hone.config.critic:CriticConfig",
+    "FSDPCriticModelCfg": "hone.config.critic:CriticModelConfig",
+    **_from("hone.config.critic", "CriticConfig"),
+}
+_OPTIMIZER_CONFIGS = {
+    "OptimizerConfig": "hone.config.engine:OptimConfig",
+    "FSDPOptimizerConfig": "hone.config.engine:OptimConfig",
+}
+_ENGINE_CONFIGS = {
+    "EngineConfig": "hone.config.engine:FSDPConfig",
+    "FSDPEngineConfig": "hone.config.engine:FSDPConfig",
+}
+_MODEL_CONFIGS = {"HFModelConfig": "hone.config.model:ModelConfig"}
+_ROLLOUT_CONFIGS = {
+    "AgentLoopConfig": "hone.config.rollout:AgentConfig",
+    **_from(
+        "hone.config.rollout",
+        "CheckpointEngineConfig MultiTurnConfig RolloutConfig SamplingConfig",
+    ),
+}
+_REWARD_CONFIGS = _from("hone.config.reward", "RewardModelConfig SandboxFusionConfig")
+_METRICS = "hone.trainer.ppo.metric_utils"
+_DATASET_NAMES = {
+    "RLHFDataset": f"{_DATA}:RLHFDataset",
+    "SFTDataset": f"{_DATA}:SFTDataset",
+    "MultiTurnSFTDataset": f"{_DATA}:MultiTurnSFTDataset",
+    "collate_fn": f"{_DATA}:collate_fn",
+}
+
+NAMES: dict[str, dict[str, str]] = {
+    "hone.utils.reward_score": {"default_compute_score": "hone.rewards:default_compute_score"},
+    "hone.workers.reward_manager": _MANAGER_NAMES,
+    "hone.workers.fsdp_workers": _WORKER_NAMES,
+    "hone.experimental.agent_loop": _LOOP_NAMES,
+    "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
+    "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
+    "hone.tools.function_tool": _FUNCTION_TOOL_NAMES,
+    "hone.tools.tool_registry": _TOOL_LISTS,
+    "hone.tools.utils.tool_registry": _TOOL_LISTS,
+    "hone.interactions.utils.interaction_registry": {
+        "initialize_interactions_from_config": (
+            "hone.agents.interactions.listing:initialize_interactions_from_config"
+        ),
+        "get_interaction_class": "hone.plugins:load_object",
+    },
+    "hone.base_config": {"BaseConfig": "hone.config.block:Block"},
+    "hone.single_controller.base": _BASE_NAMES,
+    "hone.single_controller.base.decorator": _DISPATCH_NAMES,
+    "hone.single_controller.base.worker_group": _from(
+        _CONTROLLER, "ResourcePool ClassWithInitArgs"
+    ),
+    "hone.single_controller.ray": _RAY_NAMES,
+    "hone.single_controller.ray.base": _RAY_NAMES,
+    "hone.trainer.ppo.core_algos": _CORE_ALGOS,
+    "hone.trainer.ppo.ray_trainer": {
+        "RayPPOTrainer": "hone.trainer.ppo.trainer:PPOTrainer",
+        "ResourcePoolManager": f"{_CONTROLLER}:ResourcePoolManager",
+        "Role": f"{_CONTROLLER}:Role",
+        "AdvantageEstimator": f"{_CORE}:AdvantageEstimator",
+        "apply_kl_penalty": f"{_STEPS}:apply_kl_penalty",
+        "compute_advantage": f"{_STEPS}:compute_advantage",
+        "compute_response_mask": f"{_STEPS}:compute_response_mask",
+    },
+    "hone.utils.metric": _from(_METRICS, "reduce_metrics AggregationType Metric"),
+    "hone.trainer.config": {**_ALGORITHM_CONFIGS, **_TRAINER_CONFIGS},
+    "hone.trainer.config.algorithm": _ALGORITHM_CONFIGS,
+    "hone.trainer.config.config": _TRAINER_CONFIGS,
+    "hone.workers.config": {
+        **_ACTOR_CONFIGS,
+        **_CRITIC_CONFIGS,
+        **_OPTIMIZER_CONFIGS,
+        **_ENGINE_CONFIGS,
+        **_MODEL_CONFIGS,
+        **_ROLLOUT_CONFIGS,
+        **_REWARD_CONFIGS,
+    },
+    "hone.workers.config.actor": _ACTOR_CONFIGS,
+    "hone.workers.config.critic": _CRITIC_CONFIGS,
+    "hone.workers.config.optimizer": _OPTIMIZER_CONFIGS,
+    "hone.workers.config.engine": _ENGINE_CONFIGS,
+    "hone.workers.config.model": _MODEL_CONFIGS,
+    "hone.workers.config.rollout": _ROLLOUT_CONFIGS,
+    "hone.workers.config.reward": _REWARD_CONFIGS,
+    "hone.trainer.ppo.utils": {
+        "Role": f"{_CONTROLLER}:Role",
+        **_from(f"{_DATA}.create", "create_rl_dataset create_rl_sampler"),
+    },
+    "hone.utils.ray_utils": {
+        **_from(f"{_CONTROLLER}.ray", "parallel_put"),
+        **_from("hone.event_loop", "get_event_loop"),
+    },
+    "hone.utils.dataset": _DATASET_NAMES,
+    "hone.utils.dataset.rl_dataset": _DATASET_NAMES,
+    "hone.utils.dataset.sft_dataset": {"SFTDataset": f"{_DATA}:SFTDataset"},
+    "hone.utils.dataset.multiturn_sft_dataset": {
+        "MultiTurnSFTDataset": f"{_DATA}:MultiTurnSFTDataset"
+    },
+    "hone.utils.dataset.dynamicgen_dataset": {
+        "AbstractDataGenerator": f"{_DATA}:AbstractDataGenerator",
+        "DynamicGenDataset": f"{_DATA}:DynamicGenDataset",
+    },
+    **dict.fromkeys(_REWARD_LOOP_PATHS, _REWARD_LOOP_NAMES),
+    "hone.utils.profiler": _MARKERS,
+    "hone.utils.profiler.performance": _MARKERS,
+    "hone.utils.debug": _MARKERS,
+    "hone.utils.debug.performance": _MARKERS,
+    "hone.utils.chat_template": {
+        "initialize_system_prompt": f"{_DATA}.prompts:initialize_system_prompt"
+    },
+    "hone.utils.import_utils": {
+        "load_extern_object": "hone.rewards:load_extern_object",
+        "load_extern_type": "hone.rewards:load_extern_object",
+    },
+    "hone.utils.tokenizer": {"hf_tokenizer": "hone.models.load:load_tokenizer"},
+    "hone.utils": {
+        "hf_tokenizer": "hone.models.load:load_tokenizer",
+        **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
+        **_from("hone.ops.verl_functional", "as_torch_index group_mean_std"),
+    },
+    "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},
+}
+"""Paths whose names are in several modules here: name to "module:object"."""
+
+_SFT, _PPO = "hone.trainer.main_sft", "hone.trainer.main_ppo"
+_DAPO = f"{_PPO} --config-name=dapo_trainer"
+_SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+PROGRAMS: dict[str, str] = {
+    "hone.trainer.fsdp_sft_trainer": _SFT,
+    "hone.trainer.sft_trainer": _SFT,
+    "hone.trainer.sft_trainer_ray": _SFT,
+    "hone.trainer.main_ppo_format": (
+        f"{_PPO} reward_model.scores={{"
+        + ",".join(f"{name}:'{_SCORES}.qa_em_format:judge'" for name in _SEARCH_SETS)
+        + "}"
+    ),
+    "hone.model_merger": "hone.trainer.model_merger",
+    "hone.recipe.dapo.main_dapo": _DAPO,
+    "hone.recipe.dapo.src.main_dapo": _DAPO,
+    "hone.recipe.entropy.main_entropy": _DAPO,
+    "hone.recipe.transfer_queue.main_ppo": _PPO,
+    "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
+}
+"""What `python -m` runs there, and here, with the words that stand before the user's."""
+
+_ASYNC = (
+    "asynchronous training is not built; `python -m hone.trainer.main_ppo` takes the same keys and "
+    "trains synchronously"
+)
+_OWN = (
+    "this recipe is a trainer of its own, which is not built; `hone recipes` lists what there is, and "
+    "docs/extend.md says how to add a loss, an estimator or a loop"
+)
+ABSENT_PROGRAMS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "hone.experimental.fully_async_policy.fully_async_main",
+            "hone.experimental.one_step_off_policy.main_ppo",
+            "hone.recipe.fully_async_policy.fully_async_main",
+            "hone.recipe.one_step_off_policy.main_ppo",
+            "hone.recipe.one_step_off_policy.async_main_ppo",
+            "hone.recipe.async_flow.main_ppo",
+            "hone.recipe.partial_rollout.main_ppo",
+        ),
+        _ASYNC,
+    ),
+    **{
+        f"hone.recipe.{name}.main_{name}": _OWN
+        for name in ("disco", "flowrl", "gkd", "prime", "rep_exp", "sdpo", "spin", "spo", "sppo")
+    },
+    "hone.experimental.vla.main_ppo": _OWN,
+}
+"""Programs that are not there, and the sentence that says so."""

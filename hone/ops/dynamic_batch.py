@@ -1,0 +1,144 @@
+"""Micro-batches by token count, with verl's names and arguments (`verl.utils.seqlen_balancing`).
+
+The training engine cuts packed rows with `balancing.micro_batches_by_tokens`, which these functions use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from hone.ops.balancing import (
+    Partition,
+    calculate_workload,
+    get_reverse_idx,
+    get_seqlen_balanced_partitions,
+    log_seqlen_unbalance,
+    micro_batches_by_tokens,
+)
+from hone.protocol import DataProto
+from hone.protocol.tensordicts import index_select_tensor_dict
+
+__all__ = [
+    "calculate_workload",
+    "ceildiv",
+    "get_group_balanced_partitions",
+    "get_reverse_idx",
+    "get_seqlen_balanced_partitions",
+    "karmarkar_karp",
+    "log_seqlen_unbalance",
+    "prepare_dynamic_batch",
+    "rearrange_micro_batches",
+    "restore_dynamic_batch",
+    "roundup_divisible",
+]
+
+karmarkar_karp = get_seqlen_balanced_partitions
+
+
+def ceildiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(a // -b)
+
+
+def roundup_divisible(a: int, b: int) -> int:
+    """The smallest multiple of b that is not below a."""
+    return ceildiv(a, b) * b
+
+
+def rearrange_micro_batches(
+    batch: TensorDict,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[TensorDict], list[Partition]]:
+    """Micro-batches of at most `max_token_len` tokens, and the rows of each.
+
+    The loads are always even; `force_group_size` rows in succession stay together.
+    """
+    lengths = _lengths(batch)
+    if len(lengths) % force_group_size:
+        raise AssertionError(f"{len(lengths)} rows are no multiple of {force_group_size}")
+    of_groups = lengths.reshape(-1, force_group_size).sum(1)
+    at_least, multiple = min_num_micro_batch or 1, num_batches_divided_by or 1
+    parts = micro_batches_by_tokens(
+        of_groups, max_token_len, at_least=at_least, multiple_of=multiple
+    )
+    if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
+        count = torch.tensor([len(parts)], device=batch.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=dp_group)
+        parts = micro_batches_by_tokens(
+            of_groups, max_token_len, at_least=int(count), multiple_of=multiple
+        )
+    size = force_group_size
+    rows = [[g * size + i for g in part for i in range(size)] for part in parts]
+    picked = [index_select_tensor_dict(batch, part) for part in rows]
+    return [piece for piece in picked if piece is not None], rows
+
+
+def prepare_dynamic_batch(
+    data: DataProto,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+) -> tuple[list[DataProto], list[Partition]]:
+    """The same for a DataProto."""
+    _, rows = rearrange_micro_batches(
+        data.batch,
+        max_token_len,
+        dp_group,
+        num_batches_divided_by,
+        same_micro_num_in_dp,
+        min_num_micro_batch,
+    )
+    return [data.select_idxs(part) for part in rows], rows
+
+
+def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> Tensor:
+    """Rows of the micro-batches, one below the other, in their first order."""
+    order = list(chain.from_iterable(batch_idx_list))
+    if len(order) != len(data):
+        raise AssertionError(f"{len(order)} row numbers for {len(data)} rows")
+    rows = get_reverse_idx(order)
+    if data.is_nested:
+        parts = data.unbind()
+        return torch.nested.as_nested_tensor([parts[i] for i in rows], layout=torch.jagged)
+    return data[torch.tensor(rows, device=data.device)]
+
+
+def get_group_balanced_partitions(
+    seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
+) -> list[Partition]:
+    """Partitions of nearly equal cost and equally many groups; the rows of one uid stay together."""
+    groups: dict[Hashable, Partition] = {}
+    for row, uid in enumerate(uid_list):
+        groups.setdefault(uid, []).append(row)
+    if len(seqlen_list) != len(uid_list) or len(groups) < k_partitions:
+        raise AssertionError(
+            f"{len(seqlen_list)} lengths with {len(uid_list)} uids in {len(groups)} groups cannot form "
+            f"{k_partitions} partitions"
+        )
+    costs, members = calculate_workload(seqlen_list), list(groups.values())
+    parts = get_seqlen_balanced_partitions(
+        [sum(costs[row] for row in rows) for rows in members], k_partitions, equal_size=True
+    )
+    return [sorted(row for group in part for row in members[group]) for part in parts]
+
+
+def _lengths(batch: TensorDict) -> np.ndarray:
+    ids = batch["input_ids"]
+    lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(1)
+    return np.asarray(lengths.cpu().numpy(), dtype=np.int64)

@@ -1,0 +1,311 @@
+"""Small functions on tensors and dicts that code written for verl imports, with verl's arguments.
+
+They stand for verl's `utils.torch_functional`, `utils.py_functional`, `utils.model` and `utils.groupwise`.
+The training engine has its own: log-probs and entropies straight from hidden states.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from hone.ops.groups import Groups, factorise
+from hone.ops.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hone.types import Row
+
+__all__ = ["masked_mean", "masked_sum", "masked_var", "masked_whiten"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+_NEAR_INTEGER = 1e-6
+
+# -- logits -----------------------------------------------------------------------------------
+
+
+def gather_from_labels(data: Tensor, label: Tensor) -> Tensor:
+    """[…] the entry of `data` […, V] that each label names."""
+    return data.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """[…] log p(label) of softmax(logits […, V]); nothing is overwritten in the backward pass."""
+    flat = -cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    return flat.view(labels.shape)
+
+
+logprobs_from_logits_naive = logprobs_from_logits_v2 = logprobs_from_logits
+
+
+def log_probs_from_logits_response(
+    input_ids: Tensor, logits: Tensor, response_length: int
+) -> Tensor:
+    """[B, response_length] log-probs of the last tokens, of logits over the whole sequence."""
+    of_response = logits[:, -response_length - 1 : -1]
+    return logprobs_from_logits(of_response, input_ids[:, -response_length:])
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """[…] entropy of softmax(logits […, V])."""
+    probabilities = logits.softmax(-1)
+    finite = torch.where(probabilities > 0, logits, 0.0)  # a logit of -inf takes no part
+    return torch.logsumexp(logits, -1) - (probabilities * finite).sum(-1)
+
+
+def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """The same, `chunk_size` rows at a time, in float32."""
+    return torch.cat([entropy_from_logits(rows.float()) for rows in logits.split(chunk_size)])
+
+
+def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
+    """[…] Σ p² of softmax(logits […, V])."""
+    return logits.softmax(-1).square().sum(-1)
+
+
+def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
+    """`x` between two tensors."""
+    return torch.minimum(torch.maximum(x, tensor_min), tensor_max)
+
+
+def compute_grad_norm(model: nn.Module) -> float:
+    """Sum of the squares of all gradients, as verl reports it."""
+    return sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+
+
+# -- sequences --------------------------------------------------------------------------------
+
+
+def get_response_mask(
+    response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """[B, T] 1 up to and with the first end-of-sequence token."""
+    ends = torch.isin(response_id, torch.tensor(eos_token, device=response_id.device)).int()
+    return (ends.cumsum(1) - ends == 0).to(dtype)
+
+
+def pad_2d_list_to_length(
+    response: Sequence[Sequence[float]], pad_token_id: float, max_length: int | None = None
+) -> Tensor:
+    """Rows padded on the right to the longest, or to `max_length` where that is more."""
+    width = max(max_length or 0, *(len(row) for row in response))
+    return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
+
+
+def pad_sequence_to_length(
+    tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False
+) -> Tensor:
+    """The last dimension padded to `max_seq_len`; a longer one stays."""
+    missing = max(max_seq_len - tensors.shape[-1], 0)
+    return pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def postprocess_data(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, L] padded or truncated (left, right, middle) to `max_length`."""
+    if truncation not in ("left", "right", "middle", "error"):
+        raise ValueError(f"truncation={truncation!r}: use left, right, middle or error")
+    length = input_ids.shape[-1]
+    if length > max_length and truncation == "error":
+        raise NotImplementedError(
+            f"{length} tokens are more than max_length={max_length}; set truncation to left, right or "
+            "middle, or raise max_length"
+        )
+    head = {"left": 0, "right": max_length, "middle": max_length // 2}.get(truncation, length)
+    if length > max_length:
+        rows = torch.arange(length, device=input_ids.device)
+        keep = (rows < head) | (rows >= length - (max_length - head))
+        input_ids, attention_mask = input_ids[:, keep], attention_mask[:, keep]
+    return (
+        pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
+        pad_sequence_to_length(attention_mask, max_length, 0, left_pad),
+    )
+
+
+def remove_pad_token(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """The ids of each row that its mask keeps."""
+    pairs = zip(input_ids, attention_mask, strict=True)
+    return [ids[mask.bool()].tolist() for ids, mask in pairs]
+
+
+def compute_position_id_with_mask(mask: Tensor) -> Tensor:
+    """[B, L] positions that count the kept tokens; 0 in front of them."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def create_random_mask(
+    input_ids: Tensor,
+    max_ratio_of_valid_token: float,
+    max_ratio_of_left_padding: float,
+    min_ratio_of_valid_token: float = 0,
+) -> Tensor:
+    """[B, L] masks for tests: one run of kept tokens per row, at a random place of random length."""
+    rows, width = input_ids.shape
+    most, left = int(width * max_ratio_of_valid_token), int(width * max_ratio_of_left_padding)
+    least = max(1, int(width * min_ratio_of_valid_token))
+    if not 0 < least <= most or most + left > width:
+        raise AssertionError(f"{least} to {most} tokens behind up to {left} do not fit {width}")
+    start = torch.from_numpy(np.random.randint(0, left + 1, (rows, 1)))
+    kept = torch.from_numpy(np.random.randint(least, most + 1, (rows, 1)))
+    place = torch.arange(width)
+    return ((place >= start) & (place < start + kept)).to(input_ids.device, torch.int64)
+
+
+def update_model_config(module_config: object, override_config_kwargs: Row) -> None:
+    """Set attributes of a model's config; a dict reaches into an inner config."""
+    for key, value in override_config_kwargs.items():
+        if isinstance(value, dict):
+            update_model_config(getattr(module_config, key), value)
+        else:
+            setattr(module_config, key, value)
+
+
+def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
+    """One value per row [B] repeated along the rows of a jagged tensor."""
+    if not nested_tensor.is_nested or tensor.shape != nested_tensor.shape[:1]:
+        raise AssertionError("give one value per row, and a jagged tensor of as many rows")
+    offsets = nested_tensor.offsets()  # type: ignore[attr-defined]
+    values = tensor.repeat_interleave(offsets.diff(), dim=0)
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+# -- learning-rate schedules ------------------------------------------------------------------
+
+
+def get_constant_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
+) -> LambdaLR:
+    """From 0 to the peak over the warm-up, then the peak."""
+    return LambdaLR(optimizer, lambda n: min(1.0, n / max(1, num_warmup_steps)), last_epoch)
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    init_lr_ratio: float | None = None,
+    zero_indexed_step: bool = True,
+) -> LambdaLR:
+    """From `init_lr_ratio` to the peak over the warm-up, then along a cosine to `min_lr_ratio`."""
+    first = min_lr_ratio if init_lr_ratio is None else init_lr_ratio
+    length = max(1, num_training_steps - num_warmup_steps)
+
+    def share(step: int) -> float:
+        step = step if zero_indexed_step else step + 1
+        if step < num_warmup_steps:
+            return first + (1 - first) * step / num_warmup_steps
+        wave = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / length)
+        return max(min_lr_ratio, min_lr_ratio + (1 - min_lr_ratio) * (1 + wave) / 2)
+
+    return LambdaLR(optimizer, share, last_epoch)
+
+
+# -- groups -----------------------------------------------------------------------------------
+
+
+def as_torch_index(
+    index: Sequence[Hashable] | np.ndarray | Tensor, device: torch.device | str | None = None
+) -> Tensor:
+    """[N] group numbers from 0 of any labels; numbers next to a whole number count as it."""
+    array = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index, dtype=object)
+    if array.dtype == object and all(isinstance(label, float | np.floating) for label in array):
+        array = array.astype(np.float64)
+    if array.dtype.kind == "f" and np.allclose(array, np.rint(array), rtol=0, atol=_NEAR_INTEGER):
+        array = np.rint(array).astype(np.int64)
+    return torch.from_numpy(factorise(array.reshape(-1))).to(device)
+
+
+@torch.no_grad()
+def group_mean_std(
+    scores: Tensor,
+    gidx: Tensor,
+    eps: float = 1e-6,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, deviation (of a variance of at least `eps`) and size of each group; one alone: 0 and 1."""
+    if len(scores.reshape(-1)) != len(gidx.reshape(-1)):
+        raise ValueError(f"{scores.numel()} scores for {gidx.numel()} group numbers")
+    ids = gidx.reshape(-1).long().to(device)
+    groups = Groups(ids, torch.bincount(ids).double())
+    values = scores.reshape(-1).to(device)
+    alone = groups.sizes <= 1
+    mean = groups.mean(values).masked_fill(alone, 0.0)
+    std = groups.std(values).clamp(min=math.sqrt(eps)).masked_fill(alone, 1.0)
+    return mean.float(), std.float(), groups.sizes.float()
+
+
+# -- dicts ------------------------------------------------------------------------------------
+
+
+def append_to_dict(data: Row, new_data: Mapping[str, object], prefix: str = "") -> None:
+    """Append each value to the list (or `Metric`) of its name, in place."""
+    for key, value in rename_dict(new_data, prefix).items():
+        values = data.setdefault(key, getattr(value, "init_list", list)())
+        if isinstance(value, list):
+            values.extend(value)
+        else:
+            values.append(value)
+
+
+def rename_dict(data: Mapping[str, V], prefix: str = "") -> dict[str, V]:
+    """The same values under names that start with `prefix`."""
+    return {k if k.startswith(prefix) else prefix + k: value for k, value in data.items()}
+
+
+def union_two_dict(dict1: dict[K, V], dict2: Mapping[K, V]) -> dict[K, V]:
+    """The second added to the first, in place; what both have must be equal."""
+    for key in dict1.keys() & dict2.keys():
+        if dict1[key] != dict2[key]:
+            raise AssertionError(
+                f"{key!r} is {dict1[key]!r} in one dict and {dict2[key]!r} in the other"
+            )
+    dict1.update(dict2)
+    return dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[K, list[V]]:
+    """Rows to columns; all rows must have the keys of the first."""
+    if any(row.keys() != list_of_dict[0].keys() for row in list_of_dict):
+        raise AssertionError("the rows do not all have the same keys")
+    return {key: [row[key] for row in list_of_dict] for key in (list_of_dict or [{}])[0]}
+
+
+class NestedNamespace(SimpleNamespace):
+    """A dict, and the dicts in it, read by attribute."""
+
+    def __init__(self, dictionary: Row, **kwargs: object) -> None:
+        super().__init__(**kwargs)
+        for key, value in dictionary.items():
+            setattr(self, key, NestedNamespace(value) if isinstance(value, dict) else value)
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before

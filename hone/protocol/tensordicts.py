@@ -1,0 +1,260 @@
+"""Batches as plain TensorDicts, with verl's names (`verl.utils.tensordict_utils`).
+
+A column is a tensor, a jagged tensor or a `NonTensorStack` with one entry per row; a fact about the whole
+batch is `NonTensorData`. `DataProto.from_tensordict` and `to_tensordict` go between the two forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from hone.protocol.errors import ProtocolError
+from hone.protocol.rows import epochs_of, jagged_rows, take_rows
+from hone.protocol.union import same, union_tensor_dict
+from hone.types import Row, Settings
+
+__all__ = ["union_tensor_dict"]
+
+Column: TypeAlias = "Tensor | list | np.ndarray | NonTensorStack"
+Index: TypeAlias = "Tensor | np.ndarray | Sequence[int]"
+T = TypeVar("T")
+
+
+def get_tensordict(
+    tensor_dict: Mapping[str, Column], non_tensor_dict: Row | None = None
+) -> TensorDict:
+    """Columns and facts as one TensorDict; a list or an array becomes a stack with one entry per row."""
+    columns: Row = {}
+    sizes: dict[str, int] = {}
+    for key, value in tensor_dict.items():
+        if isinstance(value, Tensor) and value.is_nested and value.layout != torch.jagged:
+            raise ProtocolError(f"column {key!r} is nested but not jagged; use layout=torch.jagged")
+        if not isinstance(value, Tensor | list | np.ndarray | NonTensorStack):
+            raise ProtocolError(
+                f"column {key!r} is a {type(value).__name__}; give a tensor, a list or an array"
+            )
+        columns[key] = value if isinstance(value, Tensor | NonTensorStack) else _stack(key, value)
+        sizes[key] = value.size(0) if isinstance(value, Tensor) else len(value)
+    if len(set(sizes.values())) > 1:
+        raise ProtocolError(f"columns of one batch have one number of rows, not {sizes}")
+    facts = non_tensor_dict or {}
+    if twice := sorted(columns.keys() & facts.keys()):
+        raise ProtocolError(f"{twice} are both columns and facts; rename one of each")
+    size = [next(iter(sizes.values()))] if sizes else []
+    wrapped = {key: NonTensorData(unwrap_non_tensor_data(value)) for key, value in facts.items()}
+    return TensorDict({**columns, **wrapped}, batch_size=size)
+
+
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: object) -> None:
+    """Set one fact about the whole batch, in place."""
+    wrapped = val if isinstance(val, NonTensorData) else NonTensorData(val)
+    tensor_dict[key] = wrapped
+
+
+def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[object]) -> None:
+    """Set a column of values that are no tensors, in place."""
+    tensor_dict[key] = _stack(key, val)
+
+
+def assign_non_tensor(tensor_dict: TensorDict, **kwargs: object) -> TensorDict:
+    """Set lists as columns and other values as facts, in place."""
+    for key, value in kwargs.items():
+        if isinstance(value, NonTensorStack):
+            tensor_dict[key] = value
+        elif isinstance(value, list):
+            assign_non_tensor_stack(tensor_dict, key, value)
+        else:
+            assign_non_tensor_data(tensor_dict, key, value)
+    return tensor_dict
+
+
+def unwrap_non_tensor_data(data: T) -> T:
+    """The value of a fact; anything else as it is."""
+    return data.data if isinstance(data, NonTensorData) else data
+
+
+def get(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
+    """A tensor, a column as a list, or the value of a fact; `default` where there is none."""
+    if key not in tensordict.keys():  # noqa: SIM118
+        return default
+    value = tensordict.get(key)
+    return value.tolist() if isinstance(value, NonTensorStack) else unwrap_non_tensor_data(value)
+
+
+get_non_tensor_data = get
+
+
+def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """These columns and facts as a new TensorDict; KeyError where one is missing."""
+    names = list(keys)
+    if missing := [key for key in names if key not in tensordict.keys()]:  # noqa: SIM118
+        raise KeyError(f"the batch has no {missing}; it has {sorted(tensordict.keys())}")
+    return tensordict.select(*names)
+
+
+def pop(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
+    """What `get` gives, removed from the batch."""
+    value = get(tensordict, key, default)
+    if key in tensordict.keys():  # noqa: SIM118
+        tensordict.pop(key)
+    return value
+
+
+def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """What `get_keys` gives, removed from the batch."""
+    names = list(keys)
+    popped = get_keys(tensordict, names)
+    for key in names:
+        tensordict.pop(key)
+    return popped
+
+
+def nested_tensor_from_tensor_list(
+    tensors: Sequence[Tensor], ragged_idx: int | None = None
+) -> Tensor:
+    """A jagged tensor with these rows; `ragged_idx` is the dimension that differs, else the last."""
+    return jagged_rows(list(tensors), ragged_idx or tensors[0].dim())
+
+
+def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of several jagged tensors as one."""
+    rows = [row for tensor in tensors for row in tensor.unbind(0)]
+    return jagged_rows(rows, getattr(tensors[0], "_ragged_idx", None))
+
+
+def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
+    """The batches one below the other; facts are those of the first."""
+    first = data[0]
+    if not first.batch_size:
+        return concat_tensordict_with_none_bsz(data)
+    columns: Row = {}
+    for key in first.keys():  # noqa: SIM118
+        parts = [piece.get(key) for piece in data]
+        if isinstance(parts[0], NonTensorStack):
+            columns[key] = _stack(key, [value for part in parts for value in part.tolist()])
+        elif isinstance(parts[0], NonTensorData):
+            columns[key] = NonTensorData(parts[0].data)
+        else:
+            nested = parts[0].is_nested
+            columns[key] = concat_nested_tensors(parts) if nested else torch.cat(parts, dim=0)
+    return TensorDict(columns, batch_size=[sum(len(piece) for piece in data)])
+
+
+def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
+    """Batches that hold facts alone: those of the first."""
+    if any(piece.batch_size for piece in data):
+        raise ProtocolError("cannot concatenate batches of which only some have rows")
+    return data[0]
+
+
+def index_select_tensor_dict(batch: TensorDict | None, indices: Index | slice) -> TensorDict | None:
+    """These rows of every column; facts stay."""
+    if batch is None:
+        return None
+    if not isinstance(indices, slice):
+        indices = torch.as_tensor(indices)
+    columns: Row = {}
+    rows = len(take_rows(np.arange(len(batch)), indices))
+    for key in batch.keys():  # noqa: SIM118
+        value = batch.get(key)
+        if isinstance(value, NonTensorData):
+            columns[key] = NonTensorData(value.data)
+        else:
+            columns[key] = take_rows(value, indices)
+    return TensorDict(columns, batch_size=[rows])
+
+
+def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
+    """Equal parts, in order."""
+    rows = len(td)
+    if chunks < 1 or rows % chunks:
+        raise ProtocolError(f"{rows} rows do not divide into {chunks} equal parts")
+    size = rows // chunks
+    parts = [index_select_tensor_dict(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
+    return [part for part in parts if part is not None]
+
+
+def make_iterator(
+    tensordict: TensorDict,
+    mini_batch_size: int,
+    epochs: int,
+    seed: int | None = None,
+    dataloader_kwargs: Settings | None = None,
+) -> Iterator[TensorDict]:
+    """Mini-batches over `epochs` passes."""
+
+    def rows_of(indices: Index) -> TensorDict | None:
+        return index_select_tensor_dict(tensordict, indices)
+
+    return epochs_of(
+        len(tensordict), mini_batch_size, epochs, seed, rows_of, dataloader_kwargs or {}
+    )
+
+
+def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
+    """AssertionError unless both have the same columns and facts with equal values."""
+    names = set(tensordict1.keys())
+    if names != set(tensordict2.keys()):
+        raise ProtocolError(f"columns {sorted(names)} and {sorted(tensordict2.keys())} differ")
+    for key in names:
+        if not same(get(tensordict1, key), get(tensordict2, key)):
+            raise ProtocolError(f"column {key!r} differs")
+
+
+def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
+    """Repeat rows from the start up to a multiple; the batch and the rows added."""
+    rows = len(data)
+    pad = -rows % size_divisor if rows else 0
+    if not pad:
+        return data, 0
+    padded = index_select_tensor_dict(data, torch.arange(rows + pad) % rows)
+    assert padded is not None
+    return padded, pad
+
+
+def unpad(data: TensorDict, pad_size: int) -> TensorDict:
+    """Drop the last `pad_size` rows."""
+    if not pad_size:
+        return data
+    kept = index_select_tensor_dict(data, slice(0, len(data) - pad_size))
+    assert kept is not None
+    return kept
+
+
+def contiguous(data: TensorDict) -> TensorDict:
+    """A new TensorDict whose tensors are contiguous."""
+    columns = {key: data.get(key) for key in data.keys()}  # noqa: SIM118
+    laid = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in columns.items()}
+    return TensorDict(laid, batch_size=data.batch_size)
+
+
+def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
+    """One row per dict: tensors of one shape are stacked, of several shapes jagged, the rest a stack."""
+    if not list_of_dicts:
+        raise ProtocolError("nothing to collect: the list of rows is empty")
+    columns: Row = {}
+    for key in list_of_dicts[0]:
+        values = [row[key] for row in list_of_dicts]
+        if not all(isinstance(value, Tensor) for value in values):
+            columns[key] = _stack(key, values)
+        elif len({value.shape for value in values}) == 1:
+            columns[key] = torch.stack(values)
+        else:
+            columns[key] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
+    return TensorDict(columns, batch_size=[len(list_of_dicts)])
+
+
+def maybe_fix_3d_position_ids(data: TensorDict) -> None:
+    """Nothing to mend: a jagged column keeps its ragged dimension here."""
+
+
+def _stack(key: str, values: Sequence[object] | np.ndarray) -> NonTensorStack:
+    if any(isinstance(value, Tensor) for value in values):
+        raise ProtocolError(f"column {key!r} is a list of tensors; stack them, or give arrays")
+    return NonTensorStack.from_list([NonTensorData(value) for value in values])

@@ -1,0 +1,179 @@
+"""The functions of verl's `metric_utils` and `utils.metric`, with verl's arguments and names.
+
+The loop of this package reports with metrics.py, and validation with exact expectations (validation.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from hone.protocol import DataProto
+from hone.trainer.ppo.metrics import data_metrics
+from hone.trainer.ppo.validation import process_validation_metrics
+from hone.types import Row
+
+__all__ = ["process_validation_metrics"]
+
+Number: TypeAlias = int | float | Tensor | np.ndarray
+_OF_RESPONSES = ("gen",)
+_OF_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+
+
+class AggregationType(Enum):
+    """How the values of a metric become one number."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+
+
+class Metric:
+    """Values of one name and how they become one number, over micro-batches and over ranks."""
+
+    def __init__(
+        self,
+        aggregation: str | AggregationType,
+        value: Number | Sequence[Number] | None = None,
+    ) -> None:
+        self.aggregation = AggregationType(aggregation)
+        self.values: list[int | float] = []
+        if isinstance(value, list | tuple):
+            self.extend(value)
+        elif value is not None:
+            self.append(value)  # type: ignore[arg-type]
+
+    def append(self, value: Number | Metric) -> None:
+        """Add one number, or all of another metric."""
+        if isinstance(value, Metric):
+            self.extend(value)
+            return
+        if isinstance(value, Tensor | np.ndarray):
+            if np.prod(value.shape, dtype=int) != 1:
+                raise ValueError(f"a metric takes one number at a time, not shape {value.shape}")
+            value = value.item()
+        self.values.append(value)
+
+    def extend(self, values: Metric | Iterable[Number]) -> None:
+        """Add several numbers, or all of another metric of the same aggregation."""
+        if isinstance(values, Metric):
+            if values.aggregation is not self.aggregation:
+                raise ValueError(f"{values.aggregation} values cannot join {self.aggregation} ones")
+            values = values.values
+        for value in values:
+            self.append(value)
+
+    def aggregate(self) -> float:
+        """The one number."""
+        return float(getattr(np, self.aggregation.value)(self.values))
+
+    @classmethod
+    def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> float:
+        """Over ranks: sums and means of the ranks' mean, else the extreme of all."""
+        kind = metric_lists[0].aggregation
+        if len({len(metric.values) for metric in metric_lists}) != 1:
+            raise ValueError("the ranks have different numbers of values")
+        values = np.array([metric.values for metric in metric_lists])
+        if kind in (AggregationType.SUM, AggregationType.MEAN):
+            values = values.mean(axis=0)
+        return float(getattr(np, kind.value)(values))
+
+    @classmethod
+    def from_dict(
+        cls, data: Mapping[str, Number], aggregation: str | AggregationType
+    ) -> dict[str, Metric]:
+        """A metric for each name."""
+        return {name: cls(aggregation, value) for name, value in data.items()}
+
+    def init_list(self) -> Metric:
+        """An empty metric of the same aggregation."""
+        return Metric(self.aggregation)
+
+
+def reduce_metrics(metrics: Row) -> dict[str, float]:
+    """Lists to numbers, in place: the largest where the name holds `max`, the smallest for `min`,
+    else the mean; NaN where there is no value. A `Metric` knows its own way.
+    """
+    for name, values in metrics.items():
+        if isinstance(values, Metric):
+            metrics[name] = values.aggregate()
+            continue
+        numbers = np.asarray(values, dtype=np.float64)
+        reduce = np.max if "max" in name else np.min if "min" in name else np.mean
+        metrics[name] = float(reduce(numbers)) if numbers.size else float("nan")
+    return metrics
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Scores, rewards, advantages, lengths; with a critic also its values."""
+    response_width = batch.batch["responses"].shape[-1]
+    prompt_width = batch.batch["attention_mask"].shape[-1] - response_width
+    metrics = data_metrics(batch, prompt_limit=prompt_width, response_limit=response_width)
+    of_critic = ("critic/values/", "critic/vf_explained_var")
+    return {k: v for k, v in metrics.items() if use_critic or not k.startswith(of_critic)}
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase, and milliseconds per token where a phase works on tokens."""
+    lengths = _compute_response_info(batch)
+    written = float(lengths["response_length"].sum())
+    tokens = {
+        **dict.fromkeys(_OF_RESPONSES, written),
+        **dict.fromkeys(_OF_ALL_TOKENS, written + float(lengths["prompt_length"].sum())),
+    }
+    per_token = {
+        f"timing_per_token_ms/{phase}": timing_raw[phase] * 1000 / count if count else 0.0
+        for phase, count in tokens.items()
+        if phase in timing_raw
+    }
+    return {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()} | per_token
+
+
+def compute_throughout_metrics(
+    batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
+) -> dict[str, float]:
+    """Tokens of a step, its seconds, and tokens per second and device."""
+    tokens, seconds = sum(batch.meta_info["global_token_num"]), timing_raw["step"]
+    return {
+        "perf/total_num_tokens": tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / (seconds * n_gpus),
+    }
+
+
+def bootstrap_metric(
+    data: Sequence[object],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[list[object]], float]],
+    n_bootstrap: int = 1000,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """Mean and deviation of each reduction over subsets drawn with replacement."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(len(data), size=(n_bootstrap, subset_size))
+    subsets = [[data[row] for row in drawn] for drawn in rows]
+    results = [[reduce(subset) for subset in subsets] for reduce in reduce_fns]
+    return [(float(np.mean(values)), float(np.std(values))) for values in results]
+
+
+def calc_maj_val(data: Sequence[Row], vote_key: str, val_key: str) -> float:
+    """The first value of the most frequent answer; of tied answers the first to come."""
+    winner = Counter(row[vote_key] for row in data).most_common(1)[0][0]
+    return float(next(row[val_key] for row in data if row[vote_key] == winner))
+
+
+def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
+    """Lengths of prompts and responses [B], and the mask of the responses."""
+    mask = batch.batch["attention_mask"]
+    width = mask.shape[1] - batch.batch["responses"].shape[-1]
+    return {
+        "prompt_length": mask[:, :width].sum(-1).float(),
+        "response_length": mask[:, width:].sum(-1).float(),
+        "response_mask": mask[:, width:],
+    }

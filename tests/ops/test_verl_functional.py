@@ -1,0 +1,111 @@
+"""Small functions that code written for verl imports, against hand-computed numbers."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from hone.ops import verl_functional as F
+
+
+def test_log_probs_and_entropy_of_logits() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    labels = torch.randint(0, 5, (2, 3))
+    p = logits.softmax(-1)
+    expected = torch.stack([p[i, j, labels[i, j]].log() for i in range(2) for j in range(3)])
+    torch.testing.assert_close(F.logprobs_from_logits(logits, labels).flatten(), expected)
+    torch.testing.assert_close(F.entropy_from_logits(logits), -(p * p.log()).sum(-1))
+    torch.testing.assert_close(
+        F.entropy_from_logits_with_chunking(logits.float().flatten(0, 1), 2),
+        F.entropy_from_logits(logits.float()).flatten(),
+    )
+    torch.testing.assert_close(F.calculate_sum_pi_squared_from_logits(logits), (p * p).sum(-1))
+    cut = logits.masked_fill(torch.arange(5) == 4, -torch.inf)
+    torch.testing.assert_close(F.entropy_from_logits(cut), F.entropy_from_logits(logits[..., :4]))
+    of_response = F.log_probs_from_logits_response(labels, logits, 2)
+    torch.testing.assert_close(of_response, F.logprobs_from_logits(logits[:, :2], labels[:, 1:]))
+
+
+def test_a_response_ends_with_its_first_end_token() -> None:
+    ids = torch.tensor([[5, 1, 0, 0], [2, 1, 5, 5], [5, 5, 5, 5]])
+    assert F.get_response_mask(ids, [1, 2]).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [("left", [3, 4, 5]), ("right", [1, 2, 3]), ("middle", [1, 4, 5])],
+)
+def test_rows_are_padded_or_truncated_to_a_length(truncation: str, expected: list[int]) -> None:
+    ids, mask = torch.tensor([[1, 2, 3, 4, 5]]), torch.ones(1, 5)
+    assert F.postprocess_data(ids, mask, 3, 0, truncation=truncation)[0].tolist() == [expected]
+    padded, kept = F.postprocess_data(ids, mask, 6, 9, truncation=truncation)
+    assert (padded.tolist(), kept.tolist()) == ([[9, 1, 2, 3, 4, 5]], [[0, 1, 1, 1, 1, 1]])
+    with pytest.raises(NotImplementedError, match="more than max_length=3"):
+        F.postprocess_data(ids, mask, 3, 0)
+
+
+def test_lists_are_padded_on_the_right() -> None:
+    assert F.pad_2d_list_to_length([[1], [2, 3]], 0, 3).tolist() == [[1, 0, 0], [2, 3, 0]]
+    assert F.remove_pad_token(torch.tensor([[0, 7]]), torch.tensor([[0, 1]])) == [[7]]
+    mask = torch.tensor([[0, 0, 1, 1]])
+    assert F.compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1]]
+
+
+def test_a_random_mask_is_one_run_of_the_asked_length() -> None:
+    mask = F.create_random_mask(torch.zeros(50, 20), 0.8, 0.2, 0.5)
+    assert (mask.diff(dim=1).abs().sum(1) <= 2).all()
+    assert mask.sum(1).min() >= 10
+    assert mask.sum(1).max() <= 16
+
+
+def test_schedules_start_low_and_end_at_the_floor() -> None:
+    def rates(make: object, **kwargs: float) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        schedule = make(optimizer, 2, **kwargs)  # type: ignore[operator]
+        got = []
+        for _ in range(5):
+            got.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        return got
+
+    assert rates(F.get_constant_schedule_with_warmup) == [0.0, 0.5, 1.0, 1.0, 1.0]
+    cosine = rates(F.get_cosine_schedule_with_warmup, num_training_steps=5, min_lr_ratio=0.1)
+    assert cosine == pytest.approx([0.1, 0.55, 1.0, 0.775, 0.325])
+
+
+def test_groups_by_any_label() -> None:
+    assert F.as_torch_index(np.array([1.0000001, 2.0, 1.0])).tolist() == [0, 1, 0]
+    assert F.as_torch_index(["a", "0042", 42, "a"]).tolist() == [0, 1, 2, 0]
+    mean, std, count = F.group_mean_std(torch.tensor([1.0, 2.0, 3.0]), F.as_torch_index([0, 1, 0]))
+    assert (mean.tolist(), count.tolist()) == ([2.0, 0.0], [2.0, 1.0])
+    assert std.tolist() == pytest.approx([2**0.5, 1.0])
+
+
+def test_dicts_are_joined_renamed_and_collected() -> None:
+    data: dict = {}
+    F.append_to_dict(data, {"a": 1, "m/b": [2, 3]}, prefix="m/")
+    F.append_to_dict(data, {"m/a": 4})
+    assert data == {"m/a": [1, 4], "m/b": [2, 3]}
+    assert F.union_two_dict({"a": 1}, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    with pytest.raises(AssertionError, match="'a' is 1"):
+        F.union_two_dict({"a": 1}, {"a": 2})
+    assert F.list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
+    assert F.list_of_dict_to_dict_of_list([]) == {}
+    assert F.NestedNamespace({"a": {"b": 1}}).a.b == 1
+
+
+def test_an_environment_variable_is_put_back() -> None:
+    with F.temp_env_var("HONE_TEST_VARIABLE", "1"):
+        assert os.environ["HONE_TEST_VARIABLE"] == "1"
+    assert "HONE_TEST_VARIABLE" not in os.environ
+
+
+def test_a_value_per_row_is_repeated_along_ragged_rows() -> None:
+    rows = torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged)
+    assert F.expand_as_nested(torch.tensor([5, 6]), rows).values().tolist() == [5, 5, 6]
+    with pytest.raises(AssertionError, match="one value per row"):
+        F.expand_as_nested(torch.zeros(3), rows)
