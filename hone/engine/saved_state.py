@@ -85,7 +85,7 @@ def read_table(folder: Path) -> Metadata:
     return table
 
 
-def _check(table: object) -> None:
+def _check(table: Metadata) -> None:
     """The shape that torch writes, with files that lie in the folder itself."""
     if not isinstance(table, Metadata) or not isinstance(table.state_dict_metadata, dict):
         raise ForeignState("it is no table of a checkpoint")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def fold_seed(*parts: object) -> int:
+def fold_seed(*parts: int | str) -> int:
     """One 63-bit seed from any parts (run seed, uid, sample index, …)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

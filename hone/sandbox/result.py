@@ -143,7 +143,7 @@ class Reply(TypedDict):
     stdout: int
 
 
-def check_number(name: str, value: object, least: float, most: float) -> None:
+def check_number(name: str, value: float, least: float, most: float) -> None:
     """A finite number in the range: of the limit's own kind, so 512.5 processes are refused."""
     whole = isinstance(most, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
@@ -154,7 +154,7 @@ def check_number(name: str, value: object, least: float, most: float) -> None:
         raise ValueError(f"sandbox: {name}={value!r:.80} must be {low} and at most {most}")
 
 
-def _check_word(what: str, word: object) -> None:
+def _check_word(what: str, word: str) -> None:
     if not isinstance(word, str) or "\0" in word:
         raise ValueError(f"sandbox: {what} must be text without NUL, not {word!r:.80}")
     try:

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 from hone.tracking.atomic import atomic_write_text
+from hone.types import JsonValue
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"global_step_\d+")
@@ -62,7 +63,7 @@ def _parts_within(folder: Path, within: Path | None) -> tuple[str, ...]:
         return ()
 
 
-def _is_manifest(value: object) -> bool:
+def _is_manifest(value: JsonValue) -> bool:
     """File names inside the folder, each with a size and a checksum."""
     return (
         isinstance(value, dict)

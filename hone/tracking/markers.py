@@ -10,11 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from hone.types import Function, JsonValue
 
 F = TypeVar("F", bound=Function)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextlib.contextmanager
@@ -86,15 +88,15 @@ class GPUMemoryLogger:
     ) -> None:
         self._role, self._logger, self._level = role, logger, level
 
-    def __call__(self, function: F) -> F:
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         import functools
 
         @functools.wraps(function)
-        def logged(*arguments: JsonValue, **options: JsonValue) -> JsonValue:
+        def logged(*arguments: P.args, **options: P.kwargs) -> R:
             where = f"{self._role} {function.__name__}"
             log_gpu_memory_usage(f"Before {where}", self._logger, self._level)
-            result: JsonValue = function(*arguments, **options)
+            result = function(*arguments, **options)
             log_gpu_memory_usage(f"After {where}", self._logger, self._level)
             return result
 
-        return logged  # type: ignore[return-value]
+        return logged

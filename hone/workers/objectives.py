@@ -23,7 +23,7 @@ from hone.config.critic import CriticConfig
 from hone.engine.contract import Objective, Options, Terms, TrainEngine
 from hone.ops.masked import masked_mean
 from hone.protocol import PADDED_ROW, DataProto, real_rows
-from hone.types import Row
+from hone.types import Function, Row
 
 _PREPARED = "prepared/"
 
@@ -53,6 +53,7 @@ class PolicyObjective:
         self._needs: tuple[str, ...] = needs_of(self._loss)
         # The entropy is always measured: a collapse must be seen, and its sum costs little.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
+        self._prepare: Function | None = getattr(self._loss, "prepare", None)
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
     @property
@@ -69,7 +70,8 @@ class PolicyObjective:
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         columns, log_prob = batch.batch, outputs["log_probs"]
-        prepared = self._loss.prepare(  # type: ignore[attr-defined]
+        assert self._prepare is not None, "needs_batch_statistics says that there is one"
+        prepared = self._prepare(
             columns["old_log_probs"] if batch.has_column("old_log_probs") else log_prob,
             log_prob,
             require(batch, "advantages"),

@@ -194,9 +194,9 @@ class RateLimitedRewardManager(RewardManagerBase):
     _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
     _estimated_tokens_per_request: ClassVar[int] = TOKENS_PER_REQUEST
 
-    def __init__(self, config: Settings, *arguments: Function, **more: Function) -> None:
-        super().__init__(config, *arguments, **more)  # type: ignore[arg-type]
-        self.timeout: float = _limits(config).get("timeout", TIMEOUT_S)
+    @property
+    def timeout(self) -> float:
+        return _limits(self.config).get("timeout", TIMEOUT_S)
 
     @classmethod
     def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:

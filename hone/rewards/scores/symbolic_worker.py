@@ -11,6 +11,10 @@ import resource
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympy import Basic
 
 MEMORY_LIMIT_MB = 2048
 GRACE_CPU_S = 0.5
@@ -48,11 +52,8 @@ def make_verifier() -> Callable[..., bool | None]:
     signal.signal(signal.SIGPROF, _interrupt)
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
 
-    def read(text: str) -> list[object]:
-        parsed: list[object] = parse(
-            rf"\boxed{{{text}}}", extraction_config=latex, parsing_timeout=None
-        )
-        return parsed
+    def read(text: str) -> list[Basic | str]:
+        return parse(rf"\boxed{{{text}}}", extraction_config=latex, parsing_timeout=None)
 
     def equal(answer: str, truth: str, cpu_s: float) -> bool | None:
         try:

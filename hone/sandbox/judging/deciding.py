@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+from types import FrameType
 from typing import NoReturn
 
 from hone.sandbox.judging.proxies import Failed, Names, Session
@@ -54,7 +55,7 @@ class Server:
             os.close(descriptor)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
-    def _on_child(self, *_: object) -> None:
+    def _on_child(self, number: int, frame: FrameType | None) -> None:
         while self._children:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

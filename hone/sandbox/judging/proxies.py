@@ -209,7 +209,7 @@ class Remote:
     def __iter__(self) -> Iterator[Value]:
         return iter(self._session.value("method", self._number, "__iter__"))
 
-    def _refuse(self, *_: object) -> NoReturn:
+    def _refuse(self, *_: Value) -> NoReturn:
         raise Failed("the tests need the truth or equality of an object that is not plain data")
 
     def __eq__(self, other: object) -> bool:
