@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hone.config.errors import did_you_mean, nearest
 
@@ -30,6 +30,8 @@ class Block(Mapping[str, Any]):
 
     Derived values (properties) can be read by name too; iteration gives the fields alone.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __getitem__(self, key: str) -> Any:
         if not isinstance(key, str):

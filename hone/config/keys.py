@@ -11,9 +11,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from hone.config.block import Block
 from hone.config.errors import ConfigError, did_you_mean, nearest
 
-T = TypeVar("T")
+B = TypeVar("B", bound=Block)
 
 
 def follows(key: str) -> Any:
@@ -66,13 +67,12 @@ def get(config: Any, key: str) -> Any:
     return config
 
 
-def replace(config: T, key: str, value: Any) -> T:
+def replace(config: B, key: str, value: Any) -> B:
     """A copy of the tree with one dotted key changed; the key must exist."""
     name, _, rest = key.partition(".")
-    names = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
-    if name not in names:
+    if name not in list(config):
         raise ConfigError(
-            f"{type(config).__name__} has no key '{name}'.{did_you_mean(nearest(name, names))}"
+            f"{type(config).__name__} has no key '{name}'.{did_you_mean(nearest(name, config))}"
         )
     changed = replace(getattr(config, name), rest, value) if rest else value
-    return dataclasses.replace(config, **{name: changed})  # type: ignore[type-var]
+    return dataclasses.replace(config, **{name: changed})

@@ -21,12 +21,12 @@ KEY = "trainer.num_threads"
 SLOWER_FROM = 1.5
 """Several threads that take so many times as long as one are worth a word."""
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Block)
 
 
 def with_threads(config: Config) -> Config:
     """The config with `trainer.num_threads` of each of the `n_gpus_per_node` processes of a machine."""
-    return resolve_threads(config, vars(config)["trainer"].n_gpus_per_node)[0]
+    return resolve_threads(config, config["trainer"].n_gpus_per_node)[0]
 
 
 def resolve_threads(
@@ -36,7 +36,7 @@ def resolve_threads(
 
     `tells` prints what the user should know about the number.
     """
-    trainer = vars(config)["trainer"]  # the trees that have one share no type
+    trainer = config["trainer"]  # the trees that have one share no type
     before = _of_resumed_run(trainer)
     count = trainer.num_threads or before or thread_count(local_world_size)
     if tells and before is not None and count != before:
