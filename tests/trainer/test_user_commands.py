@@ -115,6 +115,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return SequenceMatcher(None, solution_str.lower(), ground_truth.lower()).ratio()
 """
 
+TOOLS_BY_NAME = """
+tools:
+  - name: calculator
+    description: "arithmetic"
+    parameters:
+      expression: {type: string, description: "such as '23 * 45 + 67'"}
+  - name: python
+    description: "run Python"
+    parameters:
+      code: {type: string, description: "Python code"}
+"""
+
 LORA_YAML = """
 defaults: [ppo_trainer, _self_]
 algorithm: {adv_estimator: grpo}
@@ -213,18 +225,21 @@ def test_a_mode_of_pure_trains(mode: str, places: dict[str, Path], tmp_path: Pat
     run_command([*estimator, *PURE[mode]], places, tmp_path, *rewards, *sizes)
 
 
+@pytest.mark.parametrize("tools", ["classes", "names"])
 def test_the_tool_command_of_the_documents_trains(
-    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tools: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     folder = "examples/sglang_multiturn/config"
+    (tmp_path / "names.yaml").write_text(TOOLS_BY_NAME)
+    files = {"classes": f"{folder}/tool_config/gsm8k_tool_config.yaml"}
     command = [
         f"--config-path={folder}",
         "actor_rollout_ref.rollout.name=sglang",
         "actor_rollout_ref.rollout.agent_loop=tool_agent_loop",
-        f"tool_config_path={folder}/tool_config/gsm8k_tool_config.yaml",
+        f"tool_config_path={files.get(tools, tmp_path / 'names.yaml')}",
     ]
-    run_command(command, places, tmp_path, "data.max_prompt_length=900")
+    run_command(command, places, tmp_path / "run", "data.max_prompt_length=1500")
 
 
 def test_a_score_function_of_ones_own(places: dict[str, Path], tmp_path: Path) -> None:
