@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ from tensordict import TensorDict
 
 from hone.protocol.disk import load, save
 from hone.protocol.errors import ProtocolError
+from hone.protocol.packed import PackedTensorDict
 from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, may_be_cut_unevenly
 from hone.protocol.rows import (
+    Index,
     column_array,
     concat_batches,
     epochs_of,
@@ -43,6 +45,7 @@ from hone.protocol.wire import (
     join_tensordict,
     split_tensordict,
 )
+from hone.types import Row, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +55,17 @@ class DataProtoItem:
     """One row of a DataProto."""
 
     batch: TensorDict | None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    non_tensor_batch: Row = field(default_factory=dict)
+    meta_info: Row = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class DataProto:
     """A batch: tensor columns, object columns, and facts about the batch as a whole."""
 
-    batch: Any = None  # TensorDict or None; Any, so that readers need not narrow it at every use
+    batch: TensorDict = None  # or None, which readers need not rule out at every use
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None is no column
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    meta_info: Row = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
@@ -75,8 +78,8 @@ class DataProto:
     def from_dict(
         cls,
         tensors: dict[str, torch.Tensor] | None = None,
-        non_tensors: dict[str, Any] | None = None,
-        meta_info: dict[str, Any] | None = None,
+        non_tensors: Row | None = None,
+        meta_info: Row | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
@@ -100,8 +103,8 @@ class DataProto:
     @classmethod
     def from_single_dict(
         cls,
-        data: dict[str, Any],
-        meta_info: dict[str, Any] | None = None,
+        data: Mapping[str, torch.Tensor | np.ndarray],
+        meta_info: Row | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
         """Build from one dict of torch tensors and numpy arrays, as a data loader yields it."""
@@ -119,7 +122,7 @@ class DataProto:
 
     @classmethod
     def from_tensordict(
-        cls, tensor_dict: TensorDict | None, meta_info: dict[str, Any] | None = None
+        cls, tensor_dict: TensorDict | None, meta_info: Row | None = None
     ) -> DataProto:
         """Build from a TensorDict: its stacks become object columns, its plain data meta_info."""
         if tensor_dict is None:
@@ -158,7 +161,13 @@ class DataProto:
             return len(array) if np.ndim(array) else 0
         return 0
 
-    def __getitem__(self, item: Any) -> Any:
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, item: Index) -> DataProto: ...
+
+    def __getitem__(self, item: int | Index) -> DataProtoItem | DataProto:
         """An int gives a DataProtoItem; a slice, index list, array, tensor or mask a DataProto."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
@@ -287,11 +296,11 @@ class DataProto:
             return self.select_idxs(list(range(len(self)))[window])
         return take_batch(self, window)
 
-    def select_idxs(self, idxs: Any) -> DataProto:
+    def select_idxs(self, idxs: Index) -> DataProto:
         """The rows of an index list, array or tensor, or of a boolean mask."""
         return take_batch(self, row_index(idxs, len(self)))
 
-    def reorder(self, indices: Any) -> None:
+    def reorder(self, indices: Index) -> None:
         """Put the rows in this order, in place."""
         picked = self.select_idxs(indices)
         if len(picked) != len(self):
@@ -306,7 +315,9 @@ class DataProto:
         index = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
         return take_batch(self, index)
 
-    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+    def sample_level_repeat(
+        self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor
+    ) -> DataProto:
         """Row i `repeat_times[i]` times, in order."""
         times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.long)
         if times.ndim != 1 or len(times) != len(self):
@@ -346,7 +357,7 @@ class DataProto:
         mini_batch_size: int,
         epochs: int,
         seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
+        dataloader_kwargs: Settings | None = None,
     ) -> Iterator[DataProto]:
         """Mini-batches over `epochs` passes; `dataloader_kwargs={"shuffle": True}` shuffles."""
         return epochs_of(
@@ -381,14 +392,16 @@ class DataProto:
 
     # -- crossing processes -----------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Row:
         return {
             "batch": encode_tensordict(self.batch),
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
         }
 
-    def __setstate__(self, state: dict[str, Any] | tuple[Any, ...]) -> None:
+    def __setstate__(
+        self, state: Row | tuple[PackedTensorDict | bytes | None, dict[str, np.ndarray], Row]
+    ) -> None:
         if isinstance(state, tuple):  # a batch that verl pickled
             self.batch = decode_verl_tensors(state[0])
             self.non_tensor_batch, self.meta_info = state[1:]

@@ -10,9 +10,14 @@ import io
 import os
 import pickle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+
+from hone.types import Function
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
 
 T = TypeVar("T")
 
@@ -43,7 +48,7 @@ class ForeignObject(ValueError):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> Function:
         if (module, name) == ("verl.protocol", "DataProto"):
             module = "hone.protocol.data_proto"
         plain = (
@@ -68,14 +73,14 @@ def _is_numpy_type(name: str) -> bool:
     )
 
 
-def _load_storage(content: bytes) -> Any:
+def _load_storage(content: bytes) -> UntypedStorage:
     """A tensor's memory, as torch pickles it; torch's own function would unpickle anything."""
     import torch
 
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
-def save(data: object, filepath: str | os.PathLike[str]) -> None:
+def save(data: T, filepath: str | os.PathLike[str]) -> None:
     """Write to a file; a reader never sees half of it. What `load` would refuse is refused here."""
     content = pickle.dumps(data, protocol=5)
     _read(content, filepath)

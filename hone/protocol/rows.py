@@ -6,8 +6,10 @@ are: that is hone.columns.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,15 +18,18 @@ from torch.utils.data import DataLoader
 
 from hone.protocol.errors import ProtocolError
 from hone.protocol.union import same
-from hone.types import Settings
+from hone.types import JsonValue, Row, Settings
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 T = TypeVar("T")
+C = TypeVar("C", torch.Tensor, np.ndarray)
+Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
+"""Rows by number or by mask."""
 
 
-def column_array(values: Any) -> np.ndarray:
+def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
     """An object array with the shape that nested lists of equal lengths have; arrays as they are."""
     if isinstance(values, np.ndarray):
         return values
@@ -33,26 +38,23 @@ def column_array(values: Any) -> np.ndarray:
         return object_array(values)
     array = np.empty(shape, dtype=object)
     for place in np.ndindex(shape):
-        item = values
-        for index in place:
-            item = item[index]
-        array[place] = item
+        array[place] = functools.reduce(operator.getitem, place, values)
     return array
 
 
-def _list_shape(values: Any) -> tuple[int, ...]:
+def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
     """(rows, …): one dimension more for as long as all items are lists of one length."""
     shape, items = [len(values)], list(values)
-    while items and all(isinstance(item, list | tuple) for item in items):
-        lengths = {len(item) for item in items}
-        if len(lengths) > 1:
+    while lists := [item for item in items if isinstance(item, list | tuple)]:
+        lengths = {len(item) for item in lists}
+        if len(lists) < len(items) or len(lengths) > 1:
             break
         shape.append(lengths.pop())
-        items = [inner for item in items for inner in item]
+        items = [inner for item in lists for inner in item]
     return tuple(shape)
 
 
-def object_array(values: Any) -> np.ndarray:
+def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
     """A 1-d object array with one element per row, also when the rows are lists of equal length."""
     if isinstance(values, np.ndarray):
         return values
@@ -72,7 +74,7 @@ def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tenso
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_idx)
 
 
-def take_rows(value: Any, index: Any) -> Any:
+def take_rows(value: C, index: Index) -> C:
     """Rows of a tensor, a jagged tensor, a TensorDict or an array; a slice gives a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows = list(value.unbind())
@@ -83,7 +85,7 @@ def take_rows(value: Any, index: Any) -> Any:
     return value[index]
 
 
-def take_batch(data: DataProto, index: Any) -> DataProto:
+def take_batch(data: DataProto, index: Index) -> DataProto:
     """These rows of every column, with the facts of the whole batch."""
     batch = data.batch
     if batch is not None:
@@ -97,7 +99,7 @@ def take_batch(data: DataProto, index: Any) -> DataProto:
     return type(data)(batch, arrays, dict(data.meta_info))
 
 
-def cat_rows(values: list[Any]) -> Any:
+def cat_rows(values: list[C]) -> C:
     """Values of several batches, one below the other."""
     first = values[0]
     if isinstance(first, np.ndarray):
@@ -111,7 +113,7 @@ def cat_rows(values: list[Any]) -> Any:
     return torch.cat(values, dim=0)
 
 
-def cat_columns(pieces: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
     """Each column of all pieces, one below the other; all pieces must have the same columns."""
     names = pieces[0].keys()
     for number, piece in enumerate(pieces):
@@ -133,10 +135,10 @@ def cat_columns(pieces: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return result
 
 
-def join_meta_info(infos: list[dict[str, Any]]) -> dict[str, Any]:
+def join_meta_info(infos: list[Row]) -> Row:
     """Facts of several batches as one; `metrics` becomes a dict of lists, the rest must agree."""
-    joined: dict[str, Any] = {}
-    metrics: list[dict[str, Any]] = []
+    joined: Row = {}
+    metrics: list[Row] = []
     for number, info in enumerate(infos):
         for key, value in info.items():
             if key == "metrics":
@@ -149,7 +151,7 @@ def join_meta_info(infos: list[dict[str, Any]]) -> dict[str, Any]:
                     f"batch and {value!r} in batch {number}; put what differs under 'metrics'"
                 )
     if metrics:
-        columns: dict[str, list[Any]] = {}
+        columns: Row = {}
         for entry in metrics:
             for name, value in entry.items():
                 columns.setdefault(name, []).append(value)
@@ -232,7 +234,7 @@ def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> Tens
     return TensorDict(tensors, batch_size=size)
 
 
-def row_index(idxs: Any, rows: int) -> torch.Tensor:
+def row_index(idxs: Index, rows: int) -> torch.Tensor:
     """Row numbers from a list, array, tensor or mask, checked against the number of rows."""
     index = (
         idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.array(idxs))

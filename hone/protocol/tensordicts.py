@@ -17,7 +17,7 @@ from torch import Tensor
 from hone.protocol.errors import ProtocolError
 from hone.protocol.rows import epochs_of, jagged_rows, take_rows
 from hone.protocol.union import same, union_tensor_dict
-from hone.types import Row, Settings
+from hone.types import JsonValue, Row, Settings
 
 __all__ = ["union_tensor_dict"]
 
@@ -51,18 +51,18 @@ def get_tensordict(
     return TensorDict({**columns, **wrapped}, batch_size=size)
 
 
-def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: object) -> None:
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: T) -> None:
     """Set one fact about the whole batch, in place."""
     wrapped = val if isinstance(val, NonTensorData) else NonTensorData(val)
     tensor_dict[key] = wrapped
 
 
-def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[object]) -> None:
+def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[T]) -> None:
     """Set a column of values that are no tensors, in place."""
     tensor_dict[key] = _stack(key, val)
 
 
-def assign_non_tensor(tensor_dict: TensorDict, **kwargs: object) -> TensorDict:
+def assign_non_tensor(tensor_dict: TensorDict, **kwargs: JsonValue | NonTensorStack) -> TensorDict:
     """Set lists as columns and other values as facts, in place."""
     for key, value in kwargs.items():
         if isinstance(value, NonTensorStack):
@@ -254,7 +254,7 @@ def maybe_fix_3d_position_ids(data: TensorDict) -> None:
     """Nothing to mend: a jagged column keeps its ragged dimension here."""
 
 
-def _stack(key: str, values: Sequence[object] | np.ndarray) -> NonTensorStack:
+def _stack(key: str, values: Sequence[T] | np.ndarray) -> NonTensorStack:
     if any(isinstance(value, Tensor) for value in values):
         raise ProtocolError(f"column {key!r} is a list of tensors; stack them, or give arrays")
     return NonTensorStack.from_list([NonTensorData(value) for value in values])

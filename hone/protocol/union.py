@@ -6,13 +6,15 @@ two columns of one name that differ in the last bit are two columns.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
 from hone.protocol.errors import ProtocolError
+
+T = TypeVar("T")
 
 
 def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
@@ -36,7 +38,7 @@ def union_numpy_dict(
     return union_dicts(first, second, "object column")
 
 
-def union_dicts(first: dict[str, Any], second: dict[str, Any], kind: str) -> dict[str, Any]:
+def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[str, T]:
     """Entries of both; ProtocolError where they disagree."""
     for key in first.keys() & second.keys():
         if not same(first[key], second[key]):
@@ -55,16 +57,20 @@ def same(a: Any, b: Any, _open: set[tuple[int, int]] | None = None) -> bool:
     pair = (id(a), id(b))
     if pair in opened:
         return True  # this comparison is already under way further up
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensor(a, b)
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
     if is_tensor_collection(a) or is_tensor_collection(b):
         if isinstance(a, NonTensorData | NonTensorStack):
             return type(a) is type(b) and same(a.tolist(), b.tolist())
         return is_tensor_collection(a) and is_tensor_collection(b) and same(dict(a), dict(b))
     opened.add(pair)
     try:
-        if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             return _same_array(a, b, opened)
+        if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+            return False
         if isinstance(a, dict) and isinstance(b, dict):
             return a.keys() == b.keys() and all(same(a[key], b[key], opened) for key in a)
         if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -77,8 +83,8 @@ def same(a: Any, b: Any, _open: set[tuple[int, int]] | None = None) -> bool:
     return bool(a == b)
 
 
-def _same_tensor(a: Any, b: Any) -> bool:
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.dtype != b.dtype:
+def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype:
         return False
     if a.is_nested or b.is_nested:
         if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
@@ -92,8 +98,8 @@ def _same_tensor(a: Any, b: Any) -> bool:
     return torch.equal(a, b)
 
 
-def _same_array(a: Any, b: Any, opened: set[tuple[int, int]]) -> bool:
-    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or a.shape != b.shape:
+def _same_array(a: np.ndarray, b: np.ndarray, opened: set[tuple[int, int]]) -> bool:
+    if a.shape != b.shape:
         return False
     if a.dtype.kind == "f" and b.dtype.kind == "f":
         return bool(np.array_equal(a, b, equal_nan=True))

@@ -7,7 +7,7 @@ what arrives lies on the CPU.
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from hone.protocol.errors import ProtocolError
 from hone.protocol.packed import PackedTensorDict, deserialize_tensordict
 from hone.protocol.rows import object_array
+from hone.types import JsonValue, Row
+
+Encoded: TypeAlias = tuple[str, Any, Any]
+"""Kind, payload, and what the kind needs besides: numpy arrays, and what is encoded inside."""
 
 # numpy has no such numbers: the bits travel under an integer type of the same width.
 _BITS_BY_WIDTH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
@@ -39,7 +43,7 @@ _NUMPY_KNOWS = frozenset(
 )
 
 
-def encode_tensor(tensor: torch.Tensor) -> tuple[str, Any, Any]:
+def encode_tensor(tensor: torch.Tensor) -> Encoded:
     """One tensor as ("dense", array, dtype name) or ("jagged", values, offsets)."""
     if tensor.is_nested:
         jagged = tensor if tensor.layout == torch.jagged else _as_jagged(tensor)
@@ -73,11 +77,11 @@ def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
     return tensor
 
 
-def encode_tensordict(batch: TensorDict | None) -> dict[str, Any] | None:
+def encode_tensordict(batch: TensorDict | None) -> Row | None:
     """A TensorDict as plain containers and numpy arrays."""
     if batch is None:
         return None
-    entries: dict[str, tuple[str, Any, Any]] = {}
+    entries: dict[str, Encoded] = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
             entries[key] = encode_tensor(value)
@@ -88,11 +92,11 @@ def encode_tensordict(batch: TensorDict | None) -> dict[str, Any] | None:
     return {"batch_size": tuple(batch.batch_size), "entries": entries}
 
 
-def decode_tensordict(state: dict[str, Any] | None) -> TensorDict | None:
+def decode_tensordict(state: Row | None) -> TensorDict | None:
     """The TensorDict that `encode_tensordict` was given, on the CPU."""
     if state is None:
         return None
-    source: dict[str, Any] = {}
+    source: Row = {}
     for key, (kind, payload, extra) in state["entries"].items():
         if kind == "tensordict":
             source[key] = decode_tensordict(payload)
@@ -115,11 +119,11 @@ def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | 
 
 def split_tensordict(
     source: TensorDict,
-) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+) -> tuple[Row, dict[str, np.ndarray], Row]:
     """Tensors, object columns (from stacks) and facts (from plain data) of one TensorDict."""
-    tensors: dict[str, Any] = {}
+    tensors: Row = {}
     arrays: dict[str, np.ndarray] = {}
-    facts: dict[str, Any] = {}
+    facts: Row = {}
     for key in source.keys():  # noqa: SIM118
         value = source.get(key)
         if isinstance(value, NonTensorStack):
@@ -132,7 +136,7 @@ def split_tensordict(
 
 
 def join_tensordict(
-    batch: TensorDict | None, arrays: dict[str, np.ndarray], facts: dict[str, Any], rows: int
+    batch: TensorDict | None, arrays: dict[str, np.ndarray], facts: Row, rows: int
 ) -> TensorDict:
     """The inverse of `split_tensordict`."""
     twice = sorted(arrays.keys() & facts.keys())
@@ -147,11 +151,11 @@ def join_tensordict(
     return result
 
 
-def _column_of(values: list[Any]) -> np.ndarray:
+def _column_of(values: list[JsonValue | np.ndarray]) -> np.ndarray:
     """The object column; rows that are object arrays of one shape were rows of a wider column."""
-    shapes = {v.shape if isinstance(v, np.ndarray) and v.dtype == object else None for v in values}
-    if len(shapes) == 1 and None not in shapes:
-        return np.stack(values)
+    arrays = [v for v in values if isinstance(v, np.ndarray) and v.dtype == object]
+    if arrays and len(arrays) == len(values) and len({array.shape for array in arrays}) == 1:
+        return np.stack(arrays)
     return object_array(values)
 
 
