@@ -5,8 +5,6 @@ Each hands its arguments to the correction of this package. Bounds of k1 are bou
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-
 from torch import Tensor
 
 from hone.algorithms import thresholds
@@ -21,7 +19,7 @@ from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.ops.masked import count_kept, masked_fill_zero
 from hone.protocol import DataProto
-from hone.types import Settings
+from hone.types import Row, Settings
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = frozenset(OPTIONS)
 _PREFIX = "rollout_corr/"
@@ -109,7 +107,7 @@ def compute_is_metrics(
 def apply_bypass_mode(
     batch: DataProto,
     rollout_corr_config: Settings | None = None,
-    policy_loss_config: MutableMapping[str, object] | None = None,
+    policy_loss_config: Row | None = None,
 ) -> None:
     """Take the rollout's log-probs as the old ones, and write the loss and its settings, in place."""
     if not batch.has_column("rollout_log_probs"):

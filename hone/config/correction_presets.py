@@ -6,10 +6,10 @@ log-probs, "bypass" takes the rollout's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 from hone.config.errors import did_you_mean, nearest
+from hone.types import Function
 
 T = TypeVar("T")
 Settings = dict[str, "str | float | bool | None"]
@@ -68,7 +68,7 @@ def _arguments(settings: Settings) -> dict[str, str]:
     return {name: key for name, key in names.items() if key in settings}
 
 
-def _factory(name: str, settings: Settings) -> Callable[..., object]:
+def _factory(name: str, settings: Settings) -> Function:
     arguments = _arguments(settings)
 
     def make(cls: type[T], *values: float | str, **named: float | str) -> T:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import block_type, hints
-from hone.types import Row
+from hone.types import Row, Settings
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ _TARGET = "_target_"
 
 
 def omega_conf_to_dataclass(
-    config: DictConfig | Mapping[str, object] | T | None, dataclass_type: type[T] | None = None
+    config: DictConfig | Settings | T | None, dataclass_type: type[T] | None = None
 ) -> T | None:
     """The dataclass of that type, or of the type that `_target_` names; inner dicts too."""
     if dataclasses.is_dataclass(config):
@@ -33,7 +33,7 @@ def omega_conf_to_dataclass(
     return made
 
 
-def plain_containers(config: DictConfig | Mapping[str, object]) -> Row:
+def plain_containers(config: DictConfig | Settings) -> Row:
     """Dicts and lists all the way down, references followed."""
     made = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     tree = OmegaConf.to_container(made, resolve=True)
@@ -57,7 +57,7 @@ def _made(cls: type, tree: Row) -> Any:
     return cls(**values)
 
 
-def _named(tree: Mapping[str, object]) -> type | None:
+def _named(tree: Settings) -> type | None:
     """The class that `_target_` names; verl's own paths lead here."""
     target = str(tree.get(_TARGET) or "")
     if not target:

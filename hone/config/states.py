@@ -32,7 +32,7 @@ class Rule:
     """What may be written without a word; "off" and "any" stand for many values."""
     tree: str | None = None
 
-    def is_silent(self, value: object) -> bool:
+    def is_silent(self, value: JsonValue) -> bool:
         """True for a value that asks for nothing that differs here."""
         if "any" in self.values or ("off" in self.values and is_off(value)):
             return True
@@ -49,26 +49,26 @@ class Replacement:
     why: str
     """Empty where both mean the same."""
 
-    def takes(self, value: object) -> bool:
+    def takes(self, value: JsonValue) -> bool:
         return any(same(value, written) for written in self.values) and not has_adapter(value)
 
 
 WORKS = Rule("**", "works", "")
 
 
-def is_off(value: object) -> bool:
+def is_off(value: JsonValue) -> bool:
     """Whether a value says that a thing is not wanted."""
     if isinstance(value, Mapping | list | tuple):
         return all(is_off(v) for v in (value.values() if isinstance(value, Mapping) else value))
     return any(same(value, off) for off in OFF)
 
 
-def same(value: object, other: object) -> bool:
+def same(value: JsonValue, other: JsonValue) -> bool:
     """Equality that tells true from 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def has_adapter(engine: object) -> bool:
+def has_adapter(engine: JsonValue) -> bool:
     """Whether a rollout engine of this name can run: its adapter is here and its package is installed."""
     if not isinstance(engine, str) or not engine.isidentifier():
         return False
@@ -158,7 +158,7 @@ def rule_of(key: str, tree: str, among: Sequence[Rule] | None = None) -> Rule | 
     return next((r for r in table if r.tree in (None, tree) and names(r.pattern, key)), None)
 
 
-def replacement_of(key: str, value: object) -> Replacement | None:
+def replacement_of(key: str, value: JsonValue) -> Replacement | None:
     """What a value stands for, or None."""
     return next((r for r in replacements() if names(r.pattern, key) and r.takes(value)), None)
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hone.ops.groups import Groups, factorise
 from hone.ops.masked import masked_mean, masked_sum, masked_var, masked_whiten
-from hone.types import Row
+from hone.types import JsonValue, Row, Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 __all__ = ["masked_mean", "masked_sum", "masked_var", "masked_whiten"]
 
@@ -166,7 +169,7 @@ def create_random_mask(
     return ((place >= start) & (place < start + kept)).to(input_ids.device, torch.int64)
 
 
-def update_model_config(module_config: object, override_config_kwargs: Row) -> None:
+def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Row) -> None:
     """Set attributes of a model's config; a dict reaches into an inner config."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, dict):
@@ -255,7 +258,7 @@ def group_mean_std(
 # -- dicts ------------------------------------------------------------------------------------
 
 
-def append_to_dict(data: Row, new_data: Mapping[str, object], prefix: str = "") -> None:
+def append_to_dict(data: Row, new_data: Settings, prefix: str = "") -> None:
     """Append each value to the list (or `Metric`) of its name, in place."""
     for key, value in rename_dict(new_data, prefix).items():
         values = data.setdefault(key, getattr(value, "init_list", list)())
@@ -291,7 +294,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[
 class NestedNamespace(SimpleNamespace):
     """A dict, and the dicts in it, read by attribute."""
 
-    def __init__(self, dictionary: Row, **kwargs: object) -> None:
+    def __init__(self, dictionary: Row, **kwargs: JsonValue) -> None:
         super().__init__(**kwargs)
         for key, value in dictionary.items():
             setattr(self, key, NestedNamespace(value) if isinstance(value, dict) else value)

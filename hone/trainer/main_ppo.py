@@ -72,7 +72,7 @@ def run(
             trainer.shutdown()
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Function:
     """verl's names for a custom program; they load what this command does not need at once."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,8 @@ __all__ = ["process_validation_metrics"]
 Number: TypeAlias = int | float | Tensor | np.ndarray
 _OF_RESPONSES = ("gen",)
 _OF_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+
+T = TypeVar("T")
 
 
 class AggregationType(Enum):
@@ -148,9 +150,9 @@ def compute_throughout_metrics(
 
 
 def bootstrap_metric(
-    data: Sequence[object],
+    data: Sequence[T],
     subset_size: int,
-    reduce_fns: Sequence[Callable[[list[object]], float]],
+    reduce_fns: Sequence[Callable[[list[T]], float]],
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
