@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hone.api import LLM, Completion, Response, Trained, evaluate, sft, train
+    from hone.api import LLM, Response, Trained, evaluate, sft, train
     from hone.protocol import DataProto, DataProtoFuture, DataProtoItem
     from hone.types import Function
 
@@ -17,7 +17,6 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "hone.api",
-    "Completion": "hone.api",
     "Response": "hone.api",
     "Trained": "hone.api",
     "evaluate": "hone.api",
@@ -30,7 +29,6 @@ _LAZY = {
 
 __all__ = [
     "LLM",
-    "Completion",
     "DataProto",
     "DataProtoFuture",
     "DataProtoItem",

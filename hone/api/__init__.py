@@ -5,7 +5,7 @@ The functions compose the same trees as the command line and run the same progra
 
 from __future__ import annotations
 
-from hone.api.llm import LLM, Completion, Response
+from hone.api.llm import LLM, Response
 from hone.api.runs import Trained, evaluate, sft, train
 
-__all__ = ["LLM", "Completion", "Response", "Trained", "evaluate", "sft", "train"]
+__all__ = ["LLM", "Response", "Trained", "evaluate", "sft", "train"]

@@ -6,11 +6,10 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias, TypedDict, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, TypeGuard
 
 from transformers import PreTrainedModel
-from typing_extensions import Unpack
 
 from hone.agents.loop_thread import run_beside
 from hone.api.settings import Asked, Name, Value
@@ -25,47 +24,30 @@ from hone.tracking import progress
 from hone.trainer.generated import GenerationError
 from hone.trainer.generation import build_engine
 from hone.trainer.ranks import Ranks
-from hone.types import Row, Settings
+from hone.types import Row
 
 Chat: TypeAlias = Sequence[Row]
 Prompt: TypeAlias = str | Sequence[int] | Chat
 """Text (one user turn), token ids, or chat messages."""
-
-
-class SamplingKeywords(TypedDict, total=False):
-    """How responses are drawn; what is left out is the `generation` tree's. `temperature=0` is greedy."""
-
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float
-    top_k: int
-    min_p: float
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
+_USUAL = ("top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
+"""Keywords whose default is the `generation` tree's, beside `temperature` and `max_tokens`."""
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One response. `finish_reason` is `stop` or `length`.
+class Response:
+    """A response to a prompt. Of `n` this is the first, and `outputs` holds all.
 
     `log_probs` are under softmax(logits / temperature), as the trainer computes them; greedy ones
-    under temperature 1.
+    under temperature 1. `finish_reason` is `stop` or `length`.
     """
 
+    prompt: Prompt
     text: str
+    finish_reason: str
     token_ids: list[int] = field(repr=False)
     log_probs: list[float] = field(repr=False)
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class Response(Completion):
-    """What a prompt was answered with: the first completion, and in `outputs` all `n`."""
-
-    prompt: Prompt
     prompt_token_ids: list[int] = field(repr=False)
-    outputs: list[Completion] = field(repr=False)
+    outputs: tuple[Response, ...] = field(default=(), repr=False)
 
 
 class LLM:
@@ -94,43 +76,45 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        *,
         n: int = 1,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
         seed: int | None = None,
         prompt_format: str | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **sampling: Value,
     ) -> list[Response]:
-        """Responses to one prompt or several, in their order, each with `n` completions.
+        """Responses to one prompt or several, in their order, each with `n` outputs.
 
         A string is one user turn of the chat template, as in training; `prompt_format="raw"` takes it
-        as it is. `temperature=0` is greedy.
+        as it is. `temperature=0` is greedy. `sampling`: `top_p`, `top_k`, `min_p`, `stop`,
+        `stop_token_ids`, `ignore_eos`.
         """
         if not self._close.alive or n < 1:
             what = "this LLM is closed; make a new one" if n > 0 else f"n={n}; use 1 or more"
             raise GenerationError(what)
+        rollout = self.config.rollout
+        usual = rollout.temperature if rollout.do_sample else 0.0
+        params = {name: getattr(rollout, name) for name in _USUAL} | sampling
+        params["temperature"] = usual if temperature is None else temperature
         run_seed = self.config.trainer.seed if seed is None else seed
         listed = _listed(prompts)
-        ids = [self._ids(prompt, prompt_format) for prompt in listed]
-        requests = []
-        for number, tokens in enumerate(ids):
-            params, room = self._sampling(sampling), self._room(tokens, sampling.get("max_tokens"))
-            uid = row_uid("prompt", number, 0, 0)
-            for seed_ in (trajectory_seed(run_seed, uid, sample) for sample in range(n)):
-                drawn = Sampling.from_mapping(params, max_tokens=room, seed=seed_)
-                requests.append((tokens, drawn))
+        requests: list[tuple[Prompt, list[int], Sampling]] = []
+        for number, prompt in enumerate(listed):
+            ids = self._ids(prompt, prompt_format or self.config.data.prompt_format)
+            room, uid = self._room(ids, max_tokens), row_uid("prompt", number, 0, 0)
+            for own in (trajectory_seed(run_seed, uid, sample) for sample in range(n)):
+                drawn = Sampling.from_mapping(params, max_tokens=room, seed=own)
+                requests.append((prompt, ids, drawn))
         with self._lock, progress("generate", len(requests)) as bar:
             done = run_beside(self._engine, self._all(requests, bar.advance))
-        groups = [done[i * n : (i + 1) * n] for i in range(len(ids))]
-        answers = zip(listed, ids, groups, strict=True)
-        return [
-            Response(**vars(g[0]), prompt=p, prompt_token_ids=i, outputs=g) for p, i, g in answers
-        ]
+        groups = [tuple(done[i * n : (i + 1) * n]) for i in range(len(listed))]
+        return [replace(group[0], outputs=group) for group in groups]
 
     def chat(
-        self, messages: Chat | Sequence[Chat], **sampling: Unpack[SamplingKeywords]
+        self, messages: Chat | Sequence[Chat], n: int = 1, **sampling: Value
     ) -> list[Response]:
         """The next turn of one conversation or several; keywords as of `generate`."""
-        return self.generate(messages, prompt_format="chat", **sampling)
+        return self.generate(messages, n, prompt_format="chat", **sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Give the model's memory back; closing twice does no harm."""
@@ -146,23 +130,15 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.path!r})"
 
-    def _ids(self, prompt: Prompt, prompt_format: str | None) -> list[int]:
-        if _are_ids(prompt):
+    def _ids(self, prompt: Prompt, prompt_format: str) -> list[int]:
+        if prompt and _are_ids(prompt):
             return list(prompt)
         if not _is_text_or_chat(prompt):
             raise GenerationError(
                 f"a prompt is text, token ids or chat messages, not {prompt!r:.80}"
             )
-        data = self.config.data
-        how, options = prompt_format or data.prompt_format, data.apply_chat_template_kwargs
-        return render_prompt(prompt, self.tokenizer, how, template_kwargs=options)
-
-    def _sampling(self, given: SamplingKeywords) -> Settings:
-        rollout = self.config.rollout
-        names = ("top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
-        usual = {name: getattr(rollout, name) for name in names}
-        usual["temperature"] = rollout.temperature if rollout.do_sample else 0.0
-        return usual | {name: value for name, value in given.items() if value is not None}
+        options = self.config.data.apply_chat_template_kwargs
+        return render_prompt(prompt, self.tokenizer, prompt_format, template_kwargs=options)
 
     def _room(self, ids: list[int], asked: int | None) -> int:
         """Tokens that a response may have."""
@@ -175,31 +151,35 @@ class LLM:
         return asked or min(room, self.config.rollout.response_length)
 
     async def _all(
-        self, requests: Sequence[tuple[list[int], Sampling]], advance: Callable[[], None]
-    ) -> list[Completion]:
-        async def one(number: int, ids: list[int], sampling: Sampling) -> Completion:
+        self, requests: Sequence[tuple[Prompt, list[int], Sampling]], advance: Callable[[], None]
+    ) -> list[Response]:
+        async def one(number: int, prompt: Prompt, ids: list[int], sampling: Sampling) -> Response:
             out = await self._engine.generate(ids, sampling, str(number))
             advance()
             text = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
-            return Completion(text, list(out.token_ids), list(out.log_probs), out.stop_reason.value)
+            drawn = list(out.token_ids), list(out.log_probs)
+            return Response(prompt, text, out.stop_reason.value, *drawn, ids)
 
         tasks = [one(number, *request) for number, request in enumerate(requests)]
         return list(await asyncio.gather(*tasks))
 
 
 def _are_ids(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[Sequence[int]]:
-    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
+    return isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt)
 
 
 def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]:
-    return isinstance(prompt, str) or all(isinstance(turn, Mapping) for turn in prompt)
+    is_list = isinstance(prompt, (list, tuple))
+    return isinstance(prompt, str) or (is_list and all(isinstance(t, Mapping) for t in prompt))
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Prompts as a list; one alone is a text, token ids, or messages."""
-    if _are_ids(prompts) or _is_text_or_chat(prompts):
-        return [prompts] if prompts else []
-    return list(prompts)  # type: ignore[arg-type]
+    prompts = getattr(prompts, "tolist", lambda: prompts)()  # token ids of a tokenizer's
+    is_one = isinstance(prompts, str) or (
+        bool(prompts) and (_are_ids(prompts) or _is_text_or_chat(prompts))
+    )
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
 
 
 def _close(engine: RolloutEngine) -> None:

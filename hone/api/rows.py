@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, Union
 
+import numpy as np
+
 from hone.data.create import rows_of
 from hone.data.rows import SUFFIXES, BadRows, DataError, read_rows
 from hone.data.schema import COLUMNS
@@ -58,8 +60,8 @@ def items_of(data: Data) -> list[Row]:
 
 
 def _item(item: Item, number: int) -> Row:
-    if isinstance(item, Mapping):
-        return dict(item)
+    if isinstance(item, Mapping):  # a frame has NaN where a value is missing
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in item.items()}
     is_chat = isinstance(item, list) and item and all(isinstance(turn, Mapping) for turn in item)
     if isinstance(item, str) or is_chat:
         return {"prompt": item}
@@ -105,8 +107,7 @@ def _column(row: Row, number: int, names: Sequence[str]) -> str:
 
 def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
     """Write the rows below a run folder, named by their content: the same rows are the same file."""
-    lines = [json.dumps(_plain(row, i), ensure_ascii=False) for i, row in enumerate(rows)]
-    text = "\n".join(lines) + "\n"
+    text = "".join(_line(row, number) for number, row in enumerate(rows))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     file = folder / "data" / f"{name}-{digest}.jsonl"
     if not file.exists():
@@ -115,16 +116,14 @@ def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
     return str(file)
 
 
-def _plain(value: JsonValue, number: int) -> JsonValue:
-    """What JSON holds; a missing value of a frame (NaN) is null."""
-    value = getattr(value, "tolist", lambda: value)()  # a number or an array of numpy's
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner, number) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner, number) for inner in value]
-    kind = type(value).__name__
-    raise DataError(f"row {number} holds a {kind}; rows hold text, numbers, lists and dicts")
+def _line(row: Row, number: int) -> str:
+    def plain(value: np.generic) -> JsonValue:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise TypeError(f"a {type(value).__name__}")
+
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
+    except (TypeError, ValueError) as error:
+        told = f"row {number} holds {error}; rows hold text, numbers, lists and dicts"
+        raise DataError(told) from None

@@ -6,6 +6,7 @@ can be repeated.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
@@ -214,9 +215,12 @@ class _Scorer:
 
 
 def _path(model: Model) -> str:
-    if isinstance(model, Trained):
-        return str(model.folder)
-    return model.path if isinstance(model, LLM) else str(model)
+    if isinstance(model, (Trained, LLM)):
+        return str(model.folder if isinstance(model, Trained) else model.path)
+    if not isinstance(model, (str, os.PathLike)):
+        kind = type(model).__name__
+        raise ConfigError(f"the model is a {kind}; save it and give its folder, or a hub name")
+    return os.fspath(model)
 
 
 @contextmanager
@@ -227,6 +231,7 @@ def _run_folder(name: str, asked: Asked) -> Iterator[Path]:
     """
     key = key_of(asked.tree, "folder")
     given = asked.given().get(key)
+    require_folder(str(given or "runs"), "folder")
     folder = Path(str(given)).expanduser() if given else _new_folder(name)
     is_new = not folder.exists() or not any(folder.iterdir())
     asked.set({key: folder})
@@ -242,7 +247,6 @@ def _run_folder(name: str, asked: Asked) -> Iterator[Path]:
 
 
 def _new_folder(name: str) -> Path:
-    require_folder("runs", "folder")
     folder = next(p for p in (Path("runs", f"{name}-{i}") for i in count(1)) if not p.exists())
     folder.mkdir(parents=True)
     return folder

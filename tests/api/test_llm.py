@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hone
 from hone.config import ConfigError
@@ -34,7 +35,8 @@ def test_each_prompt_has_a_response_with_text_tokens_and_log_probs(llm: hone.LLM
 def test_text_messages_and_token_ids_of_one_prompt_give_the_same(llm: hone.LLM) -> None:
     (text,) = llm.generate("ab", max_tokens=4)
     chat = [{"role": "user", "content": "ab"}]
-    for same in (chat, [chat], text.prompt_token_ids, [text.prompt_token_ids]):
+    ids = text.prompt_token_ids
+    for same in (chat, [chat], ids, [ids], torch.tensor(ids), torch.tensor([ids])):
         (other,) = llm.generate(same, max_tokens=4)  # type: ignore[arg-type]
         assert other.token_ids == text.token_ids
     assert llm.chat(chat, max_tokens=4)[0].token_ids == text.token_ids
@@ -69,7 +71,11 @@ def test_what_does_not_fit_or_exist_is_refused(llm: hone.LLM, tiny: Path) -> Non
     with pytest.raises(GenerationError, match="n=0"):
         llm.generate("ab", n=0)
     with pytest.raises(ValueError, match="beam_width"):
-        llm.generate("ab", beam_width=3)  # type: ignore[call-arg]
+        llm.generate("ab", beam_width=3)
+    with pytest.raises(GenerationError, match="0 tokens"):
+        llm.generate("", prompt_format="raw")
+    with pytest.raises(GenerationError, match="not 3"):
+        llm.generate([[1], 3])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"top_q.*top_p"):
         hone.LLM(tiny, top_q=1)
 

@@ -117,9 +117,10 @@ def test_supervised_rows_are_messages_or_prompt_and_response() -> None:
 
 
 def test_written_rows_hold_what_numpy_and_frames_hold(tmp_path: Path) -> None:
-    rows = [{"a": np.int64(1), "b": np.array([1.5]), "c": float("nan"), "d": ("x",), "e": True}]
+    rows = [{"a": np.int64(1), "b": np.array([1.5]), "c": {"d": ("x",)}, "e": True}]
     (line,) = Path(write_rows(rows, tmp_path, "train")).read_text().splitlines()
-    assert json.loads(line) == {"a": 1, "b": [1.5], "c": None, "d": ["x"], "e": True}
+    assert json.loads(line) == {"a": 1, "b": [1.5], "c": {"d": ["x"]}, "e": True}
+    assert items_of([{"prompt": "1", "answer": float("nan")}])[0]["answer"] is None
 
 
 def test_the_same_rows_are_the_same_file_and_others_are_not(tmp_path: Path) -> None:

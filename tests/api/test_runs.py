@@ -94,6 +94,8 @@ def test_a_call_that_is_refused_leaves_nothing_behind(tiny: Path, here: Path) ->
     wrong: list[tuple[Any, type[Exception], str]] = [
         (lambda: hone.train(tiny, ROWS, exact, stepps=3), ConfigError, "stepps.*steps"),
         (lambda: hone.train(tiny, [{"text": 1}], exact), DataError, "row 0 has no column"),
+        (lambda: hone.train(object(), ROWS, exact), ConfigError, "save it and give its folder"),  # type: ignore[arg-type]
+        (lambda: hone.train(tiny, ROWS, exact, folder=__file__), ConfigError, "is a file"),
         (lambda: hone.train("no/such/model", ROWS, exact, **SMALL), Exception, "no/such/model"),
         (lambda: hone.train(tiny, ROWS, "gsm9k"), SetupError, "gsm8k"),
         (lambda: hone.train(tiny, ROWS, lambda completion, x, y: 1), SetupError, "x, y"),
