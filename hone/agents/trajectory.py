@@ -12,11 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.agents.bounded import bounded
-from hone.agents.contract import AgentLoopOutput, DictConfigWrap, ServerManager
-from hone.agents.loops.listing import LoopFactory, LoopNames
+from hone.agents.contract import AgentLoopOutput, ServerManager
+from hone.agents.loops.listing import LoopFactory, LoopNames, build_loop
 from hone.agents.output_check import MEASURED, check_output, measured
 from hone.config import PPOTrainerConfig
-from hone.data.create import dataset_class
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
@@ -53,7 +52,6 @@ class TrajectoryMaker:
         self._tokenizer = tokenizer
         self._run_seed = run_seed
         self._vocabulary = vocabulary
-        self._dataset_cls = dataset_class(config.data, is_train=True)
         self._names = LoopNames(config.actor_rollout_ref.rollout)
 
     def jobs(self, rows: DataProto) -> list[Job]:
@@ -77,15 +75,7 @@ class TrajectoryMaker:
         )
 
         async def trajectory() -> AgentLoopOutput:
-            loop = job.factory(
-                trainer_config=DictConfigWrap(self._config),
-                server_manager=manager,
-                tokenizer=self._tokenizer,
-                processor=None,
-                dataset_cls=self._dataset_cls,
-                data_config=DictConfigWrap(self._config.data),
-                dataset_config=self._config.data,
-            )
+            loop = build_loop(job.factory, self._config, manager, self._tokenizer)
             output = await loop.run(job.sampling, **row)
             check_output(output, name, row=row, vocabulary=self._vocabulary)
             return output

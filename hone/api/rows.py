@@ -16,7 +16,7 @@ from typing import TypeAlias, Union
 
 import numpy as np
 
-from hone.data.create import rows_of
+from hone.data.reading import rows_of
 from hone.data.rows import SUFFIXES, BadRows, DataError, read_rows
 from hone.data.schema import COLUMNS
 from hone.tracking import atomic_write_text

@@ -15,6 +15,7 @@ from hone.data.dataset import RLHFDataset
 from hone.data.dynamic import DynamicGenDataset
 from hone.data.loader import Dataset, PromptLoader
 from hone.data.objects import load_object
+from hone.data.reading import rows_of
 from hone.data.rows import BadRows, DataError, expand_files, read_file
 from hone.data.samplers import Mixture, Sampler
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
@@ -22,7 +23,7 @@ from hone.tokenizer import Processor, Tokenizer
 from hone.types import Row
 
 
-def dataset_class(config: DataConfig, is_train: bool) -> Callable[..., Dataset]:
+def dataset_class(config: DataConfig, is_train: bool = True) -> Callable[..., Dataset]:
     """The class that data.custom_cls names; else one that grows by data.datagen; else plain."""
     if not config.custom_cls.path:
         return DynamicGenDataset if config.datagen.path and is_train else RLHFDataset
@@ -79,19 +80,6 @@ def run_dataset(
         return create_rl_dataset(files, config, tokenizer, processor, False, most)
     except DataError as error:
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
-
-
-def rows_of(given: Dataset) -> list[Row] | None:
-    """The rows of a list, an Arrow table, a Hugging Face data set or a frame; None for a data set."""
-    if isinstance(given, (list, tuple)):
-        return list(given)
-    if hasattr(given, "to_pylist"):
-        return list(given.to_pylist())
-    if hasattr(given, "to_list"):
-        return list(given.to_list())
-    if hasattr(given, "to_dict") and hasattr(given, "columns"):
-        return list(given.to_dict("records"))
-    return None
 
 
 def create_sft_dataset(

@@ -28,7 +28,8 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.rows import BadRows, DataError, SettingError, read_rows
+from hone.data.reading import OverridableReading, settings_of
+from hone.data.rows import BadRows, DataError, SettingError
 from hone.data.schema import COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
@@ -43,7 +44,7 @@ SINGLE_TURN_AGENT = "single_turn_agent"
 PLACEHOLDERS = {"<image>": "image", "<video>": "video"}
 
 
-class RLHFDataset:
+class RLHFDataset(OverridableReading):
     """Prompt rows from one or many files, or given as dicts.
 
     A row holds raw_prompt, prompt_ids (cut to data.max_prompt_length), data_source, reward_model,
@@ -55,7 +56,7 @@ class RLHFDataset:
         self,
         data_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
         tokenizer: Tokenizer,
-        config: DataConfig,
+        config: DataConfig | Settings,
         processor: Processor | None = None,
         max_samples: int = -1,
         *,
@@ -64,15 +65,23 @@ class RLHFDataset:
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
-        self.bad_rows = BadRows(config.on_bad_row)
-        self.tools = list(tools) if tools is not None else load_tool_schemas(config)
-        self.store = read_rows(data_files, self.bad_rows)
+        self.settings = settings = settings_of(config)
+        self.prompt_key, self.image_key = settings.prompt_key, settings.image_key
+        self.video_key, self.max_prompt_length = settings.video_key, settings.max_prompt_length
+        self.bad_rows = BadRows(settings.on_bad_row)
+        self.tools = list(tools) if tools is not None else load_tool_schemas(settings)
+        if isinstance(data_files, str | os.PathLike):
+            data_files = [data_files]
+        self.data_files = data_files
+        self.read_all()
         self.added: list[Row] = []
         self.overlong_rows = 0
         self._lengths: list[int] | None = None
         kept = self._checked_positions()
         kept = self._sampled(kept, max_samples)
-        self.positions = self._filtered(kept) if config.filter_overlong_prompts else kept
+        self.positions = self._filtered(kept) if settings.filter_overlong_prompts else kept
+        if len(self.positions) != len(self.store):
+            self._frame = None  # the rows that are left
         self._report(len(kept))
 
     def __len__(self) -> int:
@@ -133,7 +142,7 @@ class RLHFDataset:
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add rows in the family's schema; a bad one is reported like any other."""
-        check = SchemaCheck(self.config.prompt_key, self.config.prompt_format)
+        check = SchemaCheck(self.settings.prompt_key, self.settings.prompt_format)
         for row in rows:
             problem = check.problem(row)
             if problem is None:
@@ -160,10 +169,10 @@ class RLHFDataset:
 
     def _checked_positions(self) -> list[int]:
         positions = []
-        columns = (self.config.prompt_key, *COLUMNS)
+        columns = (self.settings.prompt_key, *COLUMNS)
         position = 0
         for file in self.store.files:
-            check = SchemaCheck(self.config.prompt_key, self.config.prompt_format)
+            check = SchemaCheck(self.settings.prompt_key, self.settings.prompt_format)
             for row in file.rows.scan(columns):
                 problem = check.problem(row)
                 if problem is None:
@@ -179,15 +188,15 @@ class RLHFDataset:
     def _sampled(self, positions: list[int], max_samples: int) -> list[int]:
         if max_samples <= 0 or max_samples >= len(positions):
             return positions
-        if not self.config.shuffle:
+        if not self.settings.shuffle:
             return positions[:max_samples]
-        drawn = random.Random(f"max_samples:{self.config.seed}").sample(positions, max_samples)
+        drawn = random.Random(f"max_samples:{self.settings.seed}").sample(positions, max_samples)
         return sorted(drawn)
 
     def _filtered(self, positions: list[int]) -> list[int]:
-        limit = self.config.max_prompt_length
+        limit = self.settings.max_prompt_length
         wanted = set(positions)
-        scanned = enumerate(self.store.scan((self.config.prompt_key, "agent_name")))
+        scanned = enumerate(self.store.scan((self.settings.prompt_key, "agent_name")))
         rows = (row for position, row in scanned if position in wanted)
         kept, lengths = [], []
         counts = token_counts(map(self._rendering, rows), self.tokenizer, limit)
@@ -214,7 +223,7 @@ class RLHFDataset:
                 "%d of %d prompts have more than %d tokens and were left out",
                 self.overlong_rows,
                 before_filter,
-                self.config.max_prompt_length,
+                self.settings.max_prompt_length,
             )
         if self.bad_rows.total:
             logger.warning(
@@ -232,15 +241,15 @@ class RLHFDataset:
     @property
     def _max_tokens(self) -> int | None:
         """Tokens of a prompt, where a longer one is refused and not cut."""
-        return self.config.max_prompt_length if self.config.truncation == "error" else None
+        return self.settings.max_prompt_length if self.settings.truncation == "error" else None
 
     def _rendered(self, row: Row) -> str | list[int]:
         return prompt_text(
-            row[self.config.prompt_key],
+            row[self.settings.prompt_key],
             self.tokenizer,
-            self.config.prompt_format,
+            self.settings.prompt_format,
             tools=self._tools_of(row),
-            template_kwargs=self.config.apply_chat_template_kwargs,
+            template_kwargs=self.settings.apply_chat_template_kwargs,
         )
 
     def _rendering(self, row: Row) -> Callable[[], str | list[int]]:
@@ -249,10 +258,10 @@ class RLHFDataset:
     def _prepared(self, row: Row) -> Row:
         text = self._rendered(row)
         ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
-        row["prompt_ids"] = truncate(ids, self.config.max_prompt_length, self.config.truncation)
+        row["prompt_ids"] = truncate(ids, self.settings.max_prompt_length, self.settings.truncation)
         row["raw_prompt"] = self._raw_prompt(row)
-        if self.config.prompt_key != "raw_prompt":
-            del row[self.config.prompt_key]
+        if self.settings.prompt_key != "raw_prompt":
+            del row[self.settings.prompt_key]
         extra_info = row.get("extra_info") or {}
         row["extra_info"] = extra_info
         row["data_source"] = row.get("data_source") or "unknown"
@@ -263,13 +272,13 @@ class RLHFDataset:
         return row
 
     def _raw_prompt(self, row: Row) -> str | list[Message]:
-        prompt = row[self.config.prompt_key]
-        if self.config.prompt_format == "raw":
+        prompt = row[self.settings.prompt_key]
+        if self.settings.prompt_format == "raw":
             return raw_text(prompt)
         messages = as_messages(prompt)
         if self.processor is None:
             return messages
-        return with_typed_parts(messages, row, self.config.image_key, self.config.video_key)
+        return with_typed_parts(messages, row, self.settings.image_key, self.settings.video_key)
 
 
 def with_typed_parts(

@@ -37,7 +37,7 @@ class DynamicGenDataset(RLHFDataset):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.generator = _generator(self.config)
+        self.generator = _generator(self.settings)
         self.last_batch: DataProto | None = None
 
     def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:

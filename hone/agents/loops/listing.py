@@ -10,13 +10,31 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from hone.agents.contract import LOOPS, AgentLoopBase
+from hone.agents.contract import LOOPS, AgentLoopBase, DictConfigWrap, ServerManager
+from hone.config import PPOTrainerConfig
 from hone.config.rollout import RolloutConfig
+from hone.data.create import dataset_class
 from hone.plugins import PluginError, load_object, proposal
 from hone.text import BadText, read_yaml, shown
+from hone.tokenizer import Tokenizer
 from hone.types import Row
 
 LoopFactory = Callable[..., AgentLoopBase]
+
+
+def build_loop(
+    factory: LoopFactory, config: PPOTrainerConfig, manager: ServerManager, tokenizer: Tokenizer
+) -> AgentLoopBase:
+    """A loop for one trajectory, made with verl's keywords."""
+    return factory(
+        trainer_config=DictConfigWrap(config),
+        server_manager=manager,
+        tokenizer=tokenizer,
+        processor=None,
+        dataset_cls=dataset_class(config.data),
+        data_config=DictConfigWrap(config.data),
+        dataset_config=config.data,
+    )
 
 
 class LoopNames:
@@ -83,4 +101,15 @@ def _listed(path: str) -> dict[str, Callable[[], LoopFactory]]:
 
 
 def _factory(target: str, arguments: Row) -> LoopFactory:
-    return partial(load_object(target), **arguments)
+    """What makes the loop: its class with the entry's arguments, as `hydra.utils.instantiate` reads them.
+
+    An argument with a `_target_` of its own is made anew for each trajectory.
+    """
+    cls = load_object(target)
+    if not any(isinstance(value, dict | list) for value in arguments.values()):
+        return partial(cls, **arguments)
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    written = OmegaConf.create(arguments)
+    return lambda **given: cls(**{**instantiate(written), **given})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from hone.agents.contract import AgentLoopBase, ServerManager
-from hone.agents.loops.listing import LoopNames
+from hone.agents.loops.listing import LoopNames, build_loop
 from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
 from hone.data.dataset import RLHFDataset
@@ -64,7 +64,7 @@ class AgentChecks:
 
     async def _build(self, name: str) -> AgentLoopBase:
         manager = ServerManager(None, seed=0, max_tokens=1)  # type: ignore[arg-type]
-        return self.names.factory(name)(self.config, manager, self.tokenizer, None)
+        return build_loop(self.names.factory(name), self.config, manager, self.tokenizer)
 
     def warnings(self) -> Iterator[str]:
         """What rows or settings ask for and nothing answers."""

@@ -39,7 +39,7 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
         return Lengths(**json.loads(cache.read_text()))
     except (OSError, ValueError, TypeError):
         pass
-    limit = dataset.config.max_prompt_length
+    limit = dataset.settings.max_prompt_length
     lengths: list[int] = []
     for index, length in enumerate(dataset.prompt_lengths()):
         if isinstance(length, PromptTooLong):
@@ -65,7 +65,7 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
 def _cache_file(dataset: RLHFDataset) -> Path:
     """Named by all that the lengths depend on: rows, tokenizer, template, tools and limit."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    tokenizer, config = dataset.tokenizer, dataset.config
+    tokenizer, config = dataset.tokenizer, dataset.settings
     backend = getattr(tokenizer, "backend_tokenizer", None)
     facts = (
         dataset.fingerprint,

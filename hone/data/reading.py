@@ -1,0 +1,134 @@
+"""How `RLHFDataset` gets its rows, in the steps that a subclass may override in verl.
+
+Each step is called where a subclass writes it; the rows of `self.dataframe` are then checked, filtered and
+tokenised as those of a file are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hone.config.data import DataConfig
+from hone.data.files import copy_to_local, is_non_local
+from hone.data.prompts import Message, as_messages
+from hone.data.rows import BadRows, DataError, RowStore, read_rows
+from hone.types import Row, Settings
+
+if TYPE_CHECKING:
+    from hone.data.loader import Dataset
+
+Files = Sequence[str | os.PathLike[str] | Row]
+
+
+def settings_of(config: DataConfig | Settings) -> DataConfig:
+    """The data settings of a config in verl's form, of which a program may give a few keys only."""
+    if isinstance(config, DataConfig):
+        return config
+    known = {field.name for field in dataclasses.fields(DataConfig)}
+    given = {name: value for name, value in config.items() if name in known}
+    unset = {"tool_config_path": None, "trust_remote_code": False}
+    return dataclasses.replace(DataConfig(), **{**unset, **given})
+
+
+def rows_of(given: Dataset) -> list[Row] | None:
+    """The rows of a list, an Arrow table, a Hugging Face data set or a frame; None for a data set."""
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if hasattr(given, "to_pylist"):
+        return list(given.to_pylist())
+    if hasattr(given, "to_list"):
+        return list(given.to_list())
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):
+        return list(given.to_dict("records"))
+    return None
+
+
+class OverridableReading:
+    """The steps; `read_all` takes them."""
+
+    data_files: Files
+    bad_rows: BadRows
+    prompt_key: str
+    store: RowStore
+    _frame: Dataset | None = None
+
+    def read_all(self) -> None:
+        """Fill `self.store`."""
+        self._download()
+        self._read_files_and_tokenize()
+        if not hasattr(self, "store"):
+            raise DataError(
+                f"{type(self).__name__}._read_files_and_tokenize sets no self.dataframe"
+            )
+        if self._overrides("_build_messages"):
+            takes_key = "key" in inspect.signature(self._build_messages).parameters
+            key = {"key": self.prompt_key} if takes_key else {}
+            rows = list(self.store.scan())
+            built = [self._build_messages(dict(row), **key) for row in rows]
+            self.dataframe = [
+                {**row, self.prompt_key: messages}
+                for row, messages in zip(rows, built, strict=True)
+            ]
+
+    def _download(self, use_origin_parquet: bool = False) -> None:
+        """Bring remote files here; they become `self.data_files`."""
+        if any(isinstance(file, str) and is_non_local(file) for file in self.data_files):
+            files = self.data_files
+            self.data_files = [f if isinstance(f, dict) else copy_to_local(f) for f in files]
+
+    def _read_files_and_tokenize(self) -> None:
+        """Read `self.data_files`; an override sets `self.dataframe`."""
+        self.store = read_rows(self.data_files, self.bad_rows)
+        if self._overrides("maybe_filter_out_long_prompts"):
+            self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
+
+    def maybe_filter_out_long_prompts(self, dataframe: Dataset) -> Dataset:
+        """The rows themselves: `data.filter_overlong_prompts` leaves long ones out when all are read."""
+        return dataframe
+
+    def _build_messages(self, example: Row, key: str | None = None) -> list[Message]:
+        """The messages of a row; they leave it."""
+        return as_messages(example.pop(key or self.prompt_key))
+
+    @property
+    def dataframe(self) -> Dataset:
+        """The rows as a Hugging Face data set (a list without that package); setting it replaces them."""
+        if self._frame is None:
+            rows = [self.raw_row(index) for index in range(len(self))] if self._is_read() else None
+            self._frame = _framed(list(self.store.scan()) if rows is None else rows)
+        return self._frame
+
+    @dataframe.setter
+    def dataframe(self, given: Dataset) -> None:
+        rows = rows_of(given)
+        if not rows:
+            raise DataError(f"self.dataframe of {type(self).__name__} has no rows: {type(given)}")
+        self._frame = given
+        self.store = read_rows(rows, self.bad_rows)
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(OverridableReading, name)
+
+    def _is_read(self) -> bool:
+        return hasattr(self, "positions")
+
+    def raw_row(self, index: int) -> Row:
+        """The row of an index."""
+        return self.store[index]
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+
+def _framed(rows: list[Row]) -> Dataset:
+    if importlib.util.find_spec("datasets") is None:
+        return rows
+    import datasets
+
+    frame: Dataset = datasets.Dataset.from_list(rows)
+    return frame
