@@ -32,6 +32,15 @@ def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
     return {split: [plain(row) for row in rows] for split, rows in loaded.items()}
 
 
+def framed(rows: list[Row]) -> Any:
+    """Rows as a data set of the package `datasets`; the list itself where it is not installed."""
+    try:
+        import datasets
+    except ImportError:
+        return rows
+    return datasets.Dataset.from_list(rows)
+
+
 def plain(row: Row) -> Row:
     """Decoded images become {bytes, path} again, as parquet keeps them."""
     return {name: _encoded(value) for name, value in row.items()}

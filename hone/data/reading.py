@@ -7,7 +7,6 @@ tokenised as those of a file are.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import os
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.data import DataConfig
 from hone.data.files import copy_to_local, is_non_local
+from hone.data.hub import framed
 from hone.data.prompts import Message, as_messages
 from hone.data.rows import BadRows, DataError, RowStore, read_rows
 from hone.types import Row, Settings
@@ -100,7 +100,7 @@ class OverridableReading:
         """The rows as a Hugging Face data set (a list without that package); setting it replaces them."""
         if self._frame is None:
             rows = [self.raw_row(index) for index in range(len(self))] if self._is_read() else None
-            self._frame = _framed(list(self.store.scan()) if rows is None else rows)
+            self._frame = framed(list(self.store.scan()) if rows is None else rows)
         return self._frame
 
     @dataframe.setter
@@ -123,12 +123,3 @@ class OverridableReading:
 
     def __len__(self) -> int:
         return len(self.store)
-
-
-def _framed(rows: list[Row]) -> Dataset:
-    if importlib.util.find_spec("datasets") is None:
-        return rows
-    import datasets
-
-    frame: Dataset = datasets.Dataset.from_list(rows)
-    return frame
