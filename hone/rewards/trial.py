@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hone.config.reward import CustomRewardFunctionConfig
 from hone.plugins import load_extern_object
@@ -143,8 +142,7 @@ def ground_truth_scorer(
     or to why it fails on every text that holds it."""
     path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
     function = load_extern_object(path, name or DEFAULT_NAME)
-    no_tokenizer: Any = None  # texts come as texts
-    manager = NaiveRewardManager(no_tokenizer, 0, function)
+    manager = NaiveRewardManager(None, 0, function)
     manager.check_scorer()
 
     def score(row: Settings) -> float | str:

@@ -204,7 +204,7 @@ def _scored_here(
     rows: Sequence[Response], scorer: Function, config: EvaluationConfig
 ) -> list[Scored | Failed]:
     policy = FailurePolicy("score", 0.0, config.timeout_s)
-    manager = NaiveRewardManager(None, 0, scorer, policy=policy)  # type: ignore[arg-type]
+    manager = NaiveRewardManager(None, 0, scorer, policy=policy)
     return manager.score_rows(rows)  # texts are there already: nothing is decoded
 
 

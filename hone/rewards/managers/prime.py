@@ -25,7 +25,7 @@ class PrimeRewardManager(RuleRewardManager):
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         num_examine: int,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",

@@ -64,7 +64,7 @@ def last_policy_tokens(data: DataProto) -> list[int | None]:
 def read_rows(
     data: DataProto,
     ids: list[list[int]],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     key: str,
     *,
     score_observations: bool = False,
@@ -78,6 +78,7 @@ def read_rows(
         )
     exists, written = response_attention(data).bool(), policy_mask(data)
     observed = (exists & ~written).any(dim=1).tolist() if len(ids) else []
+    assert tokenizer is not None, "a manager without a tokenizer scores texts, not batches"
     rows = []
     for index, token_ids in enumerate(ids):
         reward_model = _dict_at(columns, "reward_model", index)

@@ -46,10 +46,10 @@ class Metric:
     ) -> None:
         self.aggregation = AggregationType(aggregation)
         self.values: list[int | float] = []
-        if isinstance(value, list | tuple):
+        if isinstance(value, Sequence):
             self.extend(value)
         elif value is not None:
-            self.append(value)  # type: ignore[arg-type]
+            self.append(value)
 
     def append(self, value: Number | Metric) -> None:
         """Add one number, or all of another metric."""
