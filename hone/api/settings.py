@@ -1,7 +1,7 @@
 """Keyword arguments as settings of a config tree: `lr=1e-6`, dotted keys, a YAML file.
 
-A name is a dotted key, or an ending that only one key has. Where the critic, the reference, the reward
-model or validation has a key of the same ending, the name means the policy's.
+A name is a dotted key, or an ending that only one key has. Of several keys with that ending the name means
+`trainer`'s, else the policy's (not the critic's, the reference's, the reward model's or validation's).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ SHORT = {
     "folder": ("trainer.default_local_dir",),
     "max_tokens": ("data.max_response_length", "rollout.response_length"),
     "n": ("actor_rollout_ref.rollout.n", "data.n_samples"),
-    "seed": ("trainer.seed",),
     "steps": ("trainer.total_training_steps",),
 }
 """Short names that are no ending of their key, or an ending of several; the first key that a tree has."""
@@ -43,10 +42,10 @@ def matches(tree: str, name: str) -> list[str]:
     """The dotted keys that a name may stand for."""
     root = TREES[tree].root
     keys = _keys(root)
-    short = [key for key in SHORT.get(name, ()) if key in keys]
+    short = [key for key in (*SHORT.get(name, ()), f"trainer.{name}") if key in keys]
     if short or name.partition(".")[0] in hints(root):
         return short[:1] or [name]
-    every = [key for key in keys if key.endswith(f".{name}")]
+    every = [key for key in sorted(keys) if key.endswith(f".{name}")]
     return [key for key in every if not key.startswith(_OTHERS)] or every
 
 
@@ -64,8 +63,8 @@ def key_of(tree: str, name: str) -> str:
 
 
 @functools.cache
-def _keys(root: type) -> tuple[str, ...]:
-    return tuple(key for key, *_ in walk_fields(root))
+def _keys(root: type) -> frozenset[str]:
+    return frozenset(key for key, *_ in walk_fields(root))
 
 
 def _plain(value: Value) -> JsonValue:
