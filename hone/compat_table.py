@@ -253,7 +253,7 @@ _DATASET_NAMES = {
     "RLHFDataset": f"{_DATA}:RLHFDataset",
     "SFTDataset": f"{_DATA}:SFTDataset",
     "MultiTurnSFTDataset": f"{_DATA}:MultiTurnSFTDataset",
-    "collate_fn": f"{_DATA}.loader:collate_tensors",
+    "collate_fn": f"{_DATA}.reading:collate_tensors",
     "get_dataset_class": f"{_DATA}.create:dataset_class",
 }
 

@@ -64,17 +64,6 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
     return {name: object_array([row.get(name) for row in rows]) for name in names}
 
 
-def collate_tensors(data_list: Sequence[Row]) -> Row:
-    """verl's `collate_fn`: as `collate_fn`, with tensors stacked."""
-    import torch
-
-    def column(values: np.ndarray) -> np.ndarray | torch.Tensor:
-        is_tensor = all(isinstance(value, torch.Tensor) for value in values)
-        return torch.stack(list(values)) if is_tensor else values
-
-    return {name: column(values) for name, values in collate_fn(data_list).items()}
-
-
 def object_array(values: Sequence[_T]) -> np.ndarray:
     """A 1-D object array, also when the values are lists of one length."""
     array = np.empty(len(values), dtype=object)

@@ -48,6 +48,19 @@ def rows_of(given: Dataset) -> list[Row] | None:
     return None
 
 
+def collate_tensors(data_list: Sequence[Row]) -> Row:
+    """verl's `collate_fn`: columns of a batch as object arrays, with tensors stacked."""
+    import torch
+
+    from hone.data.loader import collate_fn
+
+    columns: Row = dict(collate_fn(data_list))
+    for name, values in columns.items():
+        if all(isinstance(value, torch.Tensor) for value in values):
+            columns[name] = torch.stack(list(values))
+    return columns
+
+
 class OverridableReading:
     """The steps; `read_all` takes them."""
 

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from hone.data.dataset import RLHFDataset
-from hone.data.loader import collate_tensors
+from hone.data.reading import collate_tensors
 from hone.data.rows import DataError
 from hone.models.tiny import character_tokenizer
 
