@@ -88,6 +88,10 @@ RULES: dict[str, Rule] = {
     "trainer.remove_previous_ckpt_in_save": Rule(
         _when("trainer.max_actor_ckpt_to_keep", 1), "true is trainer.max_actor_ckpt_to_keep=1"
     ),
+    f"{ACTOR}.use_token_level_loss": Rule(
+        lambda v: {f"{ACTOR}.loss_agg_mode": "token-mean" if _truth(v) else "seq-mean-token-mean"},
+        f"true is {ACTOR}.loss_agg_mode=token-mean, false seq-mean-token-mean",
+    ),
     f"{ACTOR}.use_rollout_log_probs": Rule(
         _when(f"{CORRECTION}.bypass_mode", True), f"true is {CORRECTION}.bypass_mode=true"
     ),

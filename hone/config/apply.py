@@ -18,7 +18,7 @@ from hone.config.convert import build_anyway, show_value, takes_null, to_plain, 
 from hone.config.errors import ConfigError, nearest
 from hone.config.keys import block_type, get, hints, replace, walk_fields
 from hone.config.ranges import out_of_range
-from hone.config.references import rename_references, resolve, value_in
+from hone.config.references import named_keys, rename_references, resolve, value_in
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
 from hone.config.states import replacement_of, rule_of, topics
 from hone.config.trees import Tree
@@ -140,6 +140,10 @@ def _place(
             findings.problems.append(problem)
         else:
             origins[setting.key] = setting.origin
+    for key in {key for s in settings for key in named_keys(s.value)} - {s.key for s in settings}:
+        rule = rule_of(key, schema.name)
+        if owner_of(root, key) is None and rule is not None:
+            _insert(tree, key, rule.usual)
     return tree, origins, list(others.values())
 
 

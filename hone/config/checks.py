@@ -20,7 +20,7 @@ from hone.config.trainer import TrainingRunConfig
 from hone.types import JsonValue
 
 TRACKERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab")
-SCHEDULES = ("constant", "cosine", "wsd")
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
 STRATEGIES = ("fsdp", "fsdp2")
 CHECKPOINT_PARTS = ("model", "optimizer", "extra", "hf_model")
 CREDIT_ASSIGNMENTS = ("gamma-decay", "strict min-form")
@@ -48,6 +48,10 @@ def settle(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, str]]:
         if budget < longest:
             why = f"a rank's budget must hold the longest prompt plus response, so it is {longest}"
             yield key, longest, why
+    buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
+    if buffer.enable and buffer.len == 0:
+        key = "reward_model.reward_kwargs.overlong_buffer_cfg.enable"
+        yield key, False, "a buffer of len=0 tokens penalises nothing"
     sizes = {"actor_rollout_ref.actor": policy.actor.rollout_n, "critic": config.critic.rollout_n}
     for block, size in sizes.items():
         if size != policy.rollout.n:
@@ -94,22 +98,16 @@ def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
         )
         return
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    yield from mini_batch_problems(config, "actor_rollout_ref.actor", mini, ranks)
+    yield from mini_batch_problems(config, "actor_rollout_ref.actor", mini)
 
 
-def mini_batch_problems(
-    config: PPOTrainerConfig, block: str, mini: int, ranks: int
-) -> Iterator[str]:
-    """Whether a role's mini-batch, in prompts, divides the step and divides over the ranks."""
+def mini_batch_problems(config: PPOTrainerConfig, block: str, mini: int) -> Iterator[str]:
+    """Whether a step has the prompts of a role's mini-batch; the last one of a step may be smaller, and
+    ranks need not have the same share of it."""
     prompts = config.data.train_batch_size
-    unit = ranks // math.gcd(ranks, config.actor_rollout_ref.rollout.n)
-    key = f"{block}.ppo_mini_batch_size={mini}"
     if mini > prompts:
+        key = f"{block}.ppo_mini_batch_size={mini}"
         yield f"{key} is more prompts than a step has (data.train_batch_size={prompts}); use {prompts}"
-    elif prompts % mini:
-        yield f"{key} does not divide data.train_batch_size={prompts}; {divisors(prompts, mini)}"
-    elif mini % unit:
-        yield f"{key} is not divisible by {ranks} data-parallel ranks; {multiples(mini, unit)}"
 
 
 def _filters(config: PPOTrainerConfig) -> Iterator[str]:

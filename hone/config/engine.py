@@ -35,11 +35,11 @@ class OptimConfig(Block):
     clip_grad: Positive = 1.0
     """Largest gradient norm; the role's `grad_clip` wins where it has one."""
     min_lr_ratio: Share = 0.0
-    """Floor of the cosine and WSD schedules, as a share of `lr`."""
+    """Floor of the cosine, linear and WSD schedules, as a share of `lr`."""
     num_cycles: float = 0.5
     """Cosine waves over the run; 0.5 falls once from the peak to the floor."""
     lr_scheduler_type: str = "constant"
-    """Shape of the schedule after warm-up: constant, cosine, wsd, or `pkg.mod:function` of your own."""
+    """Shape of the schedule after warm-up: constant, cosine, linear, wsd, or your own `pkg.mod:function`."""
     lr_decay_steps_ratio: Share = 0.1
     """Share of all updates in the final decay of the `wsd` schedule."""
     override_optimizer_config: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ _BELONGS = re.compile(r"([a-z_]+): ")
 
 
 def find_idle(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
-    """Keys or blocks without effect beside the others, and why; also what counts twice."""
+    """Keys or blocks without effect beside the others, and why."""
     for prefixes, why in _conditions(config):
         for prefix in prefixes.split():
             yield prefix, f"no effect while {why}"
@@ -29,9 +29,6 @@ def find_idle(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
         belongs = _BELONGS.match(field_docs(owner).get(key.rpartition(".")[2], ""))
         if belongs and belongs[1] not in names:
             yield key, f"no effect without {belongs[1]}"
-    if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
-        for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss"):
-            yield key, "the KL to the reference is in the reward and in the loss: it counts twice"
     val = config.actor_rollout_ref.rollout.val_kwargs
     if not val.samples:
         yield f"{_ROLLOUT}.val_kwargs.n", "greedy responses to one prompt are all the same"
@@ -101,7 +98,10 @@ def _conditions(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
     if trainer.resume_mode != "resume_path":
         yield "trainer.resume_from_path", f"trainer.resume_mode={trainer.resume_mode}"
     if rollout.default_loop == SINGLE_TURN_LOOP:
-        why = f"rows name no other loop than agent.default_agent_loop={SINGLE_TURN_LOOP}"
+        why = (
+            f"rows have one turn (agent.default_agent_loop={SINGLE_TURN_LOOP}); several need "
+            f"{_ROLLOUT}.multi_turn.tool_config_path or an agent_name in the row"
+        )
         keys = _under(
             f"{_ROLLOUT}.multi_turn",
             "enable max_assistant_turns max_user_turns max_parallel_calls max_tool_calls tool_timeout_s "

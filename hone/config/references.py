@@ -78,6 +78,11 @@ def _look_up(key: str, tree: dict[str, Any], depth: int) -> Any:
     return _value(node, tree, depth + 1)
 
 
+def named_keys(value: JsonValue) -> list[str]:
+    """The keys that the references inside a value name."""
+    return [match[2] for match in _REFERENCE.finditer(value)] if isinstance(value, str) else []
+
+
 def rename_references(value: JsonValue, rename: Callable[[str], str]) -> JsonValue:
     """The value with the keys inside its references under their new names."""
     if isinstance(value, list):

@@ -101,9 +101,9 @@ class SFTTrainerSection(TrainingRunConfig):
     """Run name in the trackers and the checkpoint folder."""
     total_epochs: Count = 4
     """Passes over the training data."""
-    save_freq: int = -1
+    save_freq: int | Literal["after_each_epoch"] = -1
     """Updates between checkpoints; -1 saves only at the end."""
-    test_freq: int = -1
+    test_freq: int | Literal["after_each_epoch"] = -1
     """Updates between validations; -1 validates only at the end."""
     max_ckpt_to_keep: int | None = None
     """Checkpoints kept; null keeps all."""

@@ -32,6 +32,11 @@ class Rule:
     """What may be written without a word; "off" and "any" stand for many values."""
     tree: str | None = None
 
+    @property
+    def usual(self) -> JsonValue:
+        """What a reference to a key that was not written comes to."""
+        return next((v for v in self.values if v not in ("off", "any")), None)
+
     def is_silent(self, value: JsonValue) -> bool:
         """True for a value that asks for nothing that differs here."""
         if "any" in self.values or ("off" in self.values and is_off(value)):

@@ -18,6 +18,7 @@ SCHEDULES = Table(
     {
         "constant": f"{_HERE}:constant",
         "cosine": f"{_HERE}:cosine",
+        "linear": f"{_HERE}:linear",
         "wsd": f"{_HERE}:warmup_stable_decay",
     },
 )
@@ -51,6 +52,13 @@ def cosine(update: int, total: int, config: OptimConfig) -> float:
     progress = min(1.0, (update - warmup) / max(1, total - warmup))
     wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
     return floor + (1.0 - floor) * wave
+
+
+def linear(update: int, total: int, config: OptimConfig) -> float:
+    """From the peak to the floor along a straight line."""
+    warmup = warmup_updates(config, total)
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
 def warmup_stable_decay(update: int, total: int, config: OptimConfig) -> float:

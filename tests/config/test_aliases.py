@@ -62,6 +62,7 @@ RENAMED_CASES: dict[str, Any] = {
     f"{ROLLOUT}.multi_turn.max_turns": 3,
     f"{ROLLOUT}.n_agent": 5,
     "data.shuffle_train_dataloader": False,
+    "data.chat_template": "{{ messages }}",
     "data.max_obs_length": 500,
     "trainer.val_generations_to_log_to_wandb": 3,
     "reward_model.reward_loop_source": "register",
@@ -90,6 +91,12 @@ BLOCK_CASES: dict[str, tuple[str, Any, str, Any]] = {
     "reward.reward_model": ("model_path", "m", "reward_model.model.path", "m"),
     "reward.sandbox_fusion": ("max_concurrent", 8, "reward_model.sandbox_fusion.max_concurrent", 8),
     "reward.reward_kwargs": ("max_resp_len", 9, "reward_model.reward_kwargs.max_resp_len", 9),
+    "custom_reward_function.overlong_buffer": (
+        "log",
+        True,
+        "reward_model.reward_kwargs.overlong_buffer_cfg.log",
+        True,
+    ),
     "reward_model.overlong_buffer": (
         "penalty_factor",
         0.5,
@@ -148,6 +155,10 @@ RULE_CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "data.val_data_num": [
         (None, {"data.val_max_samples": -1}),
         (50, {"data.val_max_samples": 50}),
+    ],
+    f"{ACTOR}.use_token_level_loss": [
+        (True, {f"{ACTOR}.loss_agg_mode": "token-mean"}),
+        (False, {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}),
     ],
     f"{ACTOR}.use_rollout_log_probs": [
         (True, {"algorithm.rollout_correction.bypass_mode": True}),

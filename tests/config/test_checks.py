@@ -31,20 +31,10 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "data.train_batch_size=3 times rollout.n=4 is not divisible by 8 data-parallel ranks; use 2 or 4",
         ["data.train_batch_size=4"],
     ),
-    "a mini-batch divides the batch": (
-        ["data.train_batch_size=1000"],
-        f"{ACTOR}.ppo_mini_batch_size=256 does not divide data.train_batch_size=1000; use 250 or 500",
-        [f"{ACTOR}.ppo_mini_batch_size=250"],
-    ),
     "a mini-batch is no larger than the batch": (
         ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=64"],
         f"{ACTOR}.ppo_mini_batch_size=64 is more prompts than a step has (data.train_batch_size=16); use 16",
         [f"{ACTOR}.ppo_mini_batch_size=16"],
-    ),
-    "ranks divide a mini-batch": (
-        ["trainer.n_gpus_per_node=4", "data.train_batch_size=24", f"{ACTOR}.ppo_mini_batch_size=6"],
-        f"{ACTOR}.ppo_mini_batch_size=6 is not divisible by 4 data-parallel ranks; use 4 or 8",
-        [f"{ACTOR}.ppo_mini_batch_size=8"],
     ),
     "filtering needs groups": (
         ["algorithm.filter_groups.enable=true"],
@@ -136,8 +126,8 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         ["reward_model.credit_assignment=1"],
     ),
     "the overlong buffer lies in the response": (
-        ["reward_model.overlong_buffer.enable=true"],
-        "reward_model.reward_kwargs.overlong_buffer_cfg.len=0 lies outside the response (1 to 512 "
+        ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=600"],
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len=600 lies outside the response (1 to 512 "
         "tokens); use for example 102",
         ["reward_model.overlong_buffer.len=102"],
     ),
@@ -266,13 +256,6 @@ def test_a_key_that_another_makes_idle_is_noted(overrides: list[str], key: str, 
     assert why in note
 
 
-def test_a_kl_in_the_reward_and_in_the_loss_at_once_is_noted() -> None:
-    (note,) = compose(["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"]).notes
-    assert "in the reward" in note
-    assert "in the loss" in note
-    assert "counts twice" in note
-
-
 def test_keys_that_take_effect_are_not_noted() -> None:
     assert compose(["critic.optim.lr=1", "trainer.seed=3"]).notes == ()
 
@@ -286,6 +269,12 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
     ),
     ([f"{ACTOR}.rollout_n=5", f"{ROLLOUT}.n=4"], f"{ACTOR}.rollout_n", 4, "n=4 responses"),
     ([f"{ROLLOUT}.val_kwargs.n=4"], f"{ROLLOUT}.val_kwargs.n", 4, "are all the same"),
+    (
+        ["reward_model.overlong_buffer.enable=true"],
+        "reward_model.reward_kwargs.overlong_buffer_cfg.enable",
+        False,
+        "penalises nothing",
+    ),
     (
         [f"{ROLLOUT}.dtype=bfloat16", "trainer.device=cpu"],
         "trainer.device",
@@ -337,6 +326,12 @@ def test_an_unknown_schedule_or_engine_is_named_with_its_key(override: str, near
         load_config([override])
     (problem, *_) = caught.value.problems
     assert problem.startswith(f"{override} is unknown. Did you mean '{near}'?")
+
+
+def test_the_last_mini_batch_of_a_step_may_be_smaller_and_uneven_over_the_ranks() -> None:
+    mini = f"{ACTOR}.ppo_mini_batch_size"
+    load_config(["data.train_batch_size=1024", f"{mini}=80"])
+    load_config(["trainer.n_gpus_per_node=96", "data.train_batch_size=96", f"{mini}=32"])
 
 
 def test_greedy_groups_are_fine_when_only_validating() -> None:

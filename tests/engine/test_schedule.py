@@ -45,6 +45,13 @@ def test_more_cycles_come_back_up():
     assert factors(config, 4, [0, 1, 2, 3, 4]) == pytest.approx([1.0, 0.5, 0.0, 0.5, 1.0])
 
 
+def test_linear_falls_from_peak_to_floor_after_the_warm_up():
+    config = OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=2, min_lr_ratio=0.2)
+    assert lr_factor(2, 12, config) == 1.0
+    assert lr_factor(7, 12, config) == pytest.approx(0.6)
+    assert lr_factor(12, 12, config) == pytest.approx(0.2)
+
+
 def test_wsd_is_stable_then_decays_in_the_last_share():
     config = OptimConfig(
         lr_scheduler_type="wsd", lr_warmup_steps=1, lr_decay_steps_ratio=0.4, min_lr_ratio=0.5

@@ -53,9 +53,9 @@ MISTAKES = [
         ("data.max_response_length=0", "use 1 or more"),
     ),
     Mistake(
-        "a mini-batch that does not divide the batch",
-        train(f"{ACTOR}.ppo_mini_batch_size=3"),
-        ("ppo_mini_batch_size=3", "use 2 or 4"),
+        "a mini-batch larger than the batch",
+        train(f"{ACTOR}.ppo_mini_batch_size=30"),
+        ("ppo_mini_batch_size=30 is more prompts than a step has", "use "),
     ),
     Mistake(
         "a batch larger than the data",
@@ -93,6 +93,7 @@ MISTAKES = [
         "several turns with no other side",
         train(f"{MULTI_TURN}.enable=true"),
         (f"{MULTI_TURN}.enable=true", f"{MULTI_TURN}.tool_config_path"),
+        code=0,
     ),
     Mistake(
         "a config that is not there",

@@ -310,8 +310,7 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
         )
     mini = config.critic.ppo_mini_batch_size
     if plan.critic and mini != config.actor_rollout_ref.actor.ppo_mini_batch_size:
-        ranks = 1 if ":" in config.critic.strategy else config.world_size  # 1: not known yet
-        yield from mini_batch_problems(config, "critic", mini, ranks)
+        yield from mini_batch_problems(config, "critic", mini)
 
 
 def _idle(

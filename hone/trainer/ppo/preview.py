@@ -84,7 +84,7 @@ def lines_of(trainer: PPOTrainer, needs: Needs, lengths: Mapping[str, Lengths]) 
     for key, found in lengths.items():
         yield f"{key}: {found.rows:,} prompts of {found.shortest:,} to {found.longest:,} tokens"
     prompts = config.data.train_batch_size
-    updates = prompts // config.actor_rollout_ref.actor.ppo_mini_batch_size
+    updates = -(-prompts // config.actor_rollout_ref.actor.ppo_mini_batch_size)
     yield (
         f"{trainer.total_steps:,} steps of {prompts} prompts × {rollout.n} responses, "
         f"{updates * config.actor_rollout_ref.actor.ppo_epochs} updates per step, "

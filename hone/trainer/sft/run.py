@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Literal
 
 from hone.config import config_to_dict, replace
 from hone.config.sft import SFTConfig, SFTDataConfig
@@ -59,8 +60,8 @@ class SFTRun:
             self.val_rows = self._encoded(
                 "validation rows", data, data.val_files, data.val_max_samples
             )
-        epoch_steps = batches_in(len(self.rows), data.train_batch_size)
-        all_epochs = epoch_steps * config.trainer.total_epochs
+        self.epoch_steps = batches_in(len(self.rows), data.train_batch_size)
+        all_epochs = self.epoch_steps * config.trainer.total_epochs
         self.total_steps = config.trainer.total_training_steps or all_epochs
         if config.optim.total_training_steps <= 0:
             config = replace(config, "optim.total_training_steps", self.total_steps)
@@ -165,9 +166,13 @@ class SFTRun:
         }
 
     def validate_if_due(self) -> Numbers:
-        step, every = self.trainer.step_number, self.config.trainer.test_freq
-        due = step >= self.total_steps or (every > 0 and step % every == 0)
-        return self.validate() if due else {}
+        return self.validate() if self._due(self.config.trainer.test_freq) else {}
+
+    def _due(self, every: int | Literal["after_each_epoch"]) -> bool:
+        """Whether what is done every so many updates, or after each epoch, is due now."""
+        step = self.trainer.step_number
+        steps = self.epoch_steps if every == "after_each_epoch" else every
+        return step >= self.total_steps or (steps > 0 and step % steps == 0)
 
     def validate(self) -> Numbers:
         """The loss on every validation row."""
@@ -200,8 +205,7 @@ class SFTRun:
     # -- state --------------------------------------------------------------------------------
 
     def save_if_due(self, now: bool = False) -> None:
-        step, every = self.trainer.step_number, self.config.trainer.save_freq
-        if now or step >= self.total_steps or (every > 0 and step % every == 0):
+        if now or self._due(self.config.trainer.save_freq):
             self.save()
 
     def save(self) -> None:

@@ -94,9 +94,9 @@ def test_a_warm_up_and_the_critics_mini_batch_follow_from_the_columns_not_from_a
     assert planned("trainer.critic_warmup=5", *needs("values")).critic
     with pytest.raises(ConfigError, match="critic_warmup=5 without a critic"):
         planned("trainer.critic_warmup=5", *needs())
-    with pytest.raises(ConfigError, match=r"^critic.ppo_mini_batch_size=100 does not divide"):
-        planned("critic.ppo_mini_batch_size=100", *needs("values"))
-    assert planned("critic.ppo_mini_batch_size=100", *needs())
+    with pytest.raises(ConfigError, match=r"^critic.ppo_mini_batch_size=2000 is more prompts"):
+        planned("critic.ppo_mini_batch_size=2000", *needs("values"))
+    assert planned("critic.ppo_mini_batch_size=2000", *needs())
 
 
 def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> None:
