@@ -43,6 +43,17 @@ def run_to_end(work: Coroutine[None, None, T]) -> T:
     return EventLoopRun(work).run()
 
 
+def call_in(
+    loop: asyncio.AbstractEventLoop, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+) -> bool:
+    """Have a loop call it, from any thread; False when the loop has closed, and its owner no longer waits."""
+    try:
+        loop.call_soon_threadsafe(functools.partial(call, *args, **kwargs))
+    except RuntimeError:
+        return False
+    return True
+
+
 def run_coroutine(work: Coroutine[None, None, T]) -> T:
     """As `run_to_end`, also in a thread that runs an event loop already, as a notebook's does."""
     try:
@@ -91,13 +102,9 @@ class EventLoopRun(Generic[T]):
 
         self.call_soon(cancel)
 
-    def call_soon(self, call: Callable[..., object], *arguments: object) -> bool:
+    def call_soon(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
         """Have the event loop call it, from any thread; False when the loop has closed."""
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            return False
-        return True
+        return call_in(self._loop, call, *args, **kwargs)
 
     def _take_interrupts(self) -> Function | int | None:
         """In the main thread, where Python's own handler is in place, Ctrl-C cancels the coroutine."""

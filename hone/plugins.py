@@ -13,11 +13,14 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", covariant=True)
+"""What every object of a table is: a class, or a function with these arguments."""
 
 
 class PluginError(ValueError):
@@ -36,7 +39,7 @@ class BrokenModule(PluginError, RuntimeError):
     """A file that raises while it is loaded."""
 
 
-class Table:
+class Table(Generic[Kind]):
     """Names of one kind of plug-in."""
 
     def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
@@ -53,18 +56,18 @@ class Table:
         """True for a name that points to a place in this package and has not been loaded for it."""
         return isinstance(self.entries.get(plain_name(name)), str)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> Kind:
         """The object under a name of the configuration, which may also be an import path."""
         name = plain_name(name)
         if name not in self.entries and ":" in name:
             return load_object(name)
         return self._named(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
-    def get_registered(self, name: str) -> Any:
+    def get_registered(self, name: str) -> Kind:
         """The object registered under a name; a name from data goes here, and imports nothing."""
         return self._named(name, "")
 
-    def _named(self, name: str, or_else: str) -> Any:
+    def _named(self, name: str, or_else: str) -> Kind:
         if name in self.entries:
             target = self.entries[name]
             return load_object(target) if isinstance(target, str) else target
@@ -73,7 +76,7 @@ class Table:
             f"Known: {', '.join(self.names())}{or_else}"
         )
 
-    def add(self, name: str, target: Any) -> None:
+    def add(self, name: str, target: T) -> None:
         """Register an object or "module:object"; another one under a taken name is an error."""
         name = plain_name(name)
         taken = self.entries.get(name)
@@ -85,7 +88,7 @@ class Table:
             )
         self.entries.setdefault(name, target)
 
-    def replace(self, name: str, target: Any) -> None:
+    def replace(self, name: str, target: T) -> None:
         """Put an object under a name, taken or not."""
         self.entries[plain_name(name)] = target
 
@@ -109,18 +112,18 @@ def proposal(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-class TableView(MutableMapping[str, Any]):
+class TableView(MutableMapping[str, T]):
     """A table read and changed as a dict of names to objects."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table[T]) -> None:
         self._table = table
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> T:
         if name not in self._table:
             raise KeyError(name)
         return self._table.get(name)
 
-    def __setitem__(self, name: str, target: Any) -> None:
+    def __setitem__(self, name: str, target: T) -> None:
         self._table.replace(name, target)
 
     def __delitem__(self, name: str) -> None:
@@ -132,17 +135,17 @@ class TableView(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._table.names())
 
-    def use(self, entries: dict[str, Any]) -> None:
+    def use(self, entries: dict[str, T]) -> None:
         """Let the table hold exactly these entries from now on; later ones are added to this dict."""
         self._table.entries = entries
 
 
-def plain_name(name: Any) -> Any:
+def plain_name(name: str | Enum) -> str:
     """A name, also where an enum member stands for it, as in verl."""
-    return getattr(name, "value", name)
+    return str(name.value) if isinstance(name, Enum) else name
 
 
-def _described(thing: Any) -> str:
+def _described(thing: T) -> str:
     """`Name of file.py` for what a user's file defines, never the name that its module has here."""
     name = getattr(thing, "__qualname__", None)
     module = sys.modules.get(getattr(thing, "__module__", ""))
@@ -150,7 +153,7 @@ def _described(thing: Any) -> str:
     return f"{name} of {file}" if name and file else f"{thing!r:.80}"
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: T, b: T) -> bool:
     """Also true for one module imported twice, as a script and by name."""
     if a is b or a == b:
         return True
@@ -175,7 +178,7 @@ def load_extern_object(
     name = object_name or class_name
     if not name:
         raise PluginError(f"name the object to load from {module_path!r}")
-    found: Any = load_module(module_path)
+    found = load_module(module_path)
     for part in name.split("."):
         if not hasattr(found, part):
             offered = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))[:12])

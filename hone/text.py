@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from hone.types import JsonObject, JsonValue, Settings
+
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 """Nesting of lists and objects in data; deeper values exceed the recursion limit of their readers."""
@@ -29,12 +31,12 @@ def clean_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def clean_values(value: object) -> Any:
+def clean_values(value: T) -> Any:
     """A copy of the value as JSON data that can be written, sent and rendered: text is cleaned."""
     return _cleaned(value, ())
 
 
-def _cleaned(value: object, around: tuple[int, ...]) -> JsonValue:
+def _cleaned(value: T, around: tuple[int, ...]) -> JsonValue:
     """`around` are the ids of the values that hold this one."""
     if isinstance(value, str):
         return clean_text(value)
@@ -57,13 +59,13 @@ def _cleaned(value: object, around: tuple[int, ...]) -> JsonValue:
     return shown(value)
 
 
-def flaw_of(value: object, *, allow_nul: bool = False) -> str | None:
+def flaw_of(value: JsonValue, *, allow_nul: bool = False) -> str | None:
     """What makes a value of a data row unusable (lone surrogates, NUL, depth), or None."""
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
             return f"is nested more than {MAX_DEPTH} levels deep"
-        inside: list[object] = []
+        inside: list[JsonValue] = []
         for item in level:
             if isinstance(item, str):
                 if flaw := _flaw_of_text(item, allow_nul):
@@ -142,7 +144,7 @@ def read_yaml(path: str) -> Any:
     if not file.is_file():
         raise BadText(f"{path} does not exist (looked in {Path.cwd()})")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except RecursionError:
         raise BadText(f"{path} is nested too deeply") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
@@ -153,7 +155,7 @@ def read_yaml(path: str) -> Any:
     return content
 
 
-def shown(value: object) -> str:
+def shown(value: T) -> str:
     """`repr` of any object, shortened; one that cannot be shown is named by its type."""
     try:
         text = clean_text(repr(value))

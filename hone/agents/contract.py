@@ -31,7 +31,7 @@ from hone.types import JsonValue, Row, Settings
 C = TypeVar("C")
 L = TypeVar("L", bound="type[AgentLoopBase]")
 
-LOOPS = Table(
+LOOPS: Table[Callable[..., AgentLoopBase]] = Table(
     "agent loop",
     {
         "single_turn_agent": "hone.agents.loops.single_turn:SingleTurnAgentLoop",

@@ -12,11 +12,12 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from hone.event_loop import EventLoopRun, run_coroutine
 from hone.rollout.contract import Driven, RolloutEngine, RolloutError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ class LoopThread(Generic[T]):
         self._settled.set()
         self._on_end()
 
-    def call_soon(self, call: Callable[..., object], *arguments: object) -> bool:
-        return self._running.call_soon(call, *arguments)
+    def call_soon(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
+        return self._running.call_soon(call, *args, **kwargs)
 
     def settle(self) -> None:
         """Give loops that got an answer the turns to ask again."""

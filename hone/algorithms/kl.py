@@ -18,7 +18,7 @@ KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
 _HERE = "hone.algorithms.kl"
 
-TABLE = Table(
+TABLE: Table[KLEstimator] = Table(
     "KL estimator",
     {
         "k1": f"{_HERE}:k1",
@@ -51,7 +51,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The estimate with its own gradient."""
     try:
-        estimator: KLEstimator = TABLE.get(kl_penalty)
+        estimator = TABLE.get(kl_penalty)
     except PluginError as error:
         raise NotImplementedError(_unknown("kl_penalty", kl_penalty, error)) from error
     return estimator(logprob, ref_logprob)
@@ -60,7 +60,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 def get_kl_estimator(name: str, key: str) -> KLEstimator:
     """The estimator of that name, or of "pkg.mod:object"; `key` is the setting that names it."""
     try:
-        estimator: KLEstimator = TABLE.get(name.removesuffix("+"))
+        estimator = TABLE.get(name.removesuffix("+"))
     except PluginError as error:
         raise PluginError(_unknown(key, name, error)) from error
     return estimator

@@ -13,7 +13,7 @@ Schedule = Callable[[int, int, OptimConfig], float]
 
 _HERE = "hone.engine.schedule"
 
-SCHEDULES = Table(
+SCHEDULES: Table[Schedule] = Table(
     "learning-rate schedule",
     {
         "constant": f"{_HERE}:constant",
@@ -37,8 +37,7 @@ def lr_factor(update: int, total: int, config: OptimConfig) -> float:
         return (update + 1) / (warmup + 1)
     if total <= 0:
         return 1.0
-    schedule: Schedule = SCHEDULES.get(config.lr_scheduler_type)
-    return schedule(update, total, config)
+    return SCHEDULES.get(config.lr_scheduler_type)(update, total, config)
 
 
 def constant(update: int, total: int, config: OptimConfig) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.plugins import PluginError, Table
 
-STRATEGIES = Table(
+STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
     "training engine", {"fsdp": "hone.engine.build:build", "fsdp2": "hone.engine.build:build"}
 )
 _MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
@@ -13,7 +15,7 @@ _MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_")
 
 def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
     """The engine that `strategy` names, built from the spec alone; it must keep the whole contract."""
-    engine: TrainEngine = STRATEGIES.get(name)(spec)
+    engine = STRATEGIES.get(name)(spec)
     if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
             f"strategy={name} built a {type(engine).__name__} without {', '.join(missing)}; an engine has "

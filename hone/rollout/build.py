@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hone.config.rollout import RolloutConfig
@@ -13,7 +14,7 @@ from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 if TYPE_CHECKING:
     from hone.rollout.native.paged_core import PagedCore
 
-ENGINES = Table(
+ENGINES: Table[Callable[[RolloutSpec], RolloutEngine]] = Table(
     "rollout engine",
     {
         "native": "hone.rollout.build:build_native",
@@ -26,7 +27,7 @@ _MEMBERS = sorted(name for name in vars(RolloutEngine) if not name.startswith("_
 
 def build_rollout(spec: RolloutSpec) -> RolloutEngine:
     """The engine that `rollout.name` names, built from the spec alone; it must keep the whole contract."""
-    engine: RolloutEngine = ENGINES.get(spec.config.name)(spec)
+    engine = ENGINES.get(spec.config.name)(spec)
     if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
             f"rollout.name={spec.config.name} built a {type(engine).__name__} without "

@@ -20,7 +20,7 @@ from hone.types import Row, Settings
 
 log = logging.getLogger(__name__)
 
-TRACKERS = Table(
+TRACKERS: Table[Callable[[RunInfo], Tracker]] = Table(
     "tracker in trainer.logger",
     {
         "console": "hone.tracking.console:ConsoleTracker",

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hone.config.errors import ConfigError
-from hone.tracking.lock import lock_folder
+from hone.tracking.lock import FolderLock, lock_folder
 
 
 def require_folder(path: str, key: str) -> None:
@@ -18,7 +18,7 @@ def require_folder(path: str, key: str) -> None:
     _require_writable(folder, f"{key}={path}")
 
 
-def lock_run(folder: str) -> AbstractContextManager[object]:
+def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
     """The lock of a run folder; where there can be none, the checks that follow say why."""
     try:
         require_folder(folder, "trainer.default_local_dir")

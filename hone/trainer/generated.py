@@ -16,7 +16,7 @@ from pathlib import Path
 from hone.data.rows import file_fingerprint, write_parquet
 from hone.tracking import atomic_path, atomic_write_text
 from hone.tracking.storage import naming
-from hone.types import Row
+from hone.types import JsonValue, Row
 
 log = logging.getLogger(__name__)
 
@@ -113,9 +113,10 @@ class Output:
     def _facts(self, file: Path) -> dict[str, str]:
         return {"job": self.job, "output": file_fingerprint(str(file))}
 
-    def _recorded(self) -> object:
+    def _recorded(self) -> JsonValue:
         try:
-            return json.loads(self.record.read_text(encoding="utf-8"))
+            record: JsonValue = json.loads(self.record.read_text(encoding="utf-8"))
+            return record
         except (OSError, ValueError):  # no record, or none that can be read: not this job's
             return None
 

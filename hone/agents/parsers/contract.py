@@ -89,8 +89,7 @@ class ToolParser:
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Tokenizer) -> ToolParser:
         """A parser of this name; ValueError where there is none."""
-        parser: ToolParser = PARSERS.get(name)(tokenizer)
-        return parser
+        return PARSERS.get(name)(tokenizer)
 
 
 def as_function_call(call: ToolCall) -> FunctionCall:
@@ -147,7 +146,7 @@ def arguments_schema(name: str, tools: Schemas) -> Mapping[str, JsonObject]:
     return {}
 
 
-PARSERS = Table(
+PARSERS: Table[Callable[..., ToolParser]] = Table(
     "tool-call parser",
     {
         "hermes": "hone.agents.parsers.hermes:HermesToolParser",

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _HERE = "hone.algorithms.advantages"
 
-TABLE = Table(
+TABLE: Table[Function] = Table(
     "advantage estimator",
     {
         "gae": f"{_HERE}.gae:gae",

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _HERE = "hone.algorithms.policy_losses"
 
-TABLE = Table(
+TABLE: Table[Function] = Table(
     "policy loss",
     {
         "vanilla": f"{_HERE}.vanilla:vanilla",

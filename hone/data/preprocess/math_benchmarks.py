@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hone.data.preprocess.math_dataset import SUFFIX as BOXED
 from hone.data.preprocess.sources import Source, Upstream
 from hone.data.rows import DataError
-from hone.types import Row
+from hone.types import JsonValue, Row
 
 ANSWER_LINE = (
     "Solve the problem step by step. Write the final answer on the last line, in the form"
@@ -55,7 +55,7 @@ BENCHMARKS = {
 }
 
 
-def tidy_answer(answer: object) -> str:
+def tidy_answer(answer: JsonValue) -> str:
     """The answer as a solver would write it: no unit in brackets behind it, no `.0`."""
     text = re.sub(r"(?<=\d)\s*\([^()]*\)$", "", str(answer).strip())
     return re.sub(r"^(-?\d+)\.0$", r"\1", text)

@@ -14,7 +14,7 @@ M = TypeVar("M", bound=type)
 
 _HERE = "hone.rewards.managers"
 
-MANAGERS = Table(
+MANAGERS: Table[type[AbstractRewardManager]] = Table(
     "reward manager",
     {
         "naive": f"{_HERE}.naive:NaiveRewardManager",
@@ -34,5 +34,4 @@ def register(name: str) -> Callable[[M], M]:
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
     """The class of that name, or of "pkg.mod:Class"; an unknown name is an error."""
-    cls: type[AbstractRewardManager] = MANAGERS.get(name)
-    return cls
+    return MANAGERS.get(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
+from hone.event_loop import call_in
 from hone.rollout.contract import RolloutError
 from hone.rollout.requests import Request, decoding_failed
 
@@ -23,15 +23,6 @@ def answer(requests: list[Request]) -> list[Request]:
         if not call_in(loop, resolve, answered)
         for request in answered
     ]
-
-
-def call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> bool:
-    """Run it in the loop; False when the loop has closed, and its owner no longer waits."""
-    try:
-        loop.call_soon_threadsafe(call, *arguments)
-    except RuntimeError:
-        return False
-    return True
 
 
 def resolve(requests: list[Request]) -> None:

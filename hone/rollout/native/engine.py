@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hone.event_loop import call_in
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import (
     OnTokens,
@@ -24,7 +25,7 @@ from hone.rollout.contract import (
     TokenOutput,
     Traits,
 )
-from hone.rollout.native.answers import answer, call_in, refuse, resolve, stream
+from hone.rollout.native.answers import answer, refuse, resolve, stream
 from hone.rollout.requests import (
     Request,
     RequestRules,

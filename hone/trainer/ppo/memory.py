@@ -12,7 +12,7 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def memory_explained(step: object) -> Iterator[None]:
+def memory_explained(step: str) -> Iterator[None]:
     """An allocation that failed inside becomes a sentence; the error itself is its cause."""
     import torch
 

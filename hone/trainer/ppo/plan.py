@@ -28,7 +28,7 @@ from hone.config.errors import did_you_mean, nearest
 from hone.config.rollout import SEARCH_LOOP
 from hone.config.states import topics
 from hone.models.external import import_external
-from hone.plugins import PluginError
+from hone.plugins import PluginError, Table
 from hone.rewards.managers.registry import MANAGERS
 from hone.rollout.build import ENGINES
 from hone.types import Function
@@ -133,7 +133,7 @@ def find_problems_and_notes(
 def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
     """Names of plug-ins that are in no table; those of estimator, loss and KL are the draft's."""
     rollout = config.actor_rollout_ref.rollout
-    tables = {
+    tables: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
         "actor_rollout_ref.rollout.multi_turn.format": (PARSERS, rollout.multi_turn.format),
     }
