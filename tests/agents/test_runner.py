@@ -185,7 +185,7 @@ def test_an_unknown_loop_proposes_the_nearest_name(
 def test_a_row_cannot_name_a_place_to_import_a_loop_from(
     runner: Runner, rows: Rows, echo: ScriptedRollout, name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LOOPS, "_entries", {"single_turn_agent": SingleTurnAgentLoop})
+    monkeypatch.setattr(LOOPS, "entries", {"single_turn_agent": SingleTurnAgentLoop})
     monkeypatch.setattr("hone.plugins.load_module", _no_import)
     with pytest.raises(PluginError, match="agent_name"):
         runner(echo).run(rows(["a"], agent_name=[name]))
@@ -211,7 +211,7 @@ def test_a_registered_loop_is_found_by_its_name(
     tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LOOPS, "_entries", dict(LOOPS.entries))  # forgotten after the test
+    monkeypatch.setattr(LOOPS, "entries", dict(LOOPS.entries))  # forgotten after the test
     LOOPS.add("fixed_for_test", FixedLoop)
     batch = runner(echo).run(rows(["a"], agent_name=["fixed_for_test"]))
     assert decode(tokenizer, batch) == ["mine"]

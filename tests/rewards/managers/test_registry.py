@@ -9,7 +9,7 @@ from hone.rewards.managers import AbstractRewardManager, get_reward_manager_cls,
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry.MANAGERS, "_entries", dict(registry.MANAGERS.entries))
+    monkeypatch.setattr(registry.MANAGERS, "entries", dict(registry.MANAGERS.entries))
 
 
 @pytest.mark.parametrize(
