@@ -11,7 +11,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, np.ndarray]
-_T = TypeVar("_T")
 
 STATE_VERSION = 1
 
@@ -61,15 +60,11 @@ def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
 def collate_fn(rows: Sequence[Row]) -> Batch:
     """Columns of a batch as object arrays; a column that some row lacks is None there."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: object_array([row.get(name) for row in rows]) for name in names}
-
-
-def object_array(values: Sequence[_T]) -> np.ndarray:
-    """A 1-D object array, also when the values are lists of one length."""
-    array = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):
-        array[i] = value
-    return array
+    columns = {name: np.empty(len(rows), dtype=object) for name in names}
+    for name, column in columns.items():
+        for index, row in enumerate(rows):  # one by one: lists of one length stay lists
+            column[index] = row.get(name)
+    return columns
 
 
 class PromptLoader:
@@ -292,5 +287,4 @@ class PromptLoader:
 
 
 def _name(sampler: Sampler) -> str:
-    described: str = sampler.name if hasattr(sampler, "name") else type(sampler).__qualname__
-    return described
+    return str(sampler.name) if hasattr(sampler, "name") else type(sampler).__qualname__
