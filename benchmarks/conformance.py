@@ -170,6 +170,7 @@ def kind(reason: str) -> str:
     """A reason without the values of one command."""
     reason = re.sub(r" ?\((command line|[^()]*\.yaml[^()]*)\)", "", reason)
     reason = re.sub(r"=('[^']*'|\[[^]]*\]|[^\s,;:]+)", "=…", reason.partition(". Did you mean")[0])
+    reason = re.sub(r"(?<=\s)/\S+", "FOLDER", reason)
     return re.sub(r"(?<![\w.])\d[\d,.]*(?!\w)", "N", reason)[:160]
 
 
