@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from hone.protocol import shapes
 from hone.protocol.disk import load, save
 from hone.protocol.errors import ProtocolError
 from hone.protocol.packed import PackedTensorDict
@@ -30,13 +31,7 @@ from hone.protocol.rows import (
     tensordict_of,
 )
 from hone.protocol.selection import pop_columns, rename_columns, select_columns
-from hone.protocol.shapes import (
-    describe,
-    fold_batch_dim,
-    memory,
-    unfold_batch_dim,
-    unfold_column_chunks,
-)
+from hone.protocol.shapes import describe, memory
 from hone.protocol.union import union_dicts, union_numpy_dict, union_tensor_dict
 from hone.protocol.wire import (
     decode_tensordict,
@@ -108,16 +103,12 @@ class DataProto:
         auto_padding: bool = False,
     ) -> DataProto:
         """Build from one dict of torch tensors and numpy arrays, as a data loader yields it."""
-        tensors, arrays = {}, {}
-        for key, value in data.items():
-            if isinstance(value, torch.Tensor):
-                tensors[key] = value
-            elif isinstance(value, np.ndarray):
-                arrays[key] = value
-            else:
-                raise ProtocolError(
-                    f"column {key!r} is a {type(value).__name__}; give a torch.Tensor or np.ndarray"
-                )
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        for key in [key for key in data if key not in tensors and key not in arrays]:
+            raise ProtocolError(
+                f"column {key!r} is a {type(data[key]).__name__}; give a torch.Tensor or np.ndarray"
+            )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -224,9 +215,7 @@ class DataProto:
         elif self.non_tensor_batch.pop(name, None) is None:
             raise KeyError(f"batch has no column {name!r} to drop; it has {self.column_names()}")
 
-    def get_data_info(self) -> str:
-        """One line a column: name, shape, dtype; then the meta_info keys."""
-        return describe(self)
+    get_data_info = describe
 
     def print_size(self, prefix: str = "") -> str:
         """Log, and return, how much memory tensors and object columns take."""
@@ -236,35 +225,9 @@ class DataProto:
 
     # -- choosing columns -------------------------------------------------------------------
 
-    def select(
-        self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
-        deepcopy: bool = False,
-    ) -> DataProto:
-        """A batch with only these columns and facts; None takes all of a kind."""
-        return select_columns(
-            self, batch_keys, non_tensor_batch_keys, meta_info_keys, deepcopy=deepcopy
-        )
-
-    def pop(
-        self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
-    ) -> DataProto:
-        """Remove these columns and facts (None: none) and return them as a new batch."""
-        return pop_columns(self, batch_keys, non_tensor_batch_keys, meta_info_keys)
-
-    def rename(
-        self,
-        old_keys: str | Sequence[str] | None = None,
-        new_keys: str | Sequence[str] | None = None,
-    ) -> DataProto:
-        """Rename tensor columns, in place."""
-        rename_columns(self, old_keys, new_keys)
-        return self
+    select = select_columns
+    pop = pop_columns
+    rename = rename_columns
 
     def union(self, other: DataProto) -> DataProto:
         """Add the other's columns and facts to this batch; what both have must be equal."""
@@ -347,10 +310,7 @@ class DataProto:
             raise ProtocolError(f"a batch cannot be split into pieces of {split_size} rows")
         return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
 
-    @staticmethod
-    def concat(data: Sequence[DataProto]) -> DataProto:
-        """The batches one below the other; metrics become lists, other meta_info must agree."""
-        return concat_batches(data)
+    concat = staticmethod(concat_batches)
 
     def make_iterator(
         self,
@@ -366,29 +326,14 @@ class DataProto:
 
     # -- shapes -----------------------------------------------------------------------------
 
-    def unfold_column_chunks(
-        self, n_split: int, split_keys: Sequence[str] | None = None
-    ) -> DataProto:
-        """Cut dim 1 of `split_keys` into `n_split` and fold it into the rows; repeat the rest."""
-        return unfold_column_chunks(self, n_split, split_keys)
-
-    def fold_batch_dim(self, new_batch_size: int) -> DataProto:
-        """[B, …] to [new_batch_size, B / new_batch_size, …]."""
-        return fold_batch_dim(self, new_batch_size)
-
-    def unfold_batch_dim(self, batch_dims: int = 2) -> DataProto:
-        """The leading `batch_dims` dimensions into one: undoes `fold_batch_dim`."""
-        return unfold_batch_dim(self, batch_dims)
+    unfold_column_chunks = shapes.unfold_column_chunks
+    fold_batch_dim = shapes.fold_batch_dim
+    unfold_batch_dim = shapes.unfold_batch_dim
 
     # -- padding ----------------------------------------------------------------------------
 
-    def is_padding_enabled(self) -> bool:
-        """Whether this batch may be cut unevenly (meta_info flag, or HONE_AUTO_PADDING=1)."""
-        return may_be_cut_unevenly(self)
-
-    def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
-        """Append `padding_size` copies of the first or last row, in place."""
-        append_copies(self, padding_size, padding_candidate)
+    is_padding_enabled = may_be_cut_unevenly
+    padding = append_copies
 
     # -- crossing processes -----------------------------------------------------------------
 

@@ -52,15 +52,16 @@ def may_be_cut_unevenly(data: DataProto) -> bool:
     return bool(data.meta_info.get(AUTO_PADDING_KEY, DataProtoConfig.auto_padding))
 
 
-def append_copies(data: DataProto, count: int, candidate: str) -> None:
-    """Append `count` copies of the first or last row, in place."""
-    if candidate not in {"first", "last"}:
-        raise ProtocolError(f"padding_candidate={candidate!r}; use 'first' or 'last'")
+def append_copies(data: DataProto, padding_size: int, padding_candidate: str = "last") -> None:
+    """Append `padding_size` copies of the first or last row, in place."""
+    if padding_candidate not in {"first", "last"}:
+        raise ProtocolError(f"padding_candidate={padding_candidate!r}; use 'first' or 'last'")
     rows = len(data)
-    if count < 0 or (count and not rows):
-        raise ProtocolError(f"cannot pad a batch of {rows} rows by {count}")
-    copied = 0 if candidate == "first" else rows - 1
-    padded = take_batch(data, torch.tensor([*range(rows), *[copied] * count], dtype=torch.long))
+    if padding_size < 0 or (padding_size and not rows):
+        raise ProtocolError(f"cannot pad a batch of {rows} rows by {padding_size}")
+    copied = 0 if padding_candidate == "first" else rows - 1
+    index = [*range(rows), *[copied] * padding_size]
+    padded = take_batch(data, torch.tensor(index, dtype=torch.long))
     data.batch, data.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
 

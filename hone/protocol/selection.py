@@ -22,43 +22,53 @@ T = TypeVar("T")
 
 
 def select_columns(
-    data: DataProto, tensors: Names, arrays: Names, facts: Names, deepcopy: bool
+    data: DataProto,
+    batch_keys: Names = None,
+    non_tensor_batch_keys: Names = None,
+    meta_info_keys: Names = None,
+    deepcopy: bool = False,
 ) -> DataProto:
     """A batch with only these columns and facts; None takes all of a kind."""
     batch = data.batch
     if batch is not None:
-        names = list(batch.keys()) if tensors is None else list(tensors)
+        names = list(batch.keys()) if batch_keys is None else list(batch_keys)
         check_known(names, batch.keys(), "tensor columns")
         batch = TensorDict({name: batch[name] for name in names}, batch_size=batch.batch_size)
-    elif tensors:
-        check_known(tensors, (), "tensor columns")
-    chosen = pick(data.non_tensor_batch, arrays, "object columns")
-    info = pick(data.meta_info, facts, "meta_info")
+    elif batch_keys:
+        check_known(batch_keys, (), "tensor columns")
+    chosen = pick(data.non_tensor_batch, non_tensor_batch_keys, "object columns")
+    info = pick(data.meta_info, meta_info_keys, "meta_info")
     if deepcopy:
         batch = batch.clone() if batch is not None else None
         chosen, info = copy.deepcopy(chosen), copy.deepcopy(info)
     return type(data)(batch, chosen, info)
 
 
-def pop_columns(data: DataProto, tensors: Names, arrays: Names, facts: Names) -> DataProto:
+def pop_columns(
+    data: DataProto,
+    batch_keys: Names = None,
+    non_tensor_batch_keys: Names = None,
+    meta_info_keys: Names = None,
+) -> DataProto:
     """Remove these columns and facts (None: none) and return them as a new batch."""
-    popped = select_columns(data, tensors or [], arrays or [], facts or [], deepcopy=False)
-    if data.batch is not None:
-        for name in tensors or []:
-            data.batch.pop(name)
-    for name in arrays or []:
-        del data.non_tensor_batch[name]
-    for name in facts or []:
-        del data.meta_info[name]
+    names = batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or []
+    popped = select_columns(data, *names)
+    for source, keys in zip(
+        (data.batch, data.non_tensor_batch, data.meta_info), names, strict=True
+    ):
+        for key in keys:
+            del source[key]
     if popped.batch is not None and not len(popped.batch.keys()) and popped.non_tensor_batch:
         popped.batch = None
     return popped
 
 
-def rename_columns(data: DataProto, old: str | Names, new: str | Names) -> None:
+def rename_columns(
+    data: DataProto, old_keys: str | Names = None, new_keys: str | Names = None
+) -> DataProto:
     """Rename tensor columns, in place."""
-    before = [old] if isinstance(old, str) else list(old or [])
-    after = [new] if isinstance(new, str) else list(new or [])
+    before = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
+    after = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
     if len(before) != len(after):
         raise ProtocolError(
             f"cannot rename {before} to {after}: {len(before)} names for {len(after)}"
@@ -67,6 +77,7 @@ def rename_columns(data: DataProto, old: str | Names, new: str | Names) -> None:
     for was, becomes in zip(before, after, strict=True):
         if was != becomes:
             data.batch.rename_key_(was, becomes)
+    return data
 
 
 def check_known(wanted: Sequence[str], present: Collection[str], kind: str) -> None:

@@ -21,7 +21,7 @@ Column = TypeVar("Column", torch.Tensor, np.ndarray)
 
 
 def unfold_column_chunks(
-    data: DataProto, n_split: int, split_keys: Sequence[str] | None
+    data: DataProto, n_split: int, split_keys: Sequence[str] | None = None
 ) -> DataProto:
     """[B, n·k, …] of `split_keys` to [B·n, k, …]; the rows of the others repeated n times."""
     if n_split < 1:
