@@ -6,8 +6,7 @@ Leaves out where the config comes from: it is handed in.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
@@ -16,11 +15,10 @@ from hone.data.dynamic import DynamicGenDataset
 from hone.data.loader import Dataset, PromptLoader
 from hone.data.objects import load_object
 from hone.data.reading import rows_of
-from hone.data.rows import BadRows, DataError, expand_files, read_file
+from hone.data.rows import BadRows, DataError, Files, expand_files, read_file
 from hone.data.samplers import Mixture, Sampler
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 from hone.tokenizer import Processor, Tokenizer
-from hone.types import Row
 
 
 def dataset_class(config: DataConfig, is_train: bool = True) -> Callable[..., Dataset]:
@@ -39,7 +37,7 @@ def dataset_class(config: DataConfig, is_train: bool = True) -> Callable[..., Da
 
 
 def create_rl_dataset(
-    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
+    data_paths: Files,
     data_config: DataConfig,
     tokenizer: Tokenizer | None,
     processor: Processor | None = None,
@@ -83,7 +81,7 @@ def run_dataset(
 
 
 def create_sft_dataset(
-    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    data_paths: Files,
     data_config: SFTDataConfig,
     tokenizer: Tokenizer,
     max_samples: int = -1,
@@ -100,9 +98,7 @@ def create_sft_dataset(
     return cls(data_paths, tokenizer, data_config, max_samples=max_samples)
 
 
-def _has_column(
-    data_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], name: str
-) -> bool:
+def _has_column(data_paths: Files, name: str) -> bool:
     file = read_file(expand_files(data_paths)[0], BadRows("skip"))
     return file is not None and name in file.rows[0]
 

@@ -29,7 +29,7 @@ from hone.data.prompts import (
     without_nulls,
 )
 from hone.data.reading import OverridableReading, settings_of
-from hone.data.rows import BadRows, DataError, SettingError
+from hone.data.rows import BadRows, DataError, Files, SettingError
 from hone.data.schema import COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
@@ -54,7 +54,7 @@ class RLHFDataset(OverridableReading):
 
     def __init__(
         self,
-        data_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
+        data_files: Files,
         tokenizer: Tokenizer,
         config: DataConfig | Settings,
         processor: Processor | None = None,

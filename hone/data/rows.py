@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from hone.text import BadText, clean_text, described, flaw_of, read_json
 from hone.types import Function, JsonValue, Row
@@ -25,6 +25,8 @@ from hone.types import Function, JsonValue, Row
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Files: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row]
+"""One data file or several; a program may give rows in place of files."""
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TRAINING_KEYS = "data.train_files and data.val_files"
 """The keys that name the files of a training run; other programs say their own."""
@@ -136,20 +138,18 @@ class FileRows:
         return f"{self.path}, row {self.numbers[index]}"
 
 
-def expand_files(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], keys: str = TRAINING_KEYS
-) -> list[str]:
+def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
     """One name or many, with `~`, `$VAR` and `*` patterns expanded; a pattern must match."""
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
         raise DataError(f"no data files were named; check {keys}")
     paths: list[str] = []
     for name in names:
+        if isinstance(name, Mapping):
+            raise DataError(f"rows and files are mixed in {keys}; give the ones or the others")
         path = os.path.expanduser(os.path.expandvars(os.fspath(name)))
-        if not glob.has_magic(path) or os.path.exists(path):
-            paths.append(path)
-            continue
-        matches = sorted(glob.glob(path))
+        is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        matches = sorted(glob.glob(path)) if is_pattern else [path]
         if not matches:
             raise DataError(f"no file matches {path!r}; check {keys}")
         paths.extend(matches)
@@ -327,19 +327,17 @@ def _distinct_names(files: Sequence[FileRows]) -> list[str]:
     return names
 
 
-def read_rows(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row],
-    bad: BadRows,
-    keys: str = TRAINING_KEYS,
-) -> RowStore:
+def read_rows(files: Files, bad: BadRows, keys: str = TRAINING_KEYS) -> RowStore:
     """Read every file; stops when nothing at all is left. `keys` named the files, for the errors.
 
     Rows themselves (dicts) may stand in place of files.
     """
-    if isinstance(files, (list, tuple)) and files and all(isinstance(f, Mapping) for f in files):
-        return _in_memory(files)
-    paths = expand_files(files, keys)  # type: ignore[arg-type]  # rows were taken above
-    read = [rows for path in paths if (rows := read_file(path, bad, keys)) is not None]
+    if not isinstance(files, (str, os.PathLike)):
+        rows = [row for row in files if isinstance(row, Mapping)]
+        if rows and len(rows) == len(files):
+            return _in_memory(rows)
+    paths = expand_files(files, keys)
+    read = [file for path in paths if (file := read_file(path, bad, keys)) is not None]
     if not read:
         raise DataError(f"no rows could be read from {', '.join(paths)}: {'; '.join(bad.examples)}")
     return RowStore(read)

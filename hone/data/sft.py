@@ -7,7 +7,6 @@ Leaves out conversations (conversation.py), and padding: rows are lists, the eng
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.rows import BadRows, DataError, RowStore, read_rows
+from hone.data.rows import BadRows, DataError, Files, RowStore, read_rows
 from hone.data.schema import text_problem
 from hone.text import BadText, flaw_of, read_json, shown
 from hone.tokenizer import Tokenizer
@@ -85,7 +84,7 @@ class SFTDataset:
 
     def __init__(
         self,
-        parquet_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+        parquet_files: Files | None,
         tokenizer: Tokenizer,
         config: SFTDataConfig,
         max_samples: int = -1,

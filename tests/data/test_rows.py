@@ -241,3 +241,8 @@ def test_a_corrupt_gzip_file_is_unreadable(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl.gz").write_bytes(content)
     with pytest.raises(DataError, match="cannot be read"):
         read_rows(str(tmp_path / "x.jsonl.gz"), BadRows("raise"))
+
+
+def test_rows_and_files_are_not_mixed() -> None:
+    with pytest.raises(DataError, match="rows and files are mixed"):
+        read_rows([{"prompt": "a"}, "b.jsonl"], BadRows("raise"))
