@@ -6,6 +6,7 @@ Nothing is imported here. Leaves out what verl keeps private; `hone.compat` answ
 from __future__ import annotations
 
 _CONTROLLER = "hone.controller"
+_MODES = f"{_CONTROLLER}.modes"
 _SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
 _STREAMING = f"{_MANAGERS}.streaming"
@@ -22,30 +23,25 @@ def _from(module: str, names: str) -> dict[str, str]:
     return {name: f"{module}:{name}" for name in names.split()}
 
 
+def _modules(path: str, room: str, names: str) -> dict[str, str]:
+    """Modules that are called the same in one room here."""
+    return {f"{path}.{name}": f"{room}.{name}" for name in names.split()}
+
+
 WHOLE_MODULES: dict[str, str] = {
-    "hone.utils.reward_score.gsm8k": f"{_SCORES}.gsm8k",
+    **_modules(
+        "hone.utils.reward_score",
+        _SCORES,
+        "gsm8k math_reward math_dapo math_verify rlla sandbox_fusion prime_math "
+        "prime_code geo3k qa_em qa_em_format countdown",
+    ),
     "hone.utils.reward_score.math": f"{_SCORES}.math_reward",
-    "hone.utils.reward_score.math_reward": f"{_SCORES}.math_reward",
-    "hone.utils.reward_score.math_dapo": f"{_SCORES}.math_dapo",
     "hone.utils.reward_score.math_batch": f"{_SCORES}.math_reward",
-    "hone.utils.reward_score.math_verify": f"{_SCORES}.math_verify",
-    "hone.utils.reward_score.rlla": f"{_SCORES}.rlla",
-    "hone.utils.reward_score.sandbox_fusion": f"{_SCORES}.sandbox_fusion",
-    "hone.utils.reward_score.prime_math": f"{_SCORES}.prime_math",
-    "hone.utils.reward_score.prime_code": f"{_SCORES}.prime_code",
-    "hone.utils.reward_score.geo3k": f"{_SCORES}.geo3k",
     "hone.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.qa_em",
-    "hone.utils.reward_score.qa_em": f"{_SCORES}.qa_em",
-    "hone.utils.reward_score.qa_em_format": f"{_SCORES}.qa_em_format",
-    "hone.utils.reward_score.countdown": f"{_SCORES}.countdown",
     "hone.utils.reward_score.multiply": f"{_SCORES}.arithmetic",
-    "hone.workers.reward_manager.abstract": f"{_MANAGERS}.abstract",
-    "hone.workers.reward_manager.naive": f"{_MANAGERS}.naive",
-    "hone.workers.reward_manager.batch": f"{_MANAGERS}.batch",
-    "hone.workers.reward_manager.prime": f"{_MANAGERS}.prime",
-    "hone.workers.reward_manager.dapo": f"{_MANAGERS}.dapo",
-    "hone.workers.reward_manager.blank": f"{_MANAGERS}.blank",
-    "hone.workers.reward_manager.registry": f"{_MANAGERS}.registry",
+    **_modules(
+        "hone.workers.reward_manager", _MANAGERS, "abstract naive batch prime dapo blank registry"
+    ),
     "hone.trainer.ppo.reward": "hone.rewards.loading",
     "hone.trainer.ppo.rollout_corr_helper": "hone.algorithms.rollout_correction",
     "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
@@ -63,7 +59,6 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.model": "hone.ops.verl_functional",
     "hone.utils.groupwise": "hone.ops.verl_functional",
     "hone.utils.metric.utils": "hone.trainer.ppo.metric_utils",
-    "hone.utils.config": "hone.config.of_dict",
     "hone.utils.tracking": "hone.tracking",
     "hone.utils.fs": f"{_DATA}.files",
     "hone.utils.hdfs_io": f"{_DATA}.files",
@@ -82,16 +77,14 @@ _MANAGER_NAMES = {
     **_from(f"{_MANAGERS}.registry", "register get_reward_manager_cls"),
 }
 _LOOP_NAMES = {
-    "AgentLoopBase": f"{_AGENTS}:AgentLoopBase",
-    "AgentLoopOutput": f"{_AGENTS}:AgentLoopOutput",
-    "AgentLoopMetrics": f"{_AGENTS}:AgentLoopMetrics",
+    **_from(
+        _AGENTS,
+        "AgentLoopBase AgentLoopOutput AgentLoopMetrics DictConfigWrap ToolListWrap register "
+        "register_agent_loop",
+    ),
     "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
     "LLMServerClient": f"{_AGENTS}:ServerManager",
-    "DictConfigWrap": f"{_AGENTS}:DictConfigWrap",
-    "ToolListWrap": f"{_AGENTS}:ToolListWrap",
     "TokenOutput": "hone.rollout.contract:TokenOutput",
-    "register": f"{_AGENTS}:register",
-    "register_agent_loop": f"{_AGENTS}:register_agent_loop",
     "SingleTurnAgentLoop": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
     "ToolAgentLoop": "hone.agents.loops.tool:ToolAgentLoop",
 }
@@ -159,21 +152,19 @@ _DISPATCH_NAMES = {
         "make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
         "update_dispatch_mode",
     ),
-    "dispatch_one_to_all": f"{_CONTROLLER}.modes:broadcast",
-    "dispatch_all_to_all": f"{_CONTROLLER}.modes:one_each",
-    "collect_all_to_all": f"{_CONTROLLER}.modes:as_list",
-    "dispatch_dp_compute": f"{_CONTROLLER}.modes:one_each",
-    "collect_dp_compute": f"{_CONTROLLER}.modes:as_list",
-    "dispatch_dp_compute_data_proto": f"{_CONTROLLER}.modes:split_batches",
-    "dispatch_dp_compute_data_proto_with_func": f"{_CONTROLLER}.modes:split_after_func",
-    "collect_dp_compute_data_proto": f"{_CONTROLLER}.modes:concat_batches",
+    "dispatch_one_to_all": f"{_MODES}:broadcast",
+    **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_MODES}:one_each"),
+    **dict.fromkeys(("collect_all_to_all", "collect_dp_compute"), f"{_MODES}:as_list"),
+    "dispatch_dp_compute_data_proto": f"{_MODES}:split_batches",
+    "dispatch_dp_compute_data_proto_with_func": f"{_MODES}:split_after_func",
+    "collect_dp_compute_data_proto": f"{_MODES}:concat_batches",
 }
 _WORKER_NAMES = {
-    "ActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
     "AsyncActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
-    "CriticWorker": "hone.workers.critic:CriticWorker",
-    "RewardModelWorker": "hone.workers.reward_model:RewardModelWorker",
-    "ProcessRewardModelWorker": "hone.workers.process_reward_model:ProcessRewardModelWorker",
+    **_from("hone.workers.actor_rollout_ref", "ActorRolloutRefWorker"),
+    **_from("hone.workers.critic", "CriticWorker"),
+    **_from("hone.workers.reward_model", "RewardModelWorker"),
+    **_from("hone.workers.process_reward_model", "ProcessRewardModelWorker"),
 }
 _CORE_ALGOS = {
     **_from(
@@ -192,18 +183,18 @@ _CORE_ALGOS = {
     "compute_rloo_vectorized_outcome_advantage": f"{_CORE}:compute_rloo_outcome_advantage",
     **_from(_ADVANTAGES, "register_adv_est get_adv_estimator_fn"),
     **_from(_LOSSES, "register_policy_loss get_policy_loss_fn"),
-    "compute_policy_loss_vanilla": f"{_LOSSES}.vanilla:vanilla",
-    "compute_policy_loss_gspo": f"{_LOSSES}.sequence_ratio:gspo",
-    "compute_policy_loss_sapo": f"{_LOSSES}.sapo:sapo",
-    "compute_policy_loss_gpg": f"{_LOSSES}.reinforce:gpg",
-    "compute_policy_loss_cispo": f"{_LOSSES}.cispo:cispo",
-    "compute_policy_loss_geo_mean": f"{_LOSSES}.sequence_ratio:geo_mean",
-    "compute_policy_loss_clip_cov": f"{_LOSSES}.covariance:clip_cov",
-    "compute_policy_loss_kl_cov": f"{_LOSSES}.covariance:kl_cov",
-    "compute_policy_loss_dppo_tv": f"{_LOSSES}.dppo:dppo_tv",
-    "compute_policy_loss_dppo_kl": f"{_LOSSES}.dppo:dppo_kl",
-    "compute_policy_loss_dro": f"{_LOSSES}.dro:dro",
-    "compute_policy_loss_bypass_mode": f"{_LOSSES}.bypass:bypass_mode",
+    **{
+        f"compute_policy_loss_{name}": f"{_LOSSES}.{file}:{name}"
+        for file, names in {
+            "covariance": ("clip_cov", "kl_cov"),
+            "dppo": ("dppo_tv", "dppo_kl"),
+            "reinforce": ("gpg",),
+            "sequence_ratio": ("gspo", "geo_mean"),
+            **{name: (name,) for name in ("vanilla", "sapo", "cispo", "dro")},
+            "bypass": ("bypass_mode",),
+        }.items()
+        for name in names
+    },
     **_from("hone.algorithms.value_loss", "compute_value_loss"),
     **_from("hone.algorithms.entropy", "compute_entropy_loss"),
     **_from("hone.algorithms.aggregation", "agg_loss"),
@@ -231,24 +222,20 @@ _CRITIC_CONFIGS = {
     "FSDPCriticModelCfg": "hone.config.critic:CriticModelConfig",
     **_from("hone.config.critic", "CriticConfig"),
 }
-_OPTIMIZER_CONFIGS = {
-    "OptimizerConfig": "hone.config.engine:OptimConfig",
-    "FSDPOptimizerConfig": "hone.config.engine:OptimConfig",
-}
-_ENGINE_CONFIGS = {
-    "EngineConfig": "hone.config.engine:FSDPConfig",
-    "FSDPEngineConfig": "hone.config.engine:FSDPConfig",
-}
+_OPTIMIZER_CONFIGS = dict.fromkeys(
+    ("OptimizerConfig", "FSDPOptimizerConfig"), "hone.config.engine:OptimConfig"
+)
+_ENGINE_CONFIGS = dict.fromkeys(
+    ("EngineConfig", "FSDPEngineConfig"), "hone.config.engine:FSDPConfig"
+)
 _MODEL_CONFIGS = {"HFModelConfig": "hone.config.model:ModelConfig"}
 _ROLLOUT_CONFIGS = {
     "AgentLoopConfig": "hone.config.rollout:AgentConfig",
-    **_from(
-        "hone.config.rollout",
-        "CheckpointEngineConfig MultiTurnConfig RolloutConfig SamplingConfig",
-    ),
+    **_from("hone.config.rollout", "CheckpointEngineConfig MultiTurnConfig RolloutConfig"),
 }
 _REWARD_CONFIGS = _from("hone.config.reward", "RewardModelConfig SandboxFusionConfig")
 _METRICS = "hone.trainer.ppo.metric_utils"
+_NEEDS = "need_critic need_reference_policy need_reward_model"
 _DATASET_NAMES = {
     "RLHFDataset": f"{_DATA}:RLHFDataset",
     "SFTDataset": f"{_DATA}:SFTDataset",
@@ -261,6 +248,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.reward_score": {"default_compute_score": "hone.rewards:default_compute_score"},
     "hone.workers.reward_manager": _MANAGER_NAMES,
     "hone.workers.fsdp_workers": _WORKER_NAMES,
+    "hone.workers.megatron_workers": _WORKER_NAMES,
     "hone.experimental.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
@@ -284,12 +272,17 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.trainer.ppo.core_algos": _CORE_ALGOS,
     "hone.trainer.ppo.ray_trainer": {
         "RayPPOTrainer": "hone.trainer.ppo.trainer:PPOTrainer",
-        "ResourcePoolManager": f"{_CONTROLLER}:ResourcePoolManager",
-        "Role": f"{_CONTROLLER}:Role",
-        "AdvantageEstimator": f"{_CORE}:AdvantageEstimator",
-        "apply_kl_penalty": f"{_STEPS}:apply_kl_penalty",
-        "compute_advantage": f"{_STEPS}:compute_advantage",
-        "compute_response_mask": f"{_STEPS}:compute_response_mask",
+        **_from(_CONTROLLER, "ResourcePoolManager Role"),
+        **_from(_CORE, "AdvantageEstimator"),
+        **_from(_STEPS, f"apply_kl_penalty compute_advantage compute_response_mask {_NEEDS}"),
+        **_from(
+            _METRICS,
+            "compute_data_metrics compute_throughout_metrics compute_timing_metrics "
+            "process_validation_metrics reduce_metrics",
+        ),
+        **_from("hone.tracking.markers", "marked_timer simple_timer"),
+        **_from("hone.algorithms.aggregation", "agg_loss"),
+        **_from("hone.protocol", "DataProto"),
     },
     "hone.utils.metric": _from(_METRICS, "reduce_metrics AggregationType Metric"),
     "hone.trainer.config": {**_ALGORITHM_CONFIGS, **_TRAINER_CONFIGS},
@@ -313,8 +306,9 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.config.reward": _REWARD_CONFIGS,
     "hone.trainer.ppo.utils": {
         "Role": f"{_CONTROLLER}:Role",
-        **_from(f"{_DATA}.create", "create_rl_dataset create_rl_sampler"),
+        **_from(_STEPS, f"create_rl_dataset create_rl_sampler {_NEEDS}"),
     },
+    "hone.trainer.constants_ppo": _from(_STEPS, "get_ppo_ray_runtime_env"),
     "hone.utils.ray_utils": {
         **_from(f"{_CONTROLLER}.ray", "parallel_put"),
         **_from("hone.event_loop", "get_event_loop"),
@@ -341,11 +335,19 @@ NAMES: dict[str, dict[str, str]] = {
         "load_extern_object": "hone.rewards:load_extern_object",
         "load_extern_type": "hone.rewards:load_extern_object",
     },
-    "hone.utils.tokenizer": {"hf_tokenizer": "hone.models.load:load_tokenizer"},
+    "hone.utils.config": {
+        **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
+        **_from(_STEPS, "validate_config"),
+    },
+    "hone.utils.tokenizer": {
+        "hf_tokenizer": "hone.models.load:load_tokenizer",
+        **_from("hone.ops.verl_functional", "hf_processor"),
+    },
     "hone.utils": {
         "hf_tokenizer": "hone.models.load:load_tokenizer",
         **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
-        **_from("hone.ops.verl_functional", "as_torch_index group_mean_std"),
+        **_from("hone.ops.verl_functional", "as_torch_index group_mean_std hf_processor"),
+        **_from(_STEPS, "validate_config"),
     },
     "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},
 }

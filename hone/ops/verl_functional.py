@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
@@ -185,6 +186,43 @@ def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
     offsets = nested_tensor.offsets()  # type: ignore[attr-defined]
     values = tensor.repeat_interleave(offsets.diff(), dim=0)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def hf_processor(name_or_path: str, **settings: JsonValue) -> None:
+    """No processor: text models have none, and models with images are refused when they load."""
+
+
+# -- ranks ------------------------------------------------------------------------------------
+
+
+def distributed_mean_max_min_std(
+    local_tensor: Tensor,
+    compute_max: bool = True,
+    compute_min: bool = True,
+    compute_std: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Mean, largest, smallest and deviation of the values of all ranks; None where not asked for."""
+    count = torch.tensor(local_tensor.numel(), device=local_tensor.device)
+    count = _reduced(count, dist.ReduceOp.SUM)
+    mean = _reduced(local_tensor.sum(), dist.ReduceOp.SUM) / count
+    squares = (local_tensor - mean).square().sum()
+    return (
+        mean,
+        _reduced(local_tensor.max(), dist.ReduceOp.MAX) if compute_max else None,
+        _reduced(local_tensor.min(), dist.ReduceOp.MIN) if compute_min else None,
+        (_reduced(squares, dist.ReduceOp.SUM) / (count - 1)).sqrt() if compute_std else None,
+    )
+
+
+def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
+    """Mean of the kept entries of all ranks."""
+    total = _reduced(masked_sum(local_tensor, local_mask), dist.ReduceOp.SUM)
+    return total / _reduced(local_mask.bool().sum(), dist.ReduceOp.SUM)
+
+
+def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    dist.all_reduce(value, op=how)
+    return value
 
 
 # -- learning-rate schedules ------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from hone.ops import verl_functional as F
 
@@ -109,3 +111,15 @@ def test_a_value_per_row_is_repeated_along_ragged_rows() -> None:
     assert F.expand_as_nested(torch.tensor([5, 6]), rows).values().tolist() == [5, 5, 6]
     with pytest.raises(AssertionError, match="one value per row"):
         F.expand_as_nested(torch.zeros(3), rows)
+
+
+def test_statistics_over_ranks(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x = torch.tensor([1.0, 2.0, 6.0])
+        got = F.distributed_mean_max_min_std(x)
+        assert [float(v) for v in got if v is not None] == pytest.approx([3.0, 6.0, 1.0, 7**0.5])
+        assert F.distributed_mean_max_min_std(x, False, False, False)[1:] == (None, None, None)
+        assert F.distributed_masked_mean(x, torch.tensor([1, 0, 1])) == 3.5
+    finally:
+        dist.destroy_process_group()

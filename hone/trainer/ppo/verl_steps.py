@@ -25,6 +25,7 @@ from hone.data.create import create_rl_dataset
 from hone.data.loader import Dataset, Sampler
 from hone.plugins import plain_name
 from hone.protocol import DataProto
+from hone.trainer.ppo.plan import Plan
 from hone.types import Row, Settings
 
 __all__ = ["create_rl_dataset"]
@@ -126,6 +127,33 @@ def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> S
     if not isinstance(config, DataConfig):
         config = composed_tree({"data": config}).config.data
     return create.create_rl_sampler(config, dataset)
+
+
+def need_critic(config: PPOTrainerConfig | Settings) -> bool:
+    """Whether the algorithm reads values, or the critic is switched on."""
+    return Plan.of(composed_tree(config).config).critic
+
+
+def need_reference_policy(config: PPOTrainerConfig | Settings) -> bool:
+    """Whether the algorithm reads the reference policy's log-probs."""
+    return Plan.of(composed_tree(config).config).reference
+
+
+def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
+    """Whether a reward model scores responses."""
+    return bool(composed_tree(config).config.reward_model.enable)
+
+
+def validate_config(
+    config: PPOTrainerConfig | Settings, use_reference_policy: bool, use_critic: bool
+) -> None:
+    """Raise ConfigError, with every problem, where a run of this config could not start."""
+    composed_tree(config)
+
+
+def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Row:
+    """Nothing beyond the caller's own environment: workers set what they need themselves."""
+    return {"env_vars": {}}
 
 
 def composed_tree(config: PPOTrainerConfig | Settings) -> Composed:

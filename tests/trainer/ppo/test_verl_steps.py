@@ -23,7 +23,11 @@ from hone.trainer.ppo.verl_steps import (
     compute_advantage,
     compute_response_mask,
     create_rl_sampler,
+    need_critic,
+    need_reference_policy,
+    need_reward_model,
     run_ppo,
+    validate_config,
 )
 
 ONE = torch.ones(2, 1, dtype=torch.float64)
@@ -117,6 +121,18 @@ def test_the_sampler_of_verls_data_block_is_made() -> None:
     assert create_rl_sampler({}, range(3)) is None
     with pytest.raises(AssertionError, match="needs __iter__"):
         create_rl_sampler(config("NoSampler"), range(3))
+
+
+def test_what_a_config_needs_follows_from_its_algorithm() -> None:
+    paths = {"data": {"train_files": "x.parquet"}, "actor_rollout_ref": {"model": {"path": "m"}}}
+    gae = {**paths, "algorithm": {"adv_estimator": "gae"}}
+    grpo = {**paths, "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": True}}
+    assert (need_critic(gae), need_reference_policy(gae)) == (True, False)
+    assert (need_critic(grpo), need_reference_policy(grpo)) == (False, True)
+    assert not need_reward_model(grpo)
+    validate_config(grpo, use_reference_policy=True, use_critic=False)
+    with pytest.raises(ConfigError, match="adv_estmator"):
+        validate_config({"algorithm": {"adv_estmator": "x"}}, False, False)
 
 
 class Backwards(AbstractSampler):
