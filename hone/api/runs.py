@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -170,9 +170,11 @@ def sft(
     asked = Asked("sft_trainer", "hone.sft", settings, config)
     with _run_folder("sft", asked) as folder:
         asked.set({"model.path": _path(model)})
+        columns = ("data.prompt", "data.response", "data.custom")
+        named = any(key.startswith(columns) for key in asked.given())
         for name, rows in (("train", data), ("val", validation)):
             if rows is not None:
-                _stage_responses(asked, rows, folder, name)
+                _stage_responses(asked, rows, folder, name, named)
         made = asked.composed(_whole_batch)
         _announce(made)
         if must_launch(made.config.world_size, made.config.trainer.nnodes, main_sft.MODULE):
@@ -233,7 +235,7 @@ def _run_folder(name: str, asked: Asked) -> Iterator[Path]:
     given = asked.given().get(key)
     require_folder(str(given or "runs"), "folder")
     folder = Path(str(given)).expanduser() if given else _new_folder(name)
-    is_new = not folder.exists() or not any(folder.iterdir())
+    is_new = not given or not folder.exists()
     asked.set({key: folder})
     try:
         yield folder
@@ -247,9 +249,12 @@ def _run_folder(name: str, asked: Asked) -> Iterator[Path]:
 
 
 def _new_folder(name: str) -> Path:
-    folder = next(p for p in (Path("runs", f"{name}-{i}") for i in count(1)) if not p.exists())
-    folder.mkdir(parents=True)
-    return folder
+    Path("runs").mkdir(exist_ok=True)
+    for folder in (Path("runs", f"{name}-{number}") for number in count(1)):
+        with suppress(FileExistsError):  # another process may take the name too
+            folder.mkdir()
+            return folder
+    raise AssertionError("count() has no end")
 
 
 def _announce(made: Composed) -> None:
@@ -258,12 +263,9 @@ def _announce(made: Composed) -> None:
     announce(made)
 
 
-def _stage_responses(asked: Asked, data: Data, folder: Path, name: str) -> None:
-    """Set the files of supervised rows, and the names of their columns."""
+def _stage_responses(asked: Asked, data: Data, folder: Path, name: str, named: bool) -> None:
+    """Set the files of supervised rows; their columns get our names where the user named none."""
     files, rows = files_of(data), items_of(data)
-    named = any(
-        key.startswith(("data.prompt", "data.response", "data.custom")) for key in asked.given()
-    )
     if files is None or not (named or MESSAGES in rows[0]):
         rows = response_rows(rows)
         files = [write_rows(rows, folder, name)]

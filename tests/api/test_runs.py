@@ -146,8 +146,18 @@ def test_fine_tuning_takes_pairs_and_all_rows_are_a_batch_where_they_are_few(
     assert result.config.data.train_batch_size == len(ROWS)
     assert [line["step"] for line in result.metrics] == [1, 2]
     assert "val/loss" in result.metrics[-1]
+    Path("val.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    mixed = hone.sft(tiny, pairs, validation="val.jsonl", steps=1, **quiet)
+    assert "val/loss" in mixed.metrics[-1]
     again = hone.sft(result, [{"messages": _chat("1", "2")}] * 2, steps=1, **quiet)
-    assert again.folder == Path("runs/sft-2")
+    assert again.folder == Path("runs/sft-3")
+
+
+def test_a_folder_that_was_there_stays_when_a_call_is_refused(tiny: Path, here: Path) -> None:
+    Path("mine").mkdir()
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        hone.train(tiny, ROWS, exact, folder="mine", train_batch_size=-1)
+    assert Path("mine").is_dir()
 
 
 def _chat(question: str, answer: str) -> list[dict[str, str]]:
