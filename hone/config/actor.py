@@ -6,13 +6,14 @@ Batch sizes are in prompts, sequences or tokens, as each docstring says; the der
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.batch_info import announced
 from hone.config.block import Block, block
 from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
 from hone.config.keys import at_most, follows
 from hone.config.ranges import AboveOne, Count, NotNegative, Positive
+from hone.types import Settings
 
 LossAggMode = Literal[
     "token-mean",
@@ -103,7 +104,7 @@ class ActorConfig(Block):
     checkpoint: CheckpointConfig = block(CheckpointConfig)
 
     @property
-    def global_batch_info(self) -> dict[str, Any]:
+    def global_batch_info(self) -> Settings:
         """What a custom policy loss hands to `agg_loss(..., **config.global_batch_info)`."""
         return {"dp_size": 1, **announced.get(), "loss_scale_factor": self.loss_scale_factor}
 

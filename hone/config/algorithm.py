@@ -6,11 +6,12 @@ Formulas live in `hone.algorithms`; `docs/algorithms.md` has one table of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.block import Block, block
 from hone.config.correction_presets import CorrectionPresets
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class CurriculumFilterConfig(Block):
     """Filter groups by their mean rule score."""
     fn_name: Literal["remove_extreme", "interquartile"] = "remove_extreme"
     """remove_extreme keeps 0 < mean < 1; interquartile keeps the middle of the batch."""
-    fn_params: dict[str, Any] = field(
+    fn_params: Settings = field(
         default_factory=lambda: {"lower_percentile_bound": 25, "upper_percentile_bound": 75}
     )
     """interquartile: the percentiles."""

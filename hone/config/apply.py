@@ -12,11 +12,10 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hone.config.convert import build_anyway, show_value, takes_null, to_plain, told_misfits
 from hone.config.errors import ConfigError, nearest
-from hone.config.keys import block_type, get, hints, replace, walk_fields
+from hone.config.keys import Value, block_type, get, hints, replace, walk_fields
 from hone.config.ranges import out_of_range
 from hone.config.references import named_keys, rename_references, resolve, value_in
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
@@ -27,7 +26,7 @@ from hone.types import JsonObject, JsonValue
 _SUGGESTED = re.compile(r"Did you mean '([^']+)'")
 _MOST_SUGGESTED = 4
 
-Further = Callable[[Any, dict[str, str]], tuple[list[str], list[str]]]
+Further = Callable[[Value, dict[str, str]], tuple[list[str], list[str]]]
 """From a tree and the keys that were set to problems and notes."""
 
 
@@ -35,7 +34,7 @@ Further = Callable[[Any, dict[str, str]], tuple[list[str], list[str]]]
 class Composed:
     """A checked tree, the origin of each value that was set, and what to say at start."""
 
-    config: Any
+    config: Value
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
     """One line per topic: keys that were set and do nothing, or not what they say, in this run."""
@@ -75,7 +74,7 @@ def compose_settings(
         raise ConfigError([*findings.problems, *error.problems]) from None
     _answer_others(schema, others, resolved, findings)
     _complete(schema.root, resolved, origins, findings)
-    config: Any
+    config: Value
     config, misfits = build_anyway(schema.root, resolved, origins)
     findings.problems += told_misfits(misfits, origins)
     for key in misfits:
@@ -213,7 +212,7 @@ def _complete(
                 node[name] = to_plain(defaults[key])
 
 
-def _in_range(schema: Tree, config: Any, origins: dict[str, str], findings: _Findings) -> Any:
+def _in_range(schema: Tree, config: Value, origins: dict[str, str], findings: _Findings) -> Value:
     """The tree with the default in place of every number out of its range."""
     for key, sentence in out_of_range(config, origins).items():
         findings.problems.append(f"{sentence} ({origins[key]})")
@@ -223,14 +222,14 @@ def _in_range(schema: Tree, config: Any, origins: dict[str, str], findings: _Fin
 
 
 @functools.cache
-def default_values(root: type) -> dict[str, Any]:
+def default_values(root: type) -> dict[str, Value]:
     """The value of every leaf where nothing is set, references followed."""
-    config: Any
+    config: Value
     config, _ = build_anyway(root, resolve(to_plain(root())), {})
     return {key: get(config, key) for key, *_ in walk_fields(root)}
 
 
-def _asked_for(config: Any, origins: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _asked_for(config: Value, origins: dict[str, str]) -> Iterator[tuple[str, str]]:
     """The keys that were set and their origins, in a file only where that changes something: a run's
     saved config writes every default out."""
     values = to_plain(config)
@@ -260,7 +259,7 @@ def owner_of(root: type, key: str) -> str | None:
 
 def _apply(tree: JsonObject, root: type, setting: Setting) -> str | None:
     """Write one setting into the tree; returns the problem, if there is one."""
-    node: Any = tree
+    node: Value = tree
     cls, walked = root, ""
     names = setting.key.split(".")
     for depth, name in enumerate(names):
@@ -283,7 +282,7 @@ def _apply(tree: JsonObject, root: type, setting: Setting) -> str | None:
 
 
 def _set_leaf(
-    node: dict[str, Any], name: str, rest: list[str], key: str, setting: Setting
+    node: dict[str, Value], name: str, rest: list[str], key: str, setting: Setting
 ) -> str | None:
     if not rest:
         if setting.delete:

@@ -5,9 +5,9 @@ The aggregation announces them; a config only hands them on, so this file knows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any
 
-announced: ContextVar[Mapping[str, Any]] = ContextVar("hone_batch_info", default={})  # noqa: B039
+from hone.types import Settings
+
+announced: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
 """`batch_num_tokens` and `global_batch_size` inside a mini-batch, nothing outside."""

@@ -5,9 +5,8 @@ The command line is wired in `hone.cli`; nothing here prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hone.config.aliases import new_name
 from hone.config.apply import abbreviates
@@ -23,10 +22,11 @@ from hone.config.describe import (
     old_names,
 )
 from hone.config.errors import ConfigError, did_you_mean, nearest
-from hone.config.keys import walk_fields
+from hone.config.keys import Value, walk_fields
 from hone.config.sources import Setting, read_config
 from hone.config.states import Rule, names, replacements, rules
 from hone.config.trees import BUILT_IN, TREES, Tree
+from hone.types import Settings
 
 _TREE_NAMES = "\0"
 """Where a text names the trees it is true of."""
@@ -84,7 +84,7 @@ def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
         followed = follows_key(defaults.get(key))
         return f"follows {followed}" if followed else "default"
 
-    def walk(node: Mapping[str, Any], prefix: str, depth: int) -> Iterator[str]:
+    def walk(node: Settings, prefix: str, depth: int) -> Iterator[str]:
         for name, value in node.items():
             key = f"{prefix}{name}"
             if isinstance(value, dict) and key not in defaults:
@@ -101,7 +101,7 @@ def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
     yield from walk(config_to_dict(composed.config), "", 0)
 
 
-def _yaml_value(value: Any) -> str:
+def _yaml_value(value: Value) -> str:
     import json
 
     if isinstance(value, str):

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from hone.config.apply import Composed, Further, compose_settings, keys_meant
 from hone.config.convert import to_plain
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
-from hone.config.keys import get, replace
+from hone.config.keys import Value, get, replace
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
 from hone.config.sources import Setting, read_config
 from hone.config.trees import BUILT_IN, TREES
+from hone.types import JsonObject, Row
 
 __all__ = [
     "Composed",
@@ -39,7 +40,7 @@ def compose(
     config_path: str | Path | None = None,
     config_dir: str | Path | None = None,
     schema: str | None = None,
-    starting: Callable[[dict[str, Any]], list[Setting]] | None = None,
+    starting: Callable[[JsonObject], list[Setting]] | None = None,
     further: Further | None = None,
 ) -> Composed:
     """Resolve a configuration and remember where each value came from.
@@ -96,7 +97,7 @@ def load_config(
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
     schema: str | None = None,
-) -> Any:
+) -> Value:
     """The frozen config tree for a list of Hydra overrides and, optionally, a user's YAML.
 
     `schema` says which tree a user's own config is for; without it the defaults list does.
@@ -106,7 +107,7 @@ def load_config(
     ).config
 
 
-def config_to_dict(config: Any) -> dict[str, Any]:
+def config_to_dict(config: Value) -> Row:
     """Plain nested dict of a config tree or block, ready for YAML or JSON."""
     plain = to_plain(config)
     assert isinstance(plain, dict)

@@ -10,10 +10,10 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, Union
+from typing import Literal, TypeVar, Union
 
 from hone.config.errors import ConfigError
-from hone.config.keys import block_type, hints
+from hone.config.keys import Hint, Value, block_type, hints
 
 T = TypeVar("T")
 
@@ -25,9 +25,10 @@ class _NoFit(Exception):
     """The value does not fit the annotation."""
 
 
-def describe_type(annotation: Any) -> str:
+def describe_type(annotation: Hint) -> str:
     """What a field takes, in words."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin: Hint = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(a) for a in args)
     if origin is Literal:
@@ -45,10 +46,10 @@ def describe_type(annotation: Any) -> str:
     }
     if annotation in names:
         return names[annotation]
-    return "a mapping" if origin is dict else "any value"
+    return "a mapping" if origin in (dict, Mapping) else "any value"
 
 
-def _to_bool(value: Any) -> bool:
+def _to_bool(value: Value) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
@@ -56,7 +57,7 @@ def _to_bool(value: Any) -> bool:
     raise _NoFit
 
 
-def _to_int(value: Any) -> int:
+def _to_int(value: Value) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -67,7 +68,7 @@ def _to_int(value: Any) -> int:
     raise _NoFit
 
 
-def _to_float(value: Any) -> float:
+def _to_float(value: Value) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, str):
@@ -78,13 +79,13 @@ def _to_float(value: Any) -> float:
     raise _NoFit
 
 
-def _to_str(value: Any) -> str:
+def _to_str(value: Value) -> str:
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     raise _NoFit
 
 
-_SCALARS: dict[Any, Callable[[Any], Any]] = {
+_SCALARS: dict[Hint, Callable[[Value], Value]] = {
     bool: _to_bool,
     int: _to_int,
     float: _to_float,
@@ -92,10 +93,11 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def fit(value: Any, annotation: Any) -> Any:
+def fit(value: Value, annotation: Hint) -> Value:
     """`value` as the annotation wants it; raises `_NoFit` where it cannot be."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
+    origin: Hint = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
+    if annotation is typing.Any:
         return value
     if annotation in _SCALARS:
         return _SCALARS[annotation](value)
@@ -112,12 +114,12 @@ def fit(value: Any, annotation: Any) -> Any:
         if any(item is None for item in items):
             raise _NoFit
         return tuple(fit(item, args[0]) for item in items)
-    if origin is dict and isinstance(value, Mapping):
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
         return dict(value)
     raise _NoFit
 
 
-def _items(value: Any) -> list[Any] | tuple[Any, ...]:
+def _items(value: Value) -> list[Value] | tuple[Value, ...]:
     """A list as it is, one value as a list of one, a list inside a string (`'["a"]'`) as that list."""
     if isinstance(value, list | tuple):
         return value
@@ -130,14 +132,14 @@ def _items(value: Any) -> list[Any] | tuple[Any, ...]:
     return [value]
 
 
-def _fit_literal(value: Any, choices: tuple[Any, ...]) -> Any:
+def _fit_literal(value: Value, choices: tuple[Value, ...]) -> Value:
     for choice in choices:
         if value == choice and isinstance(value, bool) == isinstance(choice, bool):
             return choice
     raise _NoFit
 
 
-def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
+def _fit_union(value: Value, members: tuple[Hint, ...]) -> Value:
     exact = [m for m in members if m in (type(value), type(None)) and isinstance(value, m)]
     if type(value) is int and float in members:
         exact.append(float)  # before str, which takes every number
@@ -149,7 +151,7 @@ def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
     raise _NoFit
 
 
-def build(cls: type[T], tree: Mapping[str, Any], origins: Mapping[str, str]) -> T:
+def build(cls: type[T], tree: Mapping[str, Value], origins: Mapping[str, str]) -> T:
     """The frozen dataclass tree for `tree`, whose keys are all known; every misfit is reported."""
     result, misfits = build_anyway(cls, tree, origins)
     if misfits:
@@ -158,7 +160,7 @@ def build(cls: type[T], tree: Mapping[str, Any], origins: Mapping[str, str]) -> 
 
 
 def build_anyway(
-    cls: type[T], tree: Mapping[str, Any], origins: Mapping[str, str]
+    cls: type[T], tree: Mapping[str, Value], origins: Mapping[str, str]
 ) -> tuple[T, dict[str, str]]:
     """The dataclass tree with what does not fit left as it is, and a sentence per such key."""
     misfits: dict[str, str] = {}
@@ -171,7 +173,7 @@ def told_misfits(misfits: Mapping[str, str], origins: Mapping[str, str]) -> list
     return [text for key, text in misfits.items() if key in origins] or list(misfits.values())
 
 
-def takes_null(annotation: Any) -> bool:
+def takes_null(annotation: Hint) -> bool:
     """Whether null is a value of the annotation."""
     try:
         return fit(None, annotation) is None
@@ -180,13 +182,13 @@ def takes_null(annotation: Any) -> bool:
 
 
 def _build(
-    cls: Any,
-    tree: Mapping[str, Any],
+    cls: Hint,
+    tree: Mapping[str, Value],
     prefix: str,
     origins: Mapping[str, str],
     problems: dict[str, str],
-) -> Any:
-    values: dict[str, Any] = {}
+) -> Value:
+    values: dict[str, Value] = {}
     for field in dataclasses.fields(cls):
         key, annotation, value = prefix + field.name, hints(cls)[field.name], tree[field.name]
         inner = block_type(annotation)
@@ -205,13 +207,13 @@ def _build(
     return cls(**values)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Value) -> str:
     kinds = {type(None): "null", bool: "a truth value", int: "an integer", float: "a number"}
     kinds |= {str: "a string", list: "a list", tuple: "a list", dict: "a mapping"}
     return kinds.get(type(value), type(value).__name__)
 
 
-def show_value(value: Any) -> str:
+def show_value(value: Value) -> str:
     """A value as one would write it on the command line."""
     if value is None:
         return "null"
@@ -228,7 +230,7 @@ def show_value(value: Any) -> str:
     return str(value)
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: Value) -> Value:
     """Nested dicts and lists of a dataclass tree, as YAML or JSON would hold them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}

@@ -6,13 +6,13 @@ It exists when the estimator reads values (gae) or `critic.enable` asks for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from hone.config.actor import LossAggMode
 from hone.config.block import Block, block
 from hone.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, sequences_per_rank
 from hone.config.keys import follows
 from hone.config.ranges import Count, CountOrZero, Positive
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class CriticModelConfig(Block):
 
     path: str | None = None
     """Folder or hub name; null starts from the actor's."""
-    override_config: dict[str, Any] = field(default_factory=dict)
+    override_config: Settings = field(default_factory=dict)
     """Changes to the model's own config."""
     external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
     """Python modules to import first; follows the actor."""

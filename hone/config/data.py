@@ -6,11 +6,12 @@ The loader is `hone.data`; lengths here are in tokens, batch sizes in prompts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.block import Block, block
 from hone.config.keys import follows
 from hone.config.ranges import Count, CountOrAll
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class DataConfig(Block):
     custom_cls: CustomClassConfig = block(CustomClassConfig)
     sampler: SamplerConfig = block(SamplerConfig)
     datagen: CustomClassConfig = block(CustomClassConfig)
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: Settings = field(default_factory=dict)
     """More arguments of the chat template."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """A row without a prompt or of the wrong type stops the run, or is skipped and counted."""

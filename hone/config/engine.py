@@ -6,10 +6,11 @@ They are reused by the actor, the reference, the critic and SFT; nothing here is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.block import Block
 from hone.config.ranges import NotNegative, Positive, Share
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class OptimConfig(Block):
     """Shape of the schedule after warm-up: constant, cosine, linear, wsd, or your own `pkg.mod:function`."""
     lr_decay_steps_ratio: Share = 0.1
     """Share of all updates in the final decay of the `wsd` schedule."""
-    override_optimizer_config: dict[str, Any] | None = None
+    override_optimizer_config: Settings | None = None
     """More keyword arguments for the optimizer class."""
 
 

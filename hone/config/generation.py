@@ -6,12 +6,13 @@ It has an engine and sampling, no training; the actor block only takes what the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.block import Block, block
 from hone.config.ranges import Count, PositiveShare, TopK
 from hone.config.rollout import RolloutEngineConfig
 from hone.config.trainer import RunConfig
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class GenerationDataConfig(Block):
     """Prompts in flight at a time; a row is kept as soon as its last response ends."""
     max_samples: int = -1
     """Rows kept; -1 keeps all."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: Settings = field(default_factory=dict)
     """More arguments of the chat template."""
 
 

@@ -6,10 +6,10 @@ Loading happens in `hone.models`; nothing here touches a file.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from hone.config.block import Block
 from hone.config.ranges import CountOrZero, Share
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ModelConfig(Block):
     """Chat template text that replaces the tokenizer's own."""
     external_lib: str | tuple[str, ...] | None = None
     """Python modules to import first, for example to register an architecture."""
-    override_config: dict[str, Any] = field(default_factory=dict)
+    override_config: Settings = field(default_factory=dict)
     """Changes to the model's own config."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

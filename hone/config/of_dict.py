@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
 from hone.config.errors import did_you_mean, nearest
-from hone.config.keys import block_type, hints
+from hone.config.keys import Value, block_type, hints
 from hone.types import Row, Settings
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def plain_containers(config: DictConfig | Settings) -> Row:
     return {str(key): value for key, value in tree.items()}
 
 
-def _made(cls: type, tree: Row) -> Any:
+def _made(cls: type, tree: Row) -> Value:
     fields = {field.name for field in dataclasses.fields(cls)}
     values: Row = {}
     for name, value in tree.items():

@@ -9,10 +9,10 @@ import functools
 import math
 import typing
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from hone.config.convert import show_value
-from hone.config.keys import get, walk_fields
+from hone.config.keys import Hint, Value, get, walk_fields
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def ranges(root: type) -> dict[str, Range]:
 
 
 @functools.cache
-def _annotated(cls: type) -> dict[str, Any]:
+def _annotated(cls: type) -> dict[str, Hint]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def out_of_range(config: Any, keys: typing.Container[str]) -> dict[str, str]:
+def out_of_range(config: Value, keys: typing.Container[str]) -> dict[str, str]:
     """One sentence for every number of these keys outside its range."""
     problems = {}
     root: type = type(config)

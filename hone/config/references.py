@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from hone.config.errors import ConfigError
-from hone.types import JsonValue
+from hone.config.keys import Value
+from hone.types import JsonObject, JsonValue
 
 _PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _BOUND = re.compile(r"\$\{(least|most):(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
@@ -24,16 +24,16 @@ class _NotPlain(Exception):
     """A reference that only OmegaConf can resolve."""
 
 
-def resolve(tree: dict[str, Any]) -> dict[str, Any]:
+def resolve(tree: JsonObject) -> JsonObject:
     """The tree with every reference replaced by the value it names."""
     try:
-        resolved: dict[str, Any] = _walk(tree, tree)
+        resolved: JsonObject = _walk(tree, tree)
         return resolved
     except _NotPlain:
         return _by_omegaconf(tree)
 
 
-def value_in(default: Any, tree: dict[str, Any]) -> Any:
+def value_in(default: Value, tree: JsonObject) -> Value:
     """What a default comes to beside the values of a resolved tree."""
     try:
         return _walk(default, tree)
@@ -41,7 +41,7 @@ def value_in(default: Any, tree: dict[str, Any]) -> Any:
         return default
 
 
-def _walk(node: Any, tree: dict[str, Any]) -> Any:
+def _walk(node: Value, tree: JsonObject) -> Value:
     if isinstance(node, dict):
         return {name: _walk(value, tree) for name, value in node.items()}
     if isinstance(node, list | tuple):
@@ -49,7 +49,7 @@ def _walk(node: Any, tree: dict[str, Any]) -> Any:
     return _value(node, tree, 0)
 
 
-def _value(value: Any, tree: dict[str, Any], depth: int) -> Any:
+def _value(value: Value, tree: JsonObject, depth: int) -> Value:
     if not isinstance(value, str) or "${" not in value:
         return value
     if depth > _DEEPEST:
@@ -67,8 +67,8 @@ def _value(value: Any, tree: dict[str, Any], depth: int) -> Any:
     return text
 
 
-def _look_up(key: str, tree: dict[str, Any], depth: int) -> Any:
-    node: Any = tree
+def _look_up(key: str, tree: JsonObject, depth: int) -> Value:
+    node: Value = tree
     for name in key.split("."):
         if not isinstance(node, dict) or name not in node:
             raise _NotPlain
@@ -101,7 +101,7 @@ def _add_resolvers() -> None:
         OmegaConf.register_new_resolver(name, bound, replace=True)
 
 
-def _by_omegaconf(tree: dict[str, Any]) -> dict[str, Any]:
+def _by_omegaconf(tree: JsonObject) -> JsonObject:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

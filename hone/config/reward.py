@@ -6,12 +6,13 @@ Parts are named and mixed with explicit coefficients; the sandbox limits live he
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.block import Block, block
 from hone.config.engine import PlacementConfig, sequences_per_rank
 from hone.config.keys import follows
 from hone.config.ranges import Count, Positive, Share
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class CustomRewardFunctionConfig(Block):
     """File, `pkg://module` or module that holds the function; null scores by data source."""
     name: str = "compute_score"
     """Name of the function."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: Settings = field(default_factory=dict)
     """More keyword arguments bound to it."""
 
 
@@ -94,7 +95,7 @@ class RewardKwargs(Block):
     """A score function that raises, hangs or returns NaN stops the run, or gets `failure_score`."""
     failure_score: float = 0.0
     """Score of a failed call when `on_failure=score`."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Settings = field(default_factory=dict)
     """More keyword arguments for a manager of your own; unknown keys beside this one land here."""
 
 
@@ -110,7 +111,7 @@ class RewardModelModelConfig(Block):
     """Python modules to import first; follows the actor."""
     trust_remote_code: bool = False
     """Run code that ships with the model."""
-    override_config: dict[str, Any] = field(default_factory=dict)
+    override_config: Settings = field(default_factory=dict)
     """Changes to the model's own config."""
     fsdp_config: PlacementConfig = block(PlacementConfig)
 
@@ -162,7 +163,7 @@ class RewardModelConfig(Block):
     """Score what tools and searches said together with the policy's words, as verl does."""
     scores: dict[str, str] = field(default_factory=dict)
     """More score functions: data source to `pkg.mod:function` or `file.py:function`."""
-    score_kwargs: dict[str, Any] = field(default_factory=dict)
+    score_kwargs: Settings = field(default_factory=dict)
     """More keyword arguments for the score functions."""
     format_score: float | None = None
     """Rule scores: credit for a well-formed wrong answer; null: each rule's own (countdown 0.1)."""

@@ -6,7 +6,7 @@ Batch sizes are in sequences here; there is no rollout and no reward.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.block import Block, block
 from hone.config.data import CustomClassConfig
@@ -15,6 +15,7 @@ from hone.config.keys import at_least
 from hone.config.model import ModelConfig
 from hone.config.ranges import Count
 from hone.config.trainer import TrainingRunConfig
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class SFTDataConfig(Block):
     ignore_input_ids_mismatch: bool = False
     """Go on where turn-by-turn and whole-conversation rendering differ."""
     custom_cls: CustomClassConfig = block(CustomClassConfig)
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: Settings = field(default_factory=dict)
     """More arguments of the chat template."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """A row that cannot be learnt from stops the run before its first step, or is skipped and counted."""

@@ -6,10 +6,11 @@ Nothing here changes what is learned, apart from the length, the seed and `criti
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hone.config.block import Block, block
 from hone.config.ranges import Count, CountOrZero, OneOrMore, Positive
+from hone.types import Settings
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class RayInitConfig(Block):
     """GPUs Ray may use; null is all."""
     address: str | None = None
     """Address of a running cluster; null joins RAY_ADDRESS or this machine's, or starts one."""
-    runtime_env: dict[str, Any] = field(default_factory=dict)
+    runtime_env: Settings = field(default_factory=dict)
     """Environment of the workers."""
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hone.config import aliases, checks, idle
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
+from hone.config.keys import Value
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
 from hone.config.sources import BuiltIn, Setting
@@ -25,11 +25,11 @@ class Tree:
     name: str
     root: type
     purpose: str
-    find_problems: Callable[[Any], Iterable[str]] = lambda config: ()
+    find_problems: Callable[[Value], Iterable[str]] = lambda config: ()
     """One sentence per defect that needs more than one key."""
-    settle: Callable[[Any], Iterable[tuple[str, JsonValue, str]]] = lambda config: ()
+    settle: Callable[[Value], Iterable[tuple[str, JsonValue, str]]] = lambda config: ()
     """Keys whose value cannot stand beside the others, the value that can, and a sentence."""
-    find_idle: Callable[[Any], Iterable[tuple[str, str]]] = lambda config: ()
+    find_idle: Callable[[Value], Iterable[tuple[str, str]]] = lambda config: ()
     """Keys or blocks that have no effect beside the others, and why."""
 
     def translate(self, settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
