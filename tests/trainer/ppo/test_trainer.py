@@ -215,6 +215,7 @@ def test_one_token_has_no_explained_variance() -> None:
         tensors |= {
             "response_mask": torch.tensor([mask]),
             "prompts": torch.ones(1, 1, dtype=torch.int64),
+            "responses": torch.ones(1, 2, dtype=torch.int64),
             "attention_mask": torch.ones(1, 3, dtype=torch.int64),
         }
         with warnings.catch_warnings():
