@@ -15,7 +15,7 @@ from hone.controller.host import WorkerHost
 from hone.controller.phase_deadlines import PhaseDeadlines
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import thread_count
-from hone.controller.worker import Placement, Worker
+from hone.controller.worker import Placement
 from hone.controller.worker_group import W, WorkerGroup
 
 
@@ -88,11 +88,6 @@ class LocalWorkerGroup(WorkerGroup[W]):
         name = name_prefix or ray_cls_with_init.name
         crew = LocalCrew(ray_cls_with_init, name, threads or thread_count())
         super().__init__(crew, ray_cls_with_init, name)
-
-    def local_worker(self, role: str = "") -> Worker:
-        """The worker itself: there is only one, and it is here."""
-        assert isinstance(self._crew, LocalCrew)
-        return self._crew.host.worker(role)
 
 
 def finished(handles: Sequence[Done]) -> list[Any]:

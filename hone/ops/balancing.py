@@ -91,11 +91,6 @@ def micro_batches_by_tokens(
     return _small_large_small(parts, sizes)
 
 
-def count_micro_batches(lengths: Sequence[int] | np.ndarray, max_token_len: int) -> int:
-    """How many micro-batches these rows make; the maximum over ranks goes in as `at_least`."""
-    return len(micro_batches_by_tokens(lengths, max_token_len))
-
-
 def _fit(sizes: list[int], budget: int, wanted: int, multiple_of: int) -> list[Partition]:
     def load(part: Partition) -> int:
         return sum(sizes[row] for row in part)
@@ -143,17 +138,6 @@ def _small_large_small(parts: list[Partition], sizes: list[int]) -> list[Partiti
     cost = calculate_workload(sizes)
     ordered = sorted((sorted(part) for part in parts), key=lambda p: (sum(cost[r] for r in p), p))
     return ordered[0::2] + ordered[1::2][::-1]
-
-
-def zigzag(partition: Sequence[int], lengths: Sequence[int] | np.ndarray) -> Partition:
-    """The rows of one partition with long and short alternating, so that its mini-batches are even."""
-    ordered = sorted(partition, key=lambda row: (int(lengths[row]), row))
-    shorter, longer = ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :][::-1]
-    mixed: Partition = []
-    for i, row in enumerate(longer):
-        mixed.append(row)
-        mixed += shorter[i : i + 1]
-    return mixed
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:

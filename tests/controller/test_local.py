@@ -51,14 +51,6 @@ def test_a_launchers_environment_is_not_the_groups(monkeypatch: pytest.MonkeyPat
     assert (Toy(1.0).rank, Toy(1.0).world_size) == (3, 8)
 
 
-def test_the_worker_itself_can_be_reached() -> None:
-    with LocalWorkerGroup(None, ClassWithInitArgs(Toy, 4.0)) as group:
-        assert group.local_worker().factor == 4.0
-    roles = create_colocated_worker_cls({"a": ClassWithInitArgs(Other, "x")})
-    with LocalWorkerGroup(None, roles) as group:
-        assert group.local_worker("a").word == "x"
-
-
 class Closing(Worker):
     def __init__(self, log: list[str]) -> None:
         self.log = log
