@@ -29,11 +29,13 @@ from hone.protocol.padding import (
 )
 from hone.protocol.rows import object_array
 from hone.protocol.shapes import fold_batch_dim, unfold_batch_dim
+from hone.protocol.tensordicts import BatchData
 from hone.protocol.union import same, union_numpy_dict, union_tensor_dict
 
 __all__ = [
     "AUTO_PADDING_KEY",
     "PADDED_ROW",
+    "BatchData",
     "DataProto",
     "DataProtoConfig",
     "DataProtoFuture",

@@ -7,7 +7,7 @@ batch is `NonTensorData`. `DataProto.from_tensordict` and `to_tensordict` go bet
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,16 @@ __all__ = ["union_tensor_dict"]
 Column: TypeAlias = "Tensor | list | np.ndarray | NonTensorStack"
 Index: TypeAlias = "Tensor | np.ndarray | Sequence[int]"
 T = TypeVar("T")
+
+
+@runtime_checkable
+class Chunkable(Protocol):
+    """A DataProto, or the future of one."""
+
+    def chunk(self, chunks: int) -> Sequence[Chunkable]: ...
+
+    @staticmethod
+    def concat(data: Sequence[Chunkable]) -> Chunkable: ...
 
 
 def get_tensordict(
@@ -178,6 +188,39 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
     size = rows // chunks
     parts = [index_select_tensor_dict(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
     return [part for part in parts if part is not None]
+
+
+class BatchData:
+    """Cuts and joins a DataProto, its future or a TensorDict alike, by verl's name."""
+
+    def __init__(self, data: Chunkable | TensorDict | Sequence[Chunkable | TensorDict]) -> None:
+        self._data = data
+
+    def is_chunkable(self) -> bool:
+        return isinstance(self._data, TensorDict | Chunkable)
+
+    def is_concatable(self) -> bool:
+        data = self._data
+        if not isinstance(data, list | tuple) or not data:
+            return False
+        return isinstance(data[0], TensorDict | Chunkable)
+
+    def chunk(self, chunks: int) -> Sequence[Chunkable | TensorDict]:
+        """Equal parts of one batch."""
+        if isinstance(self._data, TensorDict):
+            return chunk_tensordict(self._data, chunks)
+        if not isinstance(self._data, Chunkable):
+            raise ProtocolError(f"a {type(self._data).__name__} is no batch that can be cut")
+        return self._data.chunk(chunks)
+
+    def concat(self) -> Chunkable | TensorDict:
+        """A list of batches as one."""
+        if not self.is_concatable() or not isinstance(self._data, list | tuple):
+            raise ProtocolError("give a list of at least one DataProto or TensorDict to join")
+        first = self._data[0]
+        if isinstance(first, TensorDict):
+            return concat_tensordict(self._data)
+        return type(first).concat(self._data)
 
 
 def make_iterator(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from hone.protocol import ProtocolError
+from hone.protocol import BatchData, DataProto, ProtocolError
 from hone.protocol import tensordicts as tu
 
 ROWS = [torch.arange(2), torch.arange(4), torch.arange(4) + 9]
@@ -120,3 +120,19 @@ def test_rows_as_dicts_become_columns() -> None:
     assert data["r"].is_nested
     assert tu.get(data, "t") == [0, 1, 2]
     assert tu.contiguous(data)["x"].is_contiguous()
+
+
+def test_batches_of_either_form_are_cut_and_joined() -> None:
+    proto = DataProto.from_dict({"x": torch.arange(4)})
+    for data in (proto, proto.to_tensordict()):
+        assert BatchData(data).is_chunkable()
+        parts = BatchData(data).chunk(2)
+        assert BatchData(parts).is_concatable()
+        assert type(BatchData(parts).concat()) is type(data)
+        assert len(BatchData(parts).concat()) == 4
+    assert not BatchData([]).is_concatable()
+    assert not BatchData(3).is_chunkable()
+    with pytest.raises(ProtocolError, match="at least one"):
+        BatchData([]).concat()
+    with pytest.raises(ProtocolError, match="int is no batch"):
+        BatchData(3).chunk(2)
