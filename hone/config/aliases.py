@@ -146,10 +146,19 @@ def _moved(setting: Setting, key: str, value: JsonValue) -> Setting:
 
 def translate(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
     """The settings of a `ppo_trainer` tree under their own names."""
-    grouped = _least_rates(list(settings))
+    grouped = _least_rates(_asked_search(list(settings)))
     grouped = _search_lengths(_kl_number(_lora_switch(grouped, problems)))
     new = [new for old in grouped for new in _translate_one(old, problems)]
     return _generation_batch(_bounds(new))
+
+
+def _asked_search(settings: list[Setting]) -> list[Setting]:
+    """A retriever without a word about the loop asks for searches, as `do_search` is true there."""
+    loops = {"do_search", f"{ROLLOUT}.agent_loop", f"{ROLLOUT}.agent.default_agent_loop"}
+    asking = [s for s in settings if s.key == "retriever.url" and s.value is not None]
+    if not asking or any(s.key in loops for s in settings):
+        return settings
+    return [*settings, _moved(asking[-1], "do_search", True)]
 
 
 def _translate_one(setting: Setting, problems: list[str]) -> list[Setting]:

@@ -220,6 +220,15 @@ def test_a_rule_changes_the_value(old: str) -> None:
             assert get(config, key) == wanted, (old, value, key)
 
 
+def test_a_retriever_asks_for_searches_unless_they_are_turned_off() -> None:
+    url = {"retriever.url": "http://127.0.0.1:8000/retrieve"}
+    with pytest.raises(ConfigError, match="the search loop is not built"):
+        load(url)
+    config = load({**url, "do_search": False}).config
+    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "single_turn_agent"
+    assert load({"retriever.url": None}).config == load({}).config
+
+
 def test_a_search_loop_of_ones_own_is_what_do_search_means() -> None:
     own = {f"{ROLLOUT}.agent.agent_loop_config_path": "loops.yaml"}
     config = load({"do_search": True, **own}).config
