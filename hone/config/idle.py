@@ -61,6 +61,10 @@ def _conditions(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
     correction, rollout = algorithm.rollout_correction, policy.rollout
     if not algorithm.use_kl_in_reward:
         yield "algorithm.kl_ctrl algorithm.kl_penalty", "algorithm.use_kl_in_reward=false"
+    if not config.global_profiler.steps:
+        yield "global_profiler", "global_profiler.steps=null"
+    elif config.global_profiler.tool is None:
+        yield "global_profiler.steps", "global_profiler.tool=null"
     if not policy.actor.use_kl_loss:
         yield f"{_ACTOR}.kl_loss_coef {_ACTOR}.kl_loss_type", f"{_ACTOR}.use_kl_loss=false"
     if correction.bypass_mode:

@@ -16,7 +16,7 @@ from hone.config.model import ModelConfig
 from hone.config.ranges import Count
 from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.trainer import RayKwargs, TrainerConfig
+from hone.config.trainer import GlobalProfilerConfig, RayKwargs, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class PPOTrainerConfig(Block):
     algorithm: AlgorithmConfig = block(AlgorithmConfig)
     curriculum_learning: CurriculumFilterConfig = block(CurriculumFilterConfig)
     trainer: TrainerConfig = block(TrainerConfig)
+    global_profiler: GlobalProfilerConfig = block(GlobalProfilerConfig)
     ray_kwargs: RayKwargs = block(RayKwargs)
 
     @property

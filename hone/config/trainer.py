@@ -97,6 +97,20 @@ class TrainerConfig(TrainingRunConfig):
 
 
 @dataclass(frozen=True)
+class GlobalProfilerConfig(Block):
+    """Which steps are recorded, with what, on every rank."""
+
+    tool: Literal["torch", "nsys"] | None = "torch"
+    """torch writes a Chrome trace per step and process; nsys needs Nsight Systems; null records nothing."""
+    steps: tuple[int, ...] | None = None
+    """Steps to record; null is none."""
+    save_path: str = "${trainer.default_local_dir}/profile"
+    """Folder of the traces."""
+    nsys_options: dict[str, str] = field(default_factory=dict)
+    """nsys: options of its command line, as in {trace: "cuda,nvtx"}."""
+
+
+@dataclass(frozen=True)
 class RayInitConfig(Block):
     """Arguments of ray.init."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from hone.controller import profiling
 from hone.controller.decorator import Dispatch, register
 from hone.controller.modes import DATA_PARALLEL
 
@@ -152,6 +153,16 @@ class Worker:
                 f"{sorted(self._meshes)}); call register_mesh in the worker before the first call"
             )
         return self._meshes[mesh_name]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, tool: str, step: int, role: str) -> None:
+        """Record this process with `tool` until `stop_profile`."""
+        profiling.start(tool, step, role)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self, folder: str) -> None:
+        """Write what was recorded."""
+        profiling.stop(folder, self.rank)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(

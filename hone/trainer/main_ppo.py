@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from hone.config import PPOTrainerConfig
+from hone.config import Composed, PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import announce, composed_of, plan_checks, run_module, without_flag
 from hone.trainer.folders import lock_run
@@ -20,8 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given, dry_run = without_flag(sys.argv[1:] if arguments is None else arguments, DRY_RUN)
     name = "hone.trainer.main_ppo"
     composed = composed_of(given, tree="ppo_trainer", program=name, further=plan_checks)
-    announce(composed)
-    run(composed.config, composed.origins, dry_run=dry_run)
+    _start(composed, given, dry_run=dry_run)
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -40,7 +39,15 @@ def train(arguments: Sequence[str]) -> None:
     require_given(composed, MUST_BE_GIVEN)
     for line in announcement(composed):
         screen().line(line)
+    _start(composed, given, dry_run=dry_run)
+
+
+def _start(composed: Composed, given: Sequence[str], *, dry_run: bool) -> None:
     announce(composed)
+    if composed.config.global_profiler.tool == "nsys" and not dry_run:
+        from hone.trainer.ppo.profiling import start_again_under_nsys
+
+        start_again_under_nsys(composed.config.global_profiler, given)
     run(composed.config, composed.origins, dry_run=dry_run)
 
 

@@ -168,7 +168,7 @@ def actor_and_critic(ground: Ground) -> None:
         "trainer.max_actor_ckpt_to_keep=1",
         "trainer.max_critic_ckpt_to_keep=1",
     ]
-    ground.train("ppo", *settings)
+    ground.train("ppo", *settings, "global_profiler.steps=[1]")
     ground.train("ppo", *settings, "trainer.total_training_steps=2")
     ground.train(
         "ppo_again",

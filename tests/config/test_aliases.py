@@ -26,6 +26,7 @@ MODEL = "actor_rollout_ref.model"
 RENAMED_CASES: dict[str, Any] = {
     "algorithm.group_size": 4,
     "trainer.run_name": "exp1",
+    "trainer.profile_steps": [2, 3],
     "sampling_params.max_tokens": 2048,
     "sampling_params.timeout": 30,
     "sampling_params.temperature": 0.7,
@@ -111,6 +112,18 @@ BLOCK_CASES: dict[str, tuple[str, Any, str, Any]] = {
         True,
         "actor_rollout_ref.ref.fsdp_config.param_offload",
         True,
+    ),
+    "trainer.controller_nsight_options": (
+        "trace",
+        "cuda",
+        "global_profiler.nsys_options",
+        {"trace": "cuda"},
+    ),
+    "global_profiler.global_tool_config.nsys.controller_nsight_options": (
+        "trace",
+        "cuda",
+        "global_profiler.nsys_options",
+        {"trace": "cuda"},
     ),
     "critic.kl_ctrl": ("kl_coef", 0.01, "algorithm.kl_ctrl.kl_coef", 0.01),
     "sandbox_fusion": ("max_concurrent", 8, "reward_model.sandbox_fusion.max_concurrent", 8),

@@ -29,8 +29,9 @@ from hone.trainer.ppo import checkpoint, credit, metrics, roles
 from hone.trainer.ppo.balance import balance, refuse_uneven
 from hone.trainer.ppo.collect import DynamicSampling, filtered
 from hone.trainer.ppo.group_signal import GroupSignal
-from hone.trainer.ppo.memory import collector_spared, memory_explained
+from hone.trainer.ppo.memory import collector_spared
 from hone.trainer.ppo.plan import Plan, with_schedule_length
+from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.samples import sample_rows
@@ -101,6 +102,7 @@ class PPOTrainer:
         """Start every role and load its model."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._running)
+        self.profiler = StepProfiler(config.global_profiler, groups)
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         refuse_uneven(config, self.actor.data_parallel_size)
@@ -156,7 +158,7 @@ class PPOTrainer:
             if trainer.val_only:
                 return
             while self.global_step < self.total_steps:
-                with self.timers.timer("step"), memory_explained(f"step {self.global_step + 1}"):
+                with self.timers.timer("step"), self.profiler.step(self.global_step + 1):
                     batch, measured = self.step()
                 measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
                 with self.saved_if_due(stop.requested) as saved:

@@ -1,0 +1,80 @@
+"""One profile per process and step: a Chrome trace of torch.profiler, or the range that nsys records.
+
+Roles that share a process share its profile; the first that stops writes it, under the names of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+
+@dataclass
+class StepProfile:
+    """What this process records of a step."""
+
+    step: int
+    trace: profile | None
+    """None where nsys records."""
+    roles: list[str] = field(default_factory=list)
+
+
+_running: list[StepProfile] = []
+
+
+def start(tool: str, step: int, role: str) -> None:
+    """Record this process from here on, unless it does already."""
+    if not _running:
+        _running.append(StepProfile(step, _torch_trace() if tool == "torch" else None))
+        if tool == "nsys":
+            _mark_range(begin=True)
+    _running[0].roles.append(role)
+
+
+def stop(folder: str, rank: int) -> None:
+    """End the recording, and write the trace to `step_N-ROLES-rank_R.json.gz`."""
+    if not _running:
+        return
+    profile = _running.pop()
+    if profile.trace is None:
+        _mark_range(begin=False)
+        return
+    profile.trace.stop()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    name = f"step_{profile.step}-{'+'.join(profile.roles)}-rank_{rank}.json.gz"
+    temporary = Path(folder) / f".{name}"
+    profile.trace.export_chrome_trace(str(temporary))
+    temporary.rename(Path(folder) / name)
+
+
+def discard() -> None:
+    """End the recording without a file: the step failed."""
+    while _running:
+        profile = _running.pop()
+        if profile.trace is not None:
+            profile.trace.stop()
+
+
+def _torch_trace() -> profile:
+    import torch
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    every_thread = _ExperimentalConfig(profile_all_threads=True)  # decoding has its own
+    trace = profile(activities=activities, experimental_config=every_thread)
+    trace.start()
+    return trace
+
+
+def _mark_range(*, begin: bool) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        runtime = torch.cuda.cudart()
+        runtime.cudaProfilerStart() if begin else runtime.cudaProfilerStop()
