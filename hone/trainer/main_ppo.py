@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from hone.config import Composed, PPOTrainerConfig
+from hone.plugins import load_object
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import announce, composed_of, plan_checks, run_module, without_flag
 from hone.trainer.folders import lock_run
@@ -18,8 +19,7 @@ DRY_RUN = "--dry-run"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given, dry_run = without_flag(sys.argv[1:] if arguments is None else arguments, DRY_RUN)
-    name = "hone.trainer.main_ppo"
-    composed = composed_of(given, tree="ppo_trainer", program=name, further=plan_checks)
+    composed = composed_of(given, tree="ppo_trainer", program="main_ppo", further=plan_checks)
     _start(composed, given, dry_run=dry_run)
 
 
@@ -44,10 +44,9 @@ def train(arguments: Sequence[str]) -> None:
 
 def _start(composed: Composed, given: Sequence[str], *, dry_run: bool) -> None:
     announce(composed)
-    if composed.config.global_profiler.tool == "nsys" and not dry_run:
-        from hone.trainer.ppo.profiling import start_again_under_nsys
-
-        start_again_under_nsys(composed.config.global_profiler, given)
+    profiler = composed.config.global_profiler
+    if profiler.tool == "nsys" and not dry_run:
+        load_object("hone.trainer.ppo.profiling:start_again_under_nsys")(profiler, given)
     run(composed.config, composed.origins, dry_run=dry_run)
 
 
