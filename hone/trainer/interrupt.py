@@ -60,6 +60,11 @@ def is_rank() -> bool:
     return bool(_launched) or "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def is_program() -> bool:
+    """Whether this process runs a program of the command line, and is not a user's own."""
+    return bool(_programs)
+
+
 class Interrupted(SystemExit):
     """The user or the scheduler asked to stop; everything is saved."""
 

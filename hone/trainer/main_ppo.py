@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from hone.config import Composed, PPOTrainerConfig
-from hone.plugins import load_object
+from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import announce, composed_of, plan_checks, run_module, without_flag
 from hone.trainer.folders import lock_run
 from hone.trainer.given import require_given
+from hone.trainer.nsys import start_again_under_nsys
 from hone.types import Function
 
 DRY_RUN = "--dry-run"
@@ -20,7 +20,8 @@ DRY_RUN = "--dry-run"
 def main(arguments: Sequence[str] | None = None) -> None:
     given, dry_run = without_flag(sys.argv[1:] if arguments is None else arguments, DRY_RUN)
     composed = composed_of(given, tree="ppo_trainer", program="main_ppo", further=plan_checks)
-    _start(composed, given, dry_run=dry_run)
+    announce(composed)
+    run(composed.config, composed.origins, dry_run=dry_run)
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -39,14 +40,7 @@ def train(arguments: Sequence[str]) -> None:
     require_given(composed, MUST_BE_GIVEN)
     for line in announcement(composed):
         screen().line(line)
-    _start(composed, given, dry_run=dry_run)
-
-
-def _start(composed: Composed, given: Sequence[str], *, dry_run: bool) -> None:
     announce(composed)
-    profiler = composed.config.global_profiler
-    if profiler.tool == "nsys" and not dry_run:
-        load_object("hone.trainer.ppo.profiling:start_again_under_nsys")(profiler, given)
     run(composed.config, composed.origins, dry_run=dry_run)
 
 
@@ -62,6 +56,7 @@ def run(
     `dry_run` stops before models load and prints what would run. `compute_score` scores in place of
     the function that the configuration names.
     """
+    start_again_under_nsys(config.global_profiler)
     # The lock comes before imports and models, which take minutes; a dry run writes no folder.
     with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
         with progress("load libraries"):

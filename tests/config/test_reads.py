@@ -33,7 +33,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "**.cudagraph_capture_sizes": ("rollout/build.py", "config.cudagraph_capture_sizes"),
     "**.enable_prefix_caching": ("rollout/build.py", "config.enable_prefix_caching"),
     "actor_rollout_ref.rollout.max_model_len": ("rollout/build.py", "config.max_total_tokens"),
-    "global_profiler.nsys_options": ("trainer/ppo/profiling.py", "config.nsys_options"),
+    "global_profiler.nsys_options": ("trainer/nsys.py", "config.nsys_options"),
     # a cluster
     "ray_kwargs.ray_init.*": ("trainer/ppo/roles.py", "config.ray_kwargs.ray_init"),
     "ray_kwargs.timeline_json_file": (

@@ -1,11 +1,8 @@
-"""`global_profiler`: which steps are recorded, on every rank, and the start of a run under nsys."""
+"""`global_profiler`: which steps are recorded, on every rank."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hone.config.trainer import GlobalProfilerConfig
@@ -13,9 +10,6 @@ from hone.controller import Role, WorkerGroup, profiling
 from hone.controller.worker import Worker
 from hone.tracking.console import screen
 from hone.trainer.ppo.memory import memory_explained
-
-UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
-"""nsys sets it for the programs that it runs."""
 
 
 class StepProfiler:
@@ -52,22 +46,3 @@ class StepProfiler:
             group.call(Worker.stop_profile, self._config.save_path)
         if tool == "torch":
             screen().line(f"step {number}: traces in {self._config.save_path}")
-
-
-def start_again_under_nsys(config: GlobalProfilerConfig, arguments: Sequence[str]) -> None:
-    """Replace this process by itself under nsys, where steps are listed and nsys is there.
-
-    Only a process that was started with these arguments can be: a caller's own is left alone.
-    """
-    whole = sys.orig_argv[1:]
-    if not config.steps or UNDER_NSYS in os.environ:
-        return
-    if shutil.which("nsys") is None or whole[len(whole) - len(arguments) :] != list(arguments):
-        why = "nsys is not on PATH" if shutil.which("nsys") is None else "start Python under nsys"
-        screen().line(f"global_profiler.tool=nsys: {why}; nothing is recorded")
-        return
-    os.makedirs(config.save_path, exist_ok=True)
-    options = {"capture-range": "cudaProfilerApi", "capture-range-end": "repeat"}
-    options |= {"output": f"{config.save_path}/%q{{HOSTNAME}}-%p"} | config.nsys_options
-    words = [f"--{name}={value}" for name, value in options.items()]
-    os.execvp("nsys", ["nsys", "profile", *words, sys.executable, *whole])

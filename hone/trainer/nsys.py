@@ -1,0 +1,32 @@
+"""`global_profiler.tool=nsys`: the program starts again under Nsight Systems, which records it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from hone.config.trainer import GlobalProfilerConfig
+from hone.tracking.console import screen
+from hone.trainer.interrupt import is_program
+
+UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
+"""nsys sets it for the programs that it runs."""
+
+
+def start_again_under_nsys(config: GlobalProfilerConfig) -> None:
+    """Replace this process by itself under nsys, where steps are listed and nsys is there.
+
+    Only a program of the command line can be; the process of a caller is left alone.
+    """
+    if config.tool != "nsys" or not config.steps or UNDER_NSYS in os.environ:
+        return
+    if shutil.which("nsys") is None or not is_program():
+        why = "start Python under nsys" if shutil.which("nsys") else "nsys is not on PATH"
+        screen().line(f"global_profiler.tool=nsys: {why}; nothing is recorded")
+        return
+    os.makedirs(config.save_path, exist_ok=True)
+    options = {"capture-range": "cudaProfilerApi", "capture-range-end": "repeat"}
+    options |= {"output": f"{config.save_path}/%q{{HOSTNAME}}-%p"} | config.nsys_options
+    words = [f"--{name}={value}" for name, value in options.items()]
+    os.execvp("nsys", ["nsys", "profile", *words, sys.executable, *sys.orig_argv[1:]])

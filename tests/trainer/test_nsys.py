@@ -1,0 +1,45 @@
+"""nsys is started where it is there; else a line says that nothing is recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone.config.trainer import GlobalProfilerConfig
+from hone.trainer import nsys
+
+
+def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
+    """The stand-in for nsys shows what it was given."""
+    (tmp_path / "nsys").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "nsys").chmod(0o755)
+    program = (
+        "from hone.config.trainer import GlobalProfilerConfig as C\n"
+        "from hone.trainer.command_line import finish\n"
+        "from hone.trainer.nsys import start_again_under_nsys as again\n"
+        f"config = C('nsys', (1,), {str(tmp_path / 'out')!r}, {{'trace': 'cuda'}})\n"
+        "finish(lambda: again(config))\n"
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-c", program, "a=1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    words = done.stdout.split()
+    assert words[0] == "profile"
+    assert {"--capture-range=cudaProfilerApi", "--trace=cuda"} <= set(words)
+    assert words[-1] == "a=1"
+
+
+@pytest.mark.parametrize(("found", "told"), [(None, "nsys is not on PATH"), ("x", "start Python")])
+def test_without_nsys_or_in_a_callers_process_a_line_says_that_nothing_is_recorded(
+    found: str | None,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(nsys.shutil, "which", lambda _: found)
+    nsys.start_again_under_nsys(GlobalProfilerConfig("nsys", (1,)))
+    assert told in capsys.readouterr().out
