@@ -77,16 +77,13 @@ _MANAGER_NAMES = {
     **_from(f"{_MANAGERS}.registry", "register get_reward_manager_cls"),
 }
 _LOOP_NAMES = {
-    **_from(
-        _AGENTS,
-        "AgentLoopBase AgentLoopOutput AgentLoopMetrics DictConfigWrap ToolListWrap register "
-        "register_agent_loop",
-    ),
+    **_from(_AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics register register_agent_loop"),
+    **_from(_AGENTS, "DictConfigWrap ToolListWrap"),
     "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
     "LLMServerClient": f"{_AGENTS}:ServerManager",
-    "TokenOutput": "hone.rollout.contract:TokenOutput",
-    "SingleTurnAgentLoop": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
-    "ToolAgentLoop": "hone.agents.loops.tool:ToolAgentLoop",
+    **_from("hone.rollout.contract", "TokenOutput"),
+    **_from("hone.agents.loops.single_turn", "SingleTurnAgentLoop"),
+    **_from("hone.agents.loops.tool", "ToolAgentLoop"),
 }
 _PARSERS = "hone.agents.parsers"
 _PARSER_NAMES = {
@@ -111,8 +108,8 @@ _TOOL_LISTS = {
 }
 _MARKERS = _from(
     "hone.tracking.markers",
-    "GPUMemoryLogger log_gpu_memory_usage mark_annotate mark_end_range mark_start_range "
-    "marked_timer simple_timer",
+    "DistProfiler GPUMemoryLogger log_gpu_memory_usage mark_annotate mark_end_range "
+    "mark_start_range marked_timer simple_timer",
 )
 _REWARD_LOOP_NAMES = {
     "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
@@ -236,6 +233,8 @@ _ROLLOUT_CONFIGS = {
 _REWARD_CONFIGS = _from("hone.config.reward", "RewardModelConfig SandboxFusionConfig")
 _METRICS = "hone.trainer.ppo.metric_utils"
 _NEEDS = "need_critic need_reference_policy need_reward_model"
+_TOKENIZERS = _from("hone.models.processor", "hf_tokenizer hf_processor")
+_DYNAMIC = _from(_DATA, "AbstractDataGenerator DynamicGenDataset")
 _DATASET_NAMES = {
     "RLHFDataset": f"{_DATA}:RLHFDataset",
     "SFTDataset": f"{_DATA}:SFTDataset",
@@ -245,7 +244,7 @@ _DATASET_NAMES = {
 }
 
 NAMES: dict[str, dict[str, str]] = {
-    "hone.utils.reward_score": {"default_compute_score": "hone.rewards:default_compute_score"},
+    "hone.utils.reward_score": _from("hone.rewards", "default_compute_score"),
     "hone.workers.reward_manager": _MANAGER_NAMES,
     "hone.workers.fsdp_workers": _WORKER_NAMES,
     "hone.workers.megatron_workers": _WORKER_NAMES,
@@ -268,6 +267,9 @@ NAMES: dict[str, dict[str, str]] = {
         _CONTROLLER, "ResourcePool ClassWithInitArgs"
     ),
     "hone.single_controller.ray": _RAY_NAMES,
+    "hone.single_controller.ray.megatron": {
+        "NVMegatronRayWorkerGroup": f"{_CONTROLLER}:RayWorkerGroup"
+    },
     "hone.single_controller.ray.base": _RAY_NAMES,
     "hone.trainer.ppo.core_algos": _CORE_ALGOS,
     "hone.trainer.ppo.ray_trainer": {
@@ -319,34 +321,30 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.dataset.multiturn_sft_dataset": {
         "MultiTurnSFTDataset": f"{_DATA}:MultiTurnSFTDataset"
     },
-    "hone.utils.dataset.dynamicgen_dataset": {
-        "AbstractDataGenerator": f"{_DATA}:AbstractDataGenerator",
-        "DynamicGenDataset": f"{_DATA}:DynamicGenDataset",
-    },
+    "hone.utils.dataset.dynamicgen_dataset": _DYNAMIC,
+    "hone.experimental.dynamic_dataset.dynamicgen_dataset": _DYNAMIC,
     **dict.fromkeys(_REWARD_LOOP_PATHS, _REWARD_LOOP_NAMES),
     "hone.utils.profiler": _MARKERS,
     "hone.utils.profiler.performance": _MARKERS,
     "hone.utils.debug": _MARKERS,
     "hone.utils.debug.performance": _MARKERS,
-    "hone.utils.chat_template": {
-        "initialize_system_prompt": f"{_DATA}.prompts:initialize_system_prompt"
-    },
+    "hone.utils.chat_template": _from(f"{_DATA}.prompts", "initialize_system_prompt"),
     "hone.utils.import_utils": {
-        "load_extern_object": "hone.rewards:load_extern_object",
-        "load_extern_type": "hone.rewards:load_extern_object",
+        **_from("hone.plugins", "load_extern_object load_module import_external_libs"),
+        **_from("hone.plugins", "is_vllm_available is_sglang_available is_megatron_core_available"),
+        "load_extern_type": "hone.plugins:load_extern_object",
     },
     "hone.utils.config": {
         **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
         **_from(_STEPS, "validate_config"),
     },
-    "hone.utils.tokenizer": {
-        "hf_tokenizer": "hone.models.load:load_tokenizer",
-        **_from("hone.ops.verl_functional", "hf_processor"),
-    },
+    "hone.utils.tokenizer": _TOKENIZERS,
+    "hone.utils.tokenizer.tokenizer": _TOKENIZERS,
+    "hone.utils.tokenizer.chat_template": _from(f"{_DATA}.prompts", "initialize_system_prompt"),
     "hone.utils": {
-        "hf_tokenizer": "hone.models.load:load_tokenizer",
+        **_TOKENIZERS,
         **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
-        **_from("hone.ops.verl_functional", "as_torch_index group_mean_std hf_processor"),
+        **_from("hone.ops.verl_functional", "as_torch_index group_mean_std"),
         **_from(_STEPS, "validate_config"),
     },
     "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},

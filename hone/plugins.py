@@ -257,3 +257,25 @@ def _load_file(file: Path) -> ModuleType:
             f"your file cannot be loaded: {place_and_reason(error, file)}{hint}"
         ) from error
     return module
+
+
+def import_external_libs(external_libs: str | Iterable[str] | None = None) -> None:
+    """Import modules that register plug-ins."""
+    names = [external_libs] if isinstance(external_libs, str) else external_libs or ()
+    for name in names:
+        importlib.import_module(name)
+
+
+def is_vllm_available() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def is_sglang_available() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("sglang") is not None
+
+
+def is_megatron_core_available() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("megatron") is not None

@@ -9,8 +9,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from verl_names import EXAMPLES_AND_DOCUMENTS
 
 import hone
 from hone import compat
@@ -118,6 +120,19 @@ def in_user_docs() -> list[str]:
 @pytest.mark.parametrize("line", sorted({*WRITTEN_BY_USERS, *in_user_docs()}))
 def test_an_import_of_verl_runs_under_our_name(line: str) -> None:
     exec(re.sub(r"\bverl\b", "hone", line), {})
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES_AND_DOCUMENTS))
+def test_what_verls_examples_and_documents_import_is_here(path: str) -> None:
+    names = EXAMPLES_AND_DOCUMENTS[path].replace(" ", ", ")
+    exec(f"from {path.replace('verl', 'hone', 1)} import {names}", {})
+
+
+def test_a_patch_of_a_module_of_verls_meets_the_module_itself(monkeypatch: Any) -> None:
+    from hone.rewards.scores import gsm8k
+
+    monkeypatch.setattr("hone.utils.reward_score.gsm8k.compute_score", lambda *_: 7.0)
+    assert gsm8k.compute_score("", "") == 7.0
 
 
 @pytest.mark.parametrize("path", sorted(compat.WHOLE_MODULES))

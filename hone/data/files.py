@@ -53,6 +53,9 @@ def copy_to_local(
     return target
 
 
+copy_local_path_from_hdfs = copy_to_local
+
+
 def copy(src: StrPath, dst: StrPath) -> bool:
     """Copy a file or folder; both sides may be on HDFS. Into an existing folder, files are replaced."""
     if is_non_local(src) and is_non_local(dst):

@@ -188,10 +188,6 @@ def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-def hf_processor(name_or_path: str, **settings: JsonValue) -> None:
-    """No processor: text models have none, and models with images are refused when they load."""
-
-
 # -- ranks ------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from hone.tracking.contract import RunInfo, Tracker, TrackerError
 from hone.tracking.metrics_file import MetricsFile, read_metrics, series
 from hone.tracking.run_folder import RunFolder
 from hone.tracking.timing import Timers
-from hone.tracking.tracking import Tracking
+from hone.tracking.tracking import Tracking, ValidationGenerationsLogger
 
 __all__ = [
     "MetricsFile",
@@ -21,6 +21,7 @@ __all__ = [
     "Tracker",
     "TrackerError",
     "Tracking",
+    "ValidationGenerationsLogger",
     "atomic_path",
     "atomic_write_bytes",
     "atomic_write_text",

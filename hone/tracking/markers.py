@@ -53,6 +53,15 @@ def mark_annotate(message: str | None = None, **options: JsonValue) -> Callable[
     return lambda function: function
 
 
+class DistProfiler:
+    """The decorator of workers' methods, which the profiler of `global_profiler` does not need."""
+
+    @staticmethod
+    def annotate(message: str | None = None, **options: JsonValue) -> Callable[[F], F]:
+        """Decorator: the method itself."""
+        return mark_annotate(message, **options)
+
+
 def rollout_trace_op(function: F) -> F:
     """Decorator: the function itself; the run folder keeps every trajectory."""
     return function

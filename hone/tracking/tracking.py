@@ -16,7 +16,7 @@ from hone.plugins import Table
 from hone.tracking.contract import Number, RunInfo, Scalar, Tracker, TrackerError, as_numbers
 from hone.tracking.run_folder import RunFolder
 from hone.tracking.storage import storage_failure
-from hone.types import Row, Settings
+from hone.types import JsonValue, Row, Settings
 
 log = logging.getLogger(__name__)
 
@@ -139,3 +139,22 @@ class Tracking:
                 log.warning(
                     "tracker %r failed (%r); the run goes on", name, error, exc_info=traceback
                 )
+
+
+class ValidationGenerationsLogger:
+    """Shows generations of a validation in the trackers that have tables; verl's name."""
+
+    def __init__(self, project_name: str | None = None, experiment_name: str | None = None) -> None:
+        self._names = (project_name or "project", experiment_name or "experiment")
+        self._tracking: dict[tuple[str, ...], Tracking] = {}
+
+    def log(
+        self, loggers: str | Sequence[str], samples: Sequence[Sequence[JsonValue]], step: int
+    ) -> None:
+        """`samples` are (input, output, score)."""
+        chosen = (loggers,) if isinstance(loggers, str) else tuple(loggers)
+        if chosen not in self._tracking:
+            self._tracking[chosen] = Tracking(*self._names, chosen)
+        names = ("input", "output", "score")
+        rows = [dict(zip(names, sample, strict=False)) for sample in samples]
+        self._tracking[chosen].log_samples("val/generations", rows, step)
