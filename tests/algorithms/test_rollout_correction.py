@@ -72,3 +72,34 @@ def test_a_batch_is_narrowed_and_weighed_in_place():
         assert out.batch["response_mask"].tolist() == [[0, 1, 0], [1, 1, 0]]
         assert out.batch["rollout_is_weights"][0, 0] == 2.0
         assert "rollout_corr/kl" in metrics
+
+
+def test_metrics_of_given_weights_count_ratios_before_truncation():
+    raw = torch.tensor([[1.0, 6.0], [0.9, 1.1]])
+    token = functions.compute_is_metrics(
+        raw.clamp(max=2.0), raw, raw.log(), torch.ones(2, 2), "token", 2.0
+    )
+    assert token["rollout_is_seq_fraction_high"] == 0.5
+    assert token["rollout_is_max"] == 2.0
+    assert token["rollout_is_mean"] == pytest.approx((1 + 2 + 0.9 + 1.1) / 4)
+    of_row = torch.tensor([[3.0], [0.4]])  # one ratio per sequence
+    icepop = functions.compute_is_metrics(
+        torch.zeros(2, 2), of_row.expand(2, 2), of_row.log(), torch.ones(2, 2), "sequence", 2.0, 0.5
+    )
+    assert (icepop["rollout_is_max"], icepop["rollout_is_min"]) == pytest.approx((3.0, 0.4))
+    assert icepop["rollout_is_oob_ratio"] == 1.0
+
+
+def test_bypass_takes_the_rollouts_log_probs_and_writes_its_settings():
+    batch = DataProto.from_dict({"rollout_log_probs": ROLLOUT})
+    policy_loss = {"loss_mode": "vanilla"}
+    functions.apply_bypass_mode(batch, SETTINGS, policy_loss)
+    assert torch.equal(batch.batch["old_log_probs"], ROLLOUT)
+    assert policy_loss == {"loss_mode": "bypass_mode", "rollout_correction": SETTINGS}
+    with pytest.raises(ValueError, match="needs rollout_log_probs"):
+        functions.apply_bypass_mode(DataProto.from_dict({"x": ROLLOUT}))
+
+
+def test_a_truth_value_is_no_bound():
+    with pytest.raises(TypeError, match="not a boolean"):
+        functions.compute_rollout_correction_weights(OLD - ROLLOUT, MASK, "token", True)

@@ -156,6 +156,16 @@ def test_variables_that_the_controller_sets_are_refused_from_the_user() -> None:
         make_group(1, worker_env={"WORLD_SIZE": "100", "MINE": "1"})
 
 
+def test_values_are_put_in_order() -> None:
+    import ray
+
+    from hone.controller.ray import parallel_put
+
+    assert ray.get(parallel_put([1, "a", {"b": 2}], max_workers=2)) == [1, "a", {"b": 2}]
+    with pytest.raises(AssertionError, match="empty list"):
+        parallel_put([])
+
+
 @pytest.mark.slow
 def test_a_pool_that_is_shared_too_often_is_refused() -> None:
     pool = ResourcePool([1], max_colocate_count=1)

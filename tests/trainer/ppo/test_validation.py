@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hone.data.rows import DataError
-from hone.trainer.ppo.validation import validation_metrics
+from hone.trainer.ppo.validation import process_validation_metrics, validation_metrics
 
 from ..runs import Run, Task, said
 
@@ -178,3 +178,17 @@ def test_stop_strings_end_a_turn_in_validation_too(train: Callable[..., Run], ta
     rows = pq.read_table(run.folder / "validation" / "step_0.parquet").to_pylist()
     assert any(said(row)[-1:] in tuple("abcdef0123") for row in rows)
     assert not any(c in said(row)[:-1] for row in rows for c in "abcdef0123")
+
+
+def test_missing_attempts_count_as_wrong_where_they_were_expected() -> None:
+    found = process_validation_metrics(
+        ["a", "a", "b"],
+        ["p", "p", "p"],
+        {"acc": [1.0, 1.0, None], "reward": [0.4, 0.6, 0.5], "pred": ["x", "x", "y"]},
+        expected_acc_counts={("a", "p"): 4, ("a", "q"): 4, ("b", "p"): 2},
+    )
+    assert found["a"]["acc"]["mean@4"] == 0.25
+    assert found["a"]["acc_success_only"]["mean@2"] == 1.0
+    assert found["a"]["reward"]["mean@2"] == 0.5
+    assert "acc" not in found["b"]
+    assert found["b"]["reward"] == {"mean@1": 0.5}
