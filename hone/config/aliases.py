@@ -146,7 +146,7 @@ def _moved(setting: Setting, key: str, value: JsonValue) -> Setting:
 
 def translate(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
     """The settings of a `ppo_trainer` tree under their own names."""
-    grouped = _least_rates(_asked_search(list(settings)))
+    grouped = least_rates(_asked_search(list(settings)))
     grouped = _search_lengths(_kl_number(_lora_switch(grouped, problems)))
     new = [new for old in grouped for new in _translate_one(old, problems)]
     return _generation_batch(_bounds(new))
@@ -235,14 +235,15 @@ def _kl_number(settings: list[Setting]) -> list[Setting]:
     return result
 
 
-def _least_rates(settings: list[Setting]) -> list[Setting]:
+def least_rates(settings: Sequence[Setting]) -> list[Setting]:
     """`optim.min_lr`, a rate, as a share of the peak rate that was written beside it."""
     last = {s.key: s.value for s in settings}
     result = []
     for setting in settings:
         block, _, name = setting.key.rpartition(".")
         least, peak = setting.value, last.get(f"{block}.lr")
-        if name != "min_lr" or not (isinstance(least, float) and isinstance(peak, float) and peak):
+        named = name in ("min_lr", "lr_min")
+        if not (named and isinstance(least, float) and isinstance(peak, float) and peak > 0):
             result.append(setting)
         elif least:
             result.append(_moved(setting, f"{block}.min_lr_ratio", least / peak))

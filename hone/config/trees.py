@@ -36,7 +36,7 @@ class Tree:
         """The settings under the names that keys have in this tree."""
         if self.name == "ppo_trainer":
             return aliases.translate(settings, problems)
-        return [aliases.rename(setting, self.name) for setting in settings]
+        return [aliases.rename(s, self.name) for s in aliases.least_rates(settings)]
 
     def new_name(self, key: str) -> str:
         """The name that a key has in this tree."""

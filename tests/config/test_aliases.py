@@ -65,6 +65,10 @@ RENAMED_CASES: dict[str, Any] = {
     "data.shuffle_train_dataloader": False,
     "data.chat_template": "{{ messages }}",
     "data.max_obs_length": 500,
+    f"{ROLLOUT}.agent.tool_parser": "hermes",
+    f"{ROLLOUT}.engine_kwargs.stop": ["</a>"],
+    f"{ROLLOUT}.engine_kwargs.vllm.stop": ["</a>"],
+    f"{ROLLOUT}.engine_kwargs.sglang.stop": ["</a>"],
     "trainer.val_generations_to_log_to_wandb": 3,
     "reward_model.reward_loop_source": "register",
     "reward_model.reward_loop_module_path": "my.py",
@@ -271,6 +275,10 @@ def test_a_least_rate_is_a_share_of_the_peak() -> None:
     config = load({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}).config
     assert config.actor_rollout_ref.actor.optim.min_lr_ratio == pytest.approx(0.1)
     assert load({f"{ACTOR}.optim.min_lr": 0.0}).config == load({}).config
+    sft = load_config(["optim.lr=1e-5", "optim.lr_min=1e-6"], config_name="sft_trainer")
+    assert sft.optim.min_lr_ratio == pytest.approx(0.1)
+    with pytest.raises(ConfigError, match="give that, or both"):
+        load({f"{ACTOR}.optim.min_lr": 1e-6})
 
 
 def test_the_two_bounds_of_a_rejection_become_one() -> None:

@@ -42,6 +42,7 @@ critic:
   ppo_micro_batch_size: 64
   forward_micro_batch_size: ${critic.ppo_micro_batch_size}
   model: {path: m, tokenizer_path: "${actor_rollout_ref.model.path}"}
+do_search: false
 retriever: {url: "http://127.0.0.1:8000/retrieve", topk: 3}
 reranker: {do_rerank: False, topk: 3}
 algorithm: {no_think_rl: False, state_masking: {start_state_marker: <information>}}
