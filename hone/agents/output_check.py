@@ -57,6 +57,10 @@ def check_output(
             f"agent loop {name!r} returned a response_mask with values other than 0, 1"
         )
     _check_ids(output, name, vocabulary)
+    if output.routed_experts is not None:
+        raise BadTrajectory(
+            f"agent loop {name!r} returned routed_experts, but routing is not replayed; give None"
+        )
     score = output.reward_score
     if score is not None and not _is_finite(score):
         raise BadTrajectory(

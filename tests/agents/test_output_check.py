@@ -44,6 +44,26 @@ def test_token_ids_the_model_does_not_know_are_refused(fields: dict[str, Any], w
         check(**fields)
 
 
+def test_routing_that_would_not_be_replayed_is_refused() -> None:
+    with pytest.raises(BadTrajectory, match="'mine' returned routed_experts"):
+        check(routed_experts=torch.zeros(3, 1))
+
+
+def test_an_output_has_verls_columns() -> None:
+    output = AgentLoopOutput([5], [1, 2], [1, 0], [-0.5, 0.0], reward_score=0.5)
+    output.extra_fields |= {"mine": 1, "teacher_ids": [3]}
+    columns = output.as_dict()
+    assert [columns[n].tolist() for n in ("prompts", "responses", "response_mask")] == [
+        [5],
+        [1, 2],
+        [1, 0],
+    ]
+    assert columns["rollout_log_probs"].tolist() == [-0.5, 0.0]
+    assert columns["rm_scores"].tolist() == [0.0, 0.5]
+    assert (columns["extra_fields"], columns["teacher_ids"]) == ({"mine": 1}, [3])
+    assert output.extra_fields["teacher_ids"] == [3]
+
+
 def test_the_last_id_of_the_vocabulary_passes() -> None:
     check(response_ids=[0, 9])
 

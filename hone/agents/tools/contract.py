@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from hone.text import BadText, read_json
 from hone.types import JsonObject, JsonValue, Row, Settings
 
 
@@ -122,6 +123,45 @@ class OpenAIFunctionToolSchema:
 
     def model_dump(self, **_: JsonValue) -> JsonObject:
         return {"type": self.type, "function": self.function.model_dump()}
+
+
+@dataclass(frozen=True)
+class OpenAIFunctionParsedSchema:
+    """A call as a model wrote it: `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class OpenAIFunctionCallSchema:
+    """A call with its arguments as an object."""
+
+    name: str
+    arguments: JsonObject
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed_schema: OpenAIFunctionParsedSchema,
+    ) -> tuple[OpenAIFunctionCallSchema, bool]:
+        """The call, and whether its arguments could not be read; then it has none."""
+        try:
+            arguments = read_json(parsed_schema.arguments, strict=True)
+        except BadText:
+            arguments = None
+        is_object = isinstance(arguments, dict)
+        return OpenAIFunctionCallSchema(
+            parsed_schema.name, arguments if is_object else {}
+        ), not is_object
+
+
+@dataclass(frozen=True)
+class OpenAIFunctionToolCall:
+    """A call with its id, as messages of an assistant hold it."""
+
+    id: str
+    function: OpenAIFunctionCallSchema
+    type: str = "function"
 
 
 class BaseTool:

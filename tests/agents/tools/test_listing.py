@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from hone.agents.interactions.listing import initialize_interactions_from_config
-from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError
+from hone.agents.tools.contract import (
+    BaseTool,
+    OpenAIFunctionCallSchema,
+    OpenAIFunctionParsedSchema,
+    OpenAIFunctionToolCall,
+    OpenAIFunctionToolSchema,
+    ToolError,
+)
 from hone.agents.tools.function_tool import FunctionTool
 from hone.agents.tools.gsm8k import Gsm8kTool
 from hone.agents.tools.listing import load_all_tools
@@ -191,3 +198,11 @@ def test_classes_of_verl_are_those_of_the_same_path_here(tmp_path: Path) -> None
     missing = "tools:\n - class_name: verl.tools.mcp_base_tool.MCPBaseTool"
     with pytest.raises(PluginError, match=r"verl\.tools\.mcp_base_tool' is not there in hone"):
         load_all_tools(written(tmp_path / "more.yaml", missing), None)
+
+
+def test_a_call_of_verls_schemas_is_read_from_its_text() -> None:
+    read = OpenAIFunctionCallSchema.from_openai_function_parsed_schema
+    good, bad = (OpenAIFunctionParsedSchema("f", text) for text in ('{"a": 1}', "[1]"))
+    assert read(good) == (OpenAIFunctionCallSchema("f", {"a": 1}), False)
+    assert read(bad) == (OpenAIFunctionCallSchema("f", {}), True)
+    assert OpenAIFunctionToolCall(id="1", function=read(good)[0]).type == "function"
