@@ -225,7 +225,7 @@ for rank in (1, 0):
     try:
         group.die(rank, "exit")
     except WorkerDied as death:
-        assert death.rank == rank, death
+        assert death.seat.rank == rank, death
         assert "about to give up the ghost" in str(death), death
     else:
         sys.exit("nobody died")
@@ -237,7 +237,7 @@ for rank in (1, 0):  # one of them is not on the node of the loop
     try:
         group.nap(600)
     except WorkerStopped as stop:
-        assert stop.rank == rank, stop
+        assert stop.seat.rank == rank, stop
     else:
         sys.exit("nobody was stopped")
     group.shutdown()
