@@ -368,6 +368,7 @@ PROGRAMS: dict[str, str] = {
     "hone.recipe.dapo.src.main_dapo": _DAPO,
     "hone.recipe.entropy.main_entropy": _DAPO,
     "hone.recipe.transfer_queue.main_ppo": _PPO,
+    "hone.recipe.r1_ascend.main_ppo": _PPO,
     "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
 }
 """What `python -m` runs there, and here, with the words that stand before the user's."""
@@ -398,5 +399,8 @@ ABSENT_PROGRAMS: dict[str, str] = {
         for name in ("disco", "flowrl", "gkd", "prime", "rep_exp", "sdpo", "spin", "spo", "sppo")
     },
     "hone.experimental.vla.main_ppo": _OWN,
+    "hone.recipe.spo.spo_main_ppo": _OWN,
+    "hone.recipe.asft.fsdp_sft_trainer_asft": _OWN,
+    "hone.recipe.async_reward_agent.main_ppo": _OWN,
 }
 """Programs that are not there, and the sentence that says so."""

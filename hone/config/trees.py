@@ -83,6 +83,7 @@ _OTHER_NAMES = {
     "_generated_ppo_trainer": "ppo_trainer",
     "fully_async_ppo_trainer": "ppo_trainer",
     "one_step_off_ppo_trainer": "ppo_trainer",
+    "transfer_queue_ppo_trainer": "ppo_trainer",
 }
 BUILT_IN: dict[str, BuiltIn] = {
     **{name: BuiltIn(name) for name in TREES},

@@ -351,7 +351,14 @@ def test_a_users_config_for_another_tree_follows_its_defaults_list(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["ppo_trainer", "ppo_trainer.yaml", "ppo", "fully_async_ppo_trainer"]
+    "name",
+    [
+        "ppo_trainer",
+        "ppo_trainer.yaml",
+        "ppo",
+        "fully_async_ppo_trainer",
+        "transfer_queue_ppo_trainer",
+    ],
 )
 @pytest.mark.parametrize("folder", [None, "config", "./config", "/opt/verl/trainer/config"])
 def test_verls_own_config_is_built_in_where_hydra_would_look_beside_the_program(
