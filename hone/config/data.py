@@ -62,6 +62,8 @@ class DataConfig(Block):
     """Prompts a step."""
     gen_batch_size: Count | None = None
     """Prompts a generation round when groups are filtered; null is `train_batch_size`."""
+    output_path: str | None = None
+    """main_generation_server: file to write the responses to."""
     val_batch_size: Count | None = None
     """Prompts a validation round; null is all at once."""
     tool_config_path: str | None = follows("actor_rollout_ref.rollout.multi_turn.tool_config_path")

@@ -1,50 +1,75 @@
-"""`python -m hone.trainer.main_generation_server key=value …`: generation with the keys of a training run.
+"""`python -m hone.trainer.main_generation_server key=value …`: responses, with the keys of RL training.
 
-verl's program of this name serves the policy and asks it; here `hone.trainer.main_generation` does the work.
-`data.train_files` are the prompts, `actor_rollout_ref.rollout.n` the responses of each, and
-`+data.output_path=FILE` names the file to write.
+verl generates so with the `ppo_trainer` tree and `+data.output_path`; here it is `hone generate` underneath.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypeVar
 
 from hone.config import PPOTrainerConfig
-from hone.trainer import main_generation
+from hone.config.block import Block
+from hone.config.generation import (
+    GenerationConfig,
+    GenerationDataConfig,
+    GenerationModelConfig,
+    GenerationRolloutConfig,
+)
+from hone.config.trainer import RunConfig
 from hone.trainer.command_line import announce, composed_of, run_module
+from hone.trainer.given import require_given
+from hone.trainer.launcher import launch
+from hone.trainer.main_generation import run
+from hone.trainer.ranks import Ranks, must_launch
+from hone.types import JsonValue
 
 _MODULE = "hone.trainer.main_generation_server"
-_OUTPUT = re.compile(r"\+{0,2}(data\.output_path=.*)", re.DOTALL)
-_ROLLOUT = ("temperature", "top_k", "top_p", "prompt_length", "response_length", "max_model_len")
-_ENGINE = ("gpu_memory_utilization", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
-_MODEL = ("path", "tokenizer_path", "trust_remote_code", "custom_chat_template")
+MUST_BE_GIVEN = {
+    "actor_rollout_ref.model.path": "the model's folder or hub name",
+    "data.train_files": "the files of prompts",
+    "data.output_path": "the file to write",
+}
+B = TypeVar("B", bound=Block)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
-    outputs = [found[1] for word in given if (found := _OUTPUT.fullmatch(word))]
-    kept = [word for word in given if not _OUTPUT.fullmatch(word)]
-    composed = composed_of(kept, tree="ppo_trainer", program=_MODULE)
-    announce(composed)
-    main_generation.main([*generation_words(composed.config), *outputs])
+    composed = composed_of(given, tree="ppo_trainer", program="main_generation_server")
+    require_given(composed, MUST_BE_GIVEN)
+    config = generation_config(composed.config)
+    if Ranks.here().is_first:
+        announce(composed)
+    if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
+        launch(config.world_size, _MODULE, given)
+    else:
+        run(config)
 
 
-def generation_words(config: PPOTrainerConfig) -> list[str]:
-    """What `hone generate` is told: the policy, its prompts and how to sample."""
+def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
+    """What the keys of RL training say about generation."""
     policy, data = config.actor_rollout_ref, config.data
-    values = {
-        **{f"model.{name}": getattr(policy.model, name) for name in _MODEL},
-        **{f"rollout.{name}": getattr(policy.rollout, name) for name in (*_ROLLOUT, *_ENGINE)},
-        "data.path": data.train_files,
-        "data.prompt_key": data.prompt_key,
-        "data.n_samples": policy.rollout.n,
-        "trainer.nnodes": config.trainer.nnodes,
-        "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node,
-    }
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return GenerationConfig(
+        trainer=_shared(RunConfig, config.trainer),
+        data=_shared(
+            GenerationDataConfig,
+            data,
+            path=data.train_files,
+            n_samples=policy.rollout.n,
+            output_path=data.output_path,
+            max_samples=data.train_max_samples,
+        ),
+        model=_shared(GenerationModelConfig, policy.model),
+        rollout=_shared(GenerationRolloutConfig, policy.rollout),
+    )
+
+
+def _shared(cls: type[B], block: Block, **own: JsonValue | tuple[str, ...]) -> B:
+    """A block with the values of another where both have a key, and some of its own."""
+    names = [field.name for field in fields(cls) if field.name in block]
+    return cls(**{name: block[name] for name in names} | own)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "**.enable_prefix_caching": ("rollout/build.py", "config.enable_prefix_caching"),
     "actor_rollout_ref.rollout.max_model_len": ("rollout/build.py", "config.max_total_tokens"),
     "global_profiler.nsys_options": ("trainer/nsys.py", "config.nsys_options"),
+    "data.output_path": ("trainer/main_generation_server.py", "data.output_path"),
     # a cluster
     "ray_kwargs.ray_init.*": ("trainer/ppo/roles.py", "config.ray_kwargs.ray_init"),
     "ray_kwargs.timeline_json_file": (

@@ -1,46 +1,58 @@
-"""Generation with the keys of a training run: what `hone generate` is told."""
+"""Generation with the keys of RL training writes the responses that were asked for."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pyarrow.parquet as pq
 import pytest
 
-from hone.config import ConfigError
-from hone.trainer import main_generation, main_generation_server
-from hone.trainer.command_line import composed_of
+from hone.config import ConfigError, load_config
+from hone.trainer.main_generation_server import generation_config, main
 
-COMMAND = [
-    'actor_rollout_ref.model.path="models/it\'s here"',
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-    "actor_rollout_ref.rollout.temperature=0.6",
-    "actor_rollout_ref.rollout.prompt_length=2048",
-    "actor_rollout_ref.rollout.response_length=1024",
-    "actor_rollout_ref.rollout.n=4",
-    "data.train_files=[a.parquet,b.parquet]",
-    "data.prompt_key=question",
-    "trainer.n_gpus_per_node=1",
-]
+from .runs import Task
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    words: list[str] = []
-    monkeypatch.setattr(main_generation, "main", words.extend)
-    return words
-
-
-def test_the_keys_of_training_say_what_is_generated(told: list[str]) -> None:
-    main_generation_server.main([*COMMAND, "+data.output_path=out=1.parquet"])
-    config = composed_of(told, tree="generation", program="test").config
-    assert config.model.path == "models/it's here"
+def test_the_keys_of_training_say_what_to_generate() -> None:
+    config = generation_config(
+        load_config(
+            [
+                "actor_rollout_ref.model.path=m",
+                "data.train_files=[a.parquet,b.parquet]",
+                "+data.output_path=out.parquet",
+                "data.prompt_key=question",
+                "actor_rollout_ref.rollout.n=3",
+                "actor_rollout_ref.rollout.temperature=0.7",
+                "data.max_response_length=9",
+                "trainer.n_gpus_per_node=2",
+            ]
+        )
+    )
     assert config.data.path == ("a.parquet", "b.parquet")
-    assert (config.data.prompt_key, config.data.n_samples) == ("question", 4)
-    assert config.data.output_path == "out=1.parquet"
-    assert (config.rollout.temperature, config.rollout.top_k) == (0.6, -1)
-    assert (config.rollout.prompt_length, config.rollout.response_length) == (2048, 1024)
+    assert (config.data.output_path, config.data.n_samples) == ("out.parquet", 3)
+    assert (config.data.prompt_key, config.model.path) == ("question", "m")
+    assert (config.rollout.temperature, config.rollout.response_length) == (0.7, 9)
+    assert (config.rollout.top_k, config.world_size) == (-1, 2)
 
 
-def test_a_mistake_is_told_in_the_words_of_training(told: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"rollout has no key 'temperatur'"):
-        main_generation_server.main([*COMMAND, "actor_rollout_ref.rollout.temperatur=1"])
-    assert not told
+def test_responses_are_written_beside_their_rows(task: Task, tmp_path: Path) -> None:
+    main(
+        [
+            f"actor_rollout_ref.model.path={task.model}",
+            f"data.train_files={task.train}",
+            f"+data.output_path={tmp_path / 'out.parquet'}",
+            "data.prompt_format=raw",
+            "data.max_prompt_length=16",
+            "data.max_response_length=4",
+            "actor_rollout_ref.rollout.n=2",
+            "trainer.device=cpu",
+        ]
+    )
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert rows
+    assert all(len(row["responses"]) == 2 for row in rows)
+
+
+def test_the_file_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"data.output_path was not given"):
+        main(["actor_rollout_ref.model.path=m", "data.train_files=a.parquet"])
