@@ -370,7 +370,6 @@ PROGRAMS: dict[str, str] = {
     "hone.recipe.transfer_queue.main_ppo": _PPO,
     "hone.recipe.r1_ascend.main_ppo": _PPO,
     "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
-    "hone.recipe.r1_ascend.main_ppo": _PPO,
 }
 """What `python -m` runs there, and here, with the words that stand before the user's."""
 
