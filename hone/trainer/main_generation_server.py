@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar
 
 from hone.config import PPOTrainerConfig
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_given(composed, MUST_BE_GIVEN)
     config = generation_config(composed.config)
     if Ranks.here().is_first:
-        announce(composed)
+        notes = (note for note in composed.notes if not note.startswith("data.output_path="))
+        announce(replace(composed, notes=tuple(notes)))
     if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
         launch(config.world_size, _MODULE, given)
     else:
