@@ -373,27 +373,20 @@ PROGRAMS: dict[str, str] = {
 }
 """What `python -m` runs there, and here, with the words that stand before the user's."""
 
-_ASYNC = (
-    "asynchronous training is not built; `python -m hone.trainer.main_ppo` takes the same keys and "
-    "trains synchronously"
-)
+_ASYNC = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
 _OWN = (
     "this recipe is a trainer of its own, which is not built; `hone recipes` lists what there is, and "
     "docs/extend.md says how to add a loss, an estimator or a loop"
 )
 ABSENT_PROGRAMS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "hone.experimental.fully_async_policy.fully_async_main",
-            "hone.experimental.one_step_off_policy.main_ppo",
-            "hone.recipe.fully_async_policy.fully_async_main",
-            "hone.recipe.one_step_off_policy.main_ppo",
-            "hone.recipe.one_step_off_policy.async_main_ppo",
-            "hone.recipe.async_flow.main_ppo",
-            "hone.recipe.partial_rollout.main_ppo",
-        ),
-        _ASYNC,
-    ),
+    **{
+        f"hone.{place}.{program}": _ASYNC
+        for place in ("experimental", "recipe")
+        for program in ("fully_async_policy.fully_async_main", "one_step_off_policy.main_ppo")
+    },
+    "hone.recipe.one_step_off_policy.async_main_ppo": _ASYNC,
+    "hone.recipe.async_flow.main_ppo": _ASYNC,
+    "hone.recipe.partial_rollout.main_ppo": _ASYNC,
     **{
         f"hone.recipe.{name}.main_{name}": _OWN
         for name in ("disco", "flowrl", "gkd", "prime", "rep_exp", "sdpo", "spin", "spo", "sppo")
