@@ -179,7 +179,7 @@ def _outside(engine: NativeRollout, lm: Any) -> int:
     """Bytes of the weights that decoding reads and that are not the module's own memory."""
     own = {p.untyped_storage().data_ptr() for p in lm.parameters()}
     forward: Any = engine._core._forward
-    read = [forward._embedding, forward._norm]
+    read = [forward._embedding, forward._norm[0]]
     for layer in forward._layers:
         read += [part[0] for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     return sum(t.nbytes for t in read if t.untyped_storage().data_ptr() not in own)
