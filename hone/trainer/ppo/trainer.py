@@ -181,8 +181,6 @@ class PPOTrainer:
         measured = self.update(self.share_out(batch))
         return batch, measured | self.report(batch)
 
-    # -- the verbs ----------------------------------------------------------------------------
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of the step: timed, and shown while it lasts."""
@@ -208,7 +206,8 @@ class PPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
-        return self.source.submit(prompts, samples=samples, sampling=sampling)
+        with self.timers.timer("gen_max" if greedy else "gen"):
+            return self.source.submit(prompts, samples=samples, sampling=sampling)
 
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
         """Finished groups: so many, or all that were submitted."""
