@@ -79,8 +79,8 @@ def test_a_misspelt_switch_is_refused():
         dr_grpo(rewards, mask, index=["p", "p"], norm_adv_by_std_in_grpo=True)
 
 
-def test_an_epsilon_of_zero_gives_groups_of_equal_scores_nothing():
+@pytest.mark.parametrize("estimator", [grpo, grpo_passk], ids=["grpo", "grpo_passk"])
+def test_an_epsilon_of_zero_gives_groups_of_equal_scores_nothing(estimator):
     rewards, mask = column([0.7, 0.7, 0.7])
-    for estimator in (grpo, grpo_passk):
-        advantages, _ = estimator(rewards, mask, index=["p"] * 3, epsilon=0.0)
-        assert (advantages == 0).all()
+    advantages, _ = estimator(rewards, mask, index=["p"] * 3, epsilon=0.0)
+    assert (advantages == 0).all()
