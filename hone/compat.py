@@ -1,4 +1,4 @@
-"""Answers for verl's module paths, by the table in `hone.compat_table`.
+"""Answers for verl's module paths, by the tables in `hone.compat_table` and `hone.compat_programs`.
 
 A finder at the end of `sys.meta_path` answers only for paths of this table that are no real module;
 names load when they are asked for.
@@ -14,12 +14,13 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from hone.compat_table import ABSENT_PROGRAMS, NAMES, PROGRAMS, WHOLE_MODULES
+from hone.compat_programs import ABSENT_NAMES, ABSENT_PROGRAMS, PROGRAMS
+from hone.compat_table import NAMES, WHOLE_MODULES
 
 
 def paths() -> set[str]:
     """Every path of the table, with the packages above them."""
-    listed = {*WHOLE_MODULES, *NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
+    listed = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
     return listed | {path[:i] for path in listed for i, letter in enumerate(path) if letter == "."}
 
 
@@ -31,6 +32,8 @@ class VerlModule(ModuleType):
         whole = PROGRAMS.get(path, "").partition(" ")[0]
         if name in NAMES.get(path, {}):
             found = _listed(path, name)
+        elif name in ABSENT_NAMES.get(path, {}):
+            found = _absent(path, name)
         elif whole and not name.startswith("__"):
             found = getattr(importlib.import_module(whole), name)
         else:
@@ -57,6 +60,17 @@ class VerlModule(ModuleType):
 def _listed(path: str, name: str) -> Any:
     module, _, attribute = NAMES[path][name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _absent(path: str, name: str) -> type:
+    """A class that can be named, annotated with and derived from; making one says what is not built."""
+    sentence = f"{name}: {ABSENT_NAMES[path][name]}"
+
+    def refuse(cls: type, *arguments: Any, **options: Any) -> None:
+        raise NotImplementedError(sentence)
+
+    facts = {"__new__": refuse, "__module__": path, "__doc__": sentence, "__not_built__": sentence}
+    return type(name, (), facts)
 
 
 def _known(path: str) -> str:

@@ -51,11 +51,13 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.tools.schemas": "hone.agents.tools.contract",
     "hone.tools.gsm8k_tool": "hone.agents.tools.gsm8k",
     "hone.interactions.base": "hone.agents.interactions.contract",
+    "hone.tools.search_tool": "hone.agents.tools.search",
     "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
+    "hone.interactions.weather_interaction": "hone.agents.interactions.weather",
     "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
     "hone.utils.seqlen_balancing": "hone.ops.dynamic_batch",
     "hone.utils.torch_functional": "hone.ops.verl_functional",
-    "hone.utils.py_functional": "hone.ops.verl_functional",
+    "hone.utils.py_functional": "hone.ops.verl_python",
     "hone.utils.model": "hone.ops.verl_functional",
     "hone.utils.groupwise": "hone.ops.verl_functional",
     "hone.utils.metric.utils": "hone.trainer.ppo.metric_utils",
@@ -108,9 +110,10 @@ _TOOL_LISTS = {
 }
 _MARKERS = _from(
     "hone.tracking.markers",
-    "DistProfiler GPUMemoryLogger log_gpu_memory_usage mark_annotate mark_end_range "
+    "DistProfiler GPUMemoryLogger ProfilerConfig log_gpu_memory_usage mark_annotate mark_end_range "
     "mark_start_range marked_timer simple_timer",
-)
+) | _from(_STEPS, "DistProfilerExtension")
+_LOGGERS = _from("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
     "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
     "get_reward_loop_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
@@ -244,14 +247,20 @@ _DATASET_NAMES = {
 }
 
 NAMES: dict[str, dict[str, str]] = {
-    "hone.utils.reward_score": _from("hone.rewards", "default_compute_score"),
+    "hone.utils.reward_score": dict.fromkeys(
+        ("default_compute_score", "_default_compute_score"), "hone.rewards:default_compute_score"
+    ),
     "hone.workers.reward_manager": _MANAGER_NAMES,
     "hone.workers.fsdp_workers": _WORKER_NAMES,
     "hone.workers.megatron_workers": _WORKER_NAMES,
     "hone.experimental.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
+    "hone.experimental.agent_loop.utils": _from(f"{_DATA}.files", "resolve_config_path"),
     "hone.tools.function_tool": _FUNCTION_TOOL_NAMES,
+    "hone.tools.sandbox_fusion_tools": _from(
+        "hone.agents.tools.code_interpreter", "SandboxFusionTool"
+    ),
     "hone.tools.tool_registry": _TOOL_LISTS,
     "hone.tools.utils.tool_registry": _TOOL_LISTS,
     "hone.interactions.utils.interaction_registry": {
@@ -261,6 +270,7 @@ NAMES: dict[str, dict[str, str]] = {
         "get_interaction_class": "hone.plugins:load_object",
     },
     "hone.base_config": {"BaseConfig": "hone.config.block:Block"},
+    "hone.single_controller": _BASE_NAMES,
     "hone.single_controller.base": _BASE_NAMES,
     "hone.single_controller.base.decorator": _DISPATCH_NAMES,
     "hone.single_controller.base.worker_group": _from(
@@ -326,6 +336,14 @@ NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(_REWARD_LOOP_PATHS, _REWARD_LOOP_NAMES),
     "hone.utils.profiler": _MARKERS,
     "hone.utils.profiler.performance": _MARKERS,
+    "hone.utils.profiler.profile": _MARKERS,
+    "hone.utils.profiler.config": _MARKERS,
+    "hone.utils.logger": _LOGGERS,
+    "hone.utils.logger.aggregate_logger": _LOGGERS,
+    "hone.utils.net_utils": _from("hone.ops.verl_python", "is_ipv4 is_ipv6"),
+    "hone.utils.checkpoint.checkpoint_manager": _from(
+        "hone.tracking.run_folder", "find_latest_ckpt_path get_checkpoint_tracker_filename"
+    ),
     "hone.utils.debug": _MARKERS,
     "hone.utils.debug.performance": _MARKERS,
     "hone.utils.chat_template": _from(f"{_DATA}.prompts", "initialize_system_prompt"),
@@ -333,6 +351,7 @@ NAMES: dict[str, dict[str, str]] = {
         **_from("hone.plugins", "load_extern_object load_module import_external_libs"),
         **_from("hone.plugins", "is_vllm_available is_sglang_available is_megatron_core_available"),
         "load_extern_type": "hone.plugins:load_extern_object",
+        "deprecated": "hone.ops.verl_python:deprecated",
     },
     "hone.utils.config": {
         **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
@@ -350,50 +369,3 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},
 }
 """Paths whose names are in several modules here: name to "module:object"."""
-
-_SFT, _PPO = "hone.trainer.main_sft", "hone.trainer.main_ppo"
-_DAPO = f"{_PPO} --config-name=dapo_trainer"
-_SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-PROGRAMS: dict[str, str] = {
-    "hone.trainer.fsdp_sft_trainer": _SFT,
-    "hone.trainer.sft_trainer": _SFT,
-    "hone.trainer.sft_trainer_ray": _SFT,
-    "hone.trainer.main_ppo_format": (
-        f"{_PPO} reward_model.scores={{"
-        + ",".join(f"{name}:'{_SCORES}.qa_em_format:judge'" for name in _SEARCH_SETS)
-        + "}"
-    ),
-    "hone.model_merger": "hone.trainer.model_merger",
-    "hone.recipe.dapo.main_dapo": _DAPO,
-    "hone.recipe.dapo.src.main_dapo": _DAPO,
-    "hone.recipe.entropy.main_entropy": _DAPO,
-    "hone.recipe.transfer_queue.main_ppo": _PPO,
-    "hone.recipe.r1_ascend.main_ppo": _PPO,
-    "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
-}
-"""What `python -m` runs there, and here, with the words that stand before the user's."""
-
-_ASYNC = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
-_OWN = (
-    "this recipe is a trainer of its own, which is not built; `hone recipes` lists what there is, and "
-    "docs/extend.md says how to add a loss, an estimator or a loop"
-)
-ABSENT_PROGRAMS: dict[str, str] = {
-    **{
-        f"hone.{place}.{program}": _ASYNC
-        for place in ("experimental", "recipe")
-        for program in ("fully_async_policy.fully_async_main", "one_step_off_policy.main_ppo")
-    },
-    "hone.recipe.one_step_off_policy.async_main_ppo": _ASYNC,
-    "hone.recipe.async_flow.main_ppo": _ASYNC,
-    "hone.recipe.partial_rollout.main_ppo": _ASYNC,
-    **{
-        f"hone.recipe.{name}.main_{name}": _OWN
-        for name in ("disco", "flowrl", "gkd", "prime", "rep_exp", "sdpo", "spin", "spo", "sppo")
-    },
-    "hone.experimental.vla.main_ppo": _OWN,
-    "hone.recipe.spo.spo_main_ppo": _OWN,
-    "hone.recipe.asft.fsdp_sft_trainer_asft": _OWN,
-    "hone.recipe.async_reward_agent.main_ppo": _OWN,
-}
-"""Programs that are not there, and the sentence that says so."""

@@ -23,6 +23,10 @@ Kind = TypeVar("Kind", covariant=True)
 """What every object of a table is: a class, or a function with these arguments."""
 
 
+NOT_BUILT = "__not_built__"
+"""The attribute of a name of verl that is not built: a sentence that says so."""
+
+
 class PluginError(ValueError):
     """A name, file or object that cannot be found; the message proposes what to write."""
 
@@ -33,6 +37,10 @@ class MissingFile(PluginError, FileNotFoundError):
 
 class MissingObject(PluginError, AttributeError):
     """A module that does not have the object."""
+
+
+class MissingModule(PluginError, ModuleNotFoundError):
+    """A module that is not there."""
 
 
 class BrokenModule(PluginError, RuntimeError):
@@ -184,6 +192,8 @@ def load_extern_object(
             offered = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))[:12])
             raise MissingObject(f"{module_path!r} has no {name!r}; it has {offered or 'nothing'}")
         found = getattr(found, part)
+    if sentence := getattr(found, NOT_BUILT, None):
+        raise PluginError(f"{module_path}.{sentence}")
     return found
 
 
@@ -208,11 +218,11 @@ def _import(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         ours = error.name is None or f"{target}.".startswith(f"{error.name}.")
         if ours and target != name:
-            raise PluginError(
+            raise MissingModule(
                 f"{name!r} is not there in hone, and verl is not installed; give a file of your own"
             ) from error
         if ours:
-            raise PluginError(
+            raise MissingModule(
                 f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
                 f"{error}. Give a path that ends in .py, or a module name."
             ) from error

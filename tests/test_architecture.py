@@ -49,6 +49,7 @@ LEVELS = {
 LAZY_ROOTS = {
     "__init__",
     "compat",
+    "compat_programs",
     "compat_table",
 }  # may name any room, but only once a name is asked for
 
@@ -168,7 +169,11 @@ def _wrong_way(package: Path, path: str, found: Import) -> str | None:
     here, there = room_of(path), parts[1]
     if here == there:
         return None
-    if (here, there) in (("__init__", "compat"), ("compat", "compat_table")):
+    if (here, there) in (
+        ("__init__", "compat"),
+        ("compat", "compat_table"),
+        ("compat", "compat_programs"),
+    ):
         return None  # installs the lazy table of verl's paths; loads no room
     if here in LAZY_ROOTS:
         return f"imports {found.target} when it loads; do it lazily" if found.at_load else None

@@ -157,6 +157,18 @@ def test_every_name_of_the_table_is_there(path: str, name: str) -> None:
     assert name in dir(importlib.import_module(path))
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(path, name) for path, names in compat.ABSENT_NAMES.items() for name in names],
+)
+def test_a_name_that_is_not_built_says_so_when_it_is_called(path: str, name: str) -> None:
+    found = getattr(importlib.import_module(path), name)
+    for called in (found, type("Mine", (found,), {})):
+        with pytest.raises(NotImplementedError, match=f"^{name}: "):
+            called("x", key=1)
+    assert name not in compat.NAMES.get(path, {})
+
+
 @pytest.mark.parametrize("path", sorted(compat.PROGRAMS))
 def test_every_program_of_the_table_is_there(path: str) -> None:
     module, *_ = compat.PROGRAMS[path].split()

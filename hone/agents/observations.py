@@ -84,12 +84,12 @@ def _plain(message: Message) -> str:
 
 
 def cut_text(text: str, longest_chars: int, side: str) -> str:
-    """At most `longest_chars` of the text: `left` keeps the head, `right` the tail, `middle` both."""
+    """At most `longest_chars` of the text: `left` drops its start, `right` its end, `middle` neither."""
     if len(text) <= longest_chars:
         return text
-    if side == "left":
-        return f"{text[:longest_chars]}...{_CUT}"
     if side == "right":
+        return f"{text[:longest_chars]}...{_CUT}"
+    if side == "left":
         return f"{_CUT}...{text[-longest_chars:]}"
     head = longest_chars // 2
     return f"{text[:head]}...{_CUT}...{text[len(text) - (longest_chars - head) :]}"
@@ -102,9 +102,9 @@ def cut_tokens(text: str, tokenizer: Tokenizer, longest_tokens: int | None, side
     ids = tokenizer.encode(clean_text(text), add_special_tokens=False)
     if len(ids) <= longest_tokens:
         return text
-    if side == "left":
+    if side == "right":
         kept = ids[:longest_tokens]
-    elif side == "right":
+    elif side == "left":
         kept = ids[-longest_tokens:]
     else:
         head = longest_tokens // 2

@@ -74,7 +74,7 @@ class MultiTurnConfig(Block):
     max_tool_response_length: int = 256
     """Longest tool answer, in characters as the family counts; longer ones are cut."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """What a cut keeps: left the head, right the tail, middle both."""
+    """The side that a cut drops, as in verl 0.9; middle keeps both ends."""
     max_observation_tokens: int | None = None
     """Longest tool answer in tokens; null leaves only the character limit."""
     interaction_config_path: str | None = None

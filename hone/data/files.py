@@ -94,6 +94,19 @@ def local_mkdir_safe(path: StrPath) -> str:
     return str(path)
 
 
+def resolve_config_path(config_path: str) -> str:
+    """An absolute path as it is; a relative one from here, or from beside the package."""
+    if os.path.isabs(config_path):
+        return config_path
+    places = (Path.cwd(), Path(__file__).resolve().parents[2])
+    found = [place / config_path for place in places if (place / config_path).exists()]
+    if not found:
+        raise FileNotFoundError(
+            f"{config_path!r} is neither in {places[0]} nor in {places[1]}; give an absolute path"
+        )
+    return str(found[0])
+
+
 def _hdfs(*arguments: StrPath) -> None:
     done = subprocess.run(
         [_command(), "dfs", *map(str, arguments)], capture_output=True, text=True, check=False

@@ -1,16 +1,13 @@
-"""Small functions on tensors and dicts that code written for verl imports, with verl's arguments.
+"""Small functions on tensors that code written for verl imports, with verl's arguments.
 
-They stand for verl's `utils.torch_functional`, `utils.py_functional`, `utils.model` and `utils.groupwise`.
+They stand for verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`.
 The training engine has its own: log-probs and entropies straight from hidden states.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hone.ops.groups import Groups, factorise
 from hone.ops.masked import masked_mean, masked_sum, masked_var, masked_whiten
-from hone.types import JsonValue, Row, Settings
+from hone.types import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -287,62 +284,3 @@ def group_mean_std(
     mean = groups.mean(values).masked_fill(alone, 0.0)
     std = groups.std(values).clamp(min=math.sqrt(eps)).masked_fill(alone, 1.0)
     return mean.float(), std.float(), groups.sizes.float()
-
-
-# -- dicts ------------------------------------------------------------------------------------
-
-
-def append_to_dict(data: Row, new_data: Settings, prefix: str = "") -> None:
-    """Append each value to the list (or `Metric`) of its name, in place."""
-    for key, value in rename_dict(new_data, prefix).items():
-        values = data.setdefault(key, getattr(value, "init_list", list)())
-        if isinstance(value, list):
-            values.extend(value)
-        else:
-            values.append(value)
-
-
-def rename_dict(data: Mapping[str, V], prefix: str = "") -> dict[str, V]:
-    """The same values under names that start with `prefix`."""
-    return {k if k.startswith(prefix) else prefix + k: value for k, value in data.items()}
-
-
-def union_two_dict(dict1: dict[K, V], dict2: Mapping[K, V]) -> dict[K, V]:
-    """The second added to the first, in place; what both have must be equal."""
-    for key in dict1.keys() & dict2.keys():
-        if dict1[key] != dict2[key]:
-            raise AssertionError(
-                f"{key!r} is {dict1[key]!r} in one dict and {dict2[key]!r} in the other"
-            )
-    dict1.update(dict2)
-    return dict1
-
-
-def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[K, list[V]]:
-    """Rows to columns; all rows must have the keys of the first."""
-    if any(row.keys() != list_of_dict[0].keys() for row in list_of_dict):
-        raise AssertionError("the rows do not all have the same keys")
-    return {key: [row[key] for row in list_of_dict] for key in (list_of_dict or [{}])[0]}
-
-
-class NestedNamespace(SimpleNamespace):
-    """A dict, and the dicts in it, read by attribute."""
-
-    def __init__(self, dictionary: Row, **kwargs: JsonValue) -> None:
-        super().__init__(**kwargs)
-        for key, value in dictionary.items():
-            setattr(self, key, NestedNamespace(value) if isinstance(value, dict) else value)
-
-
-@contextmanager
-def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the block."""
-    before = os.environ.get(key)
-    os.environ[key] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(key, None)
-        else:
-            os.environ[key] = before

@@ -1,4 +1,4 @@
-"""Timers and markers under verl's names, for loops and workers that were written for it.
+"""Timers, markers and loggers under verl's names, for loops and workers that were written for it.
 
 `simple_timer` measures. Markers of profilers and traces change nothing: `global_profiler` and the run
 folder hold what verl's write elsewhere.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from hone.types import Function, JsonValue
+from hone.types import Function, JsonValue, Settings
+
+_ELSEWHERE = "the run folder keeps every trajectory, and hone report shows them"
 
 F = TypeVar("F", bound=Function)
 P = ParamSpec("P")
@@ -53,8 +58,39 @@ def mark_annotate(message: str | None = None, **options: JsonValue) -> Callable[
     return lambda function: function
 
 
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """verl's profiler settings of one role."""
+
+    tool: str | None = None
+    enable: bool = False
+    all_ranks: bool = False
+    ranks: list[int] = field(default_factory=list)
+    save_path: str | None = None
+    tool_config: Settings | None = None
+    global_tool_config: Settings | None = None
+
+
 class DistProfiler:
-    """The decorator of workers' methods, which the profiler of `global_profiler` does not need."""
+    """A profiler of one worker, which is off; the profiler of `global_profiler` draws all workers."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: ProfilerConfig | None = None,
+        tool_config: Settings | None = None,
+        **options: JsonValue,
+    ) -> None:
+        if config is not None and config.enable:
+            raise NotImplementedError(
+                "profilers of single workers are not built; set global_profiler.steps and tool=torch"
+            )
+
+    def start(self, **options: JsonValue) -> None:
+        """Nothing: it is off."""
+
+    def stop(self) -> None:
+        """Nothing: it is off."""
 
     @staticmethod
     def annotate(message: str | None = None, **options: JsonValue) -> Callable[[F], F]:
@@ -71,6 +107,85 @@ def rollout_trace_op(function: F) -> F:
 def rollout_trace_attr(**attributes: JsonValue) -> Iterator[None]:
     """Nothing around the block."""
     yield
+
+
+class RolloutTraceConfig:
+    """Where verl sends traces of rollouts; here nowhere, and `init` says so once it is asked for."""
+
+    @classmethod
+    def init(
+        cls,
+        project_name: str,
+        experiment_name: str,
+        backend: str | None,
+        token2text: bool = False,
+        max_samples_per_step_per_worker: int | None = None,
+    ) -> None:
+        if backend is not None:
+            logging.getLogger(__name__).warning(
+                "traces are not sent to %s; %s", backend, _ELSEWHERE
+            )
+
+    @staticmethod
+    def get_backend() -> None:
+        return None
+
+    @staticmethod
+    def get_client() -> None:
+        return None
+
+    @staticmethod
+    def enable_token2text() -> bool:
+        return False
+
+    @staticmethod
+    def reset() -> None:
+        """Nothing is kept."""
+
+
+class LocalLogger:
+    """Writes a step's numbers on one line."""
+
+    def __init__(self, print_to_console: bool = True) -> None:
+        self.print_to_console = print_to_console
+
+    def flush(self) -> None:
+        """Every line is written at once."""
+
+    def log(self, data: Mapping[str, JsonValue], step: int) -> None:
+        numbers = [
+            f"{name}:{value}" for name, value in data.items() if isinstance(value, int | float)
+        ]
+        if self.print_to_console:
+            _line(" - ".join([f"step:{step}", *numbers]))
+
+
+def print_rank_0(message: str) -> None:
+    """One line, from rank 0 alone."""
+    print_with_rank(message, int(os.environ.get("RANK", "0")), log_only_rank_0=True)
+
+
+def print_with_rank(message: str, rank: int = 0, log_only_rank_0: bool = False) -> None:
+    """One line that begins with the rank."""
+    if rank == 0 or not log_only_rank_0:
+        _line(message if log_only_rank_0 else f"[Rank {rank}] {message}")
+
+
+def log_with_rank(
+    message: str,
+    rank: int,
+    logger: logging.Logger,
+    level: int = logging.INFO,
+    log_only_rank_0: bool = False,
+) -> None:
+    """A record of the logger that begins with the rank."""
+    if rank == 0 or not log_only_rank_0:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def _line(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def log_gpu_memory_usage(

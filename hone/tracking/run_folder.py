@@ -20,6 +20,20 @@ _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 
 
+def get_checkpoint_tracker_filename(root_path: str) -> str:
+    """The file that names the latest checkpoint of a run."""
+    return str(RunFolder(root_path).latest_file)
+
+
+def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
+    """The folder of the latest checkpoint, under verl's name; None where there is none."""
+    file = None if path is None else RunFolder(path).latest_file
+    if path is None or file is None or not file.is_file():
+        return None
+    folder = Path(path) / directory_format.format(int(file.read_text(encoding="utf-8")))
+    return str(folder) if folder.exists() else None
+
+
 class RunFolder:
     """The names inside a run folder; the folder itself appears with the first write."""
 

@@ -6,12 +6,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.agents.agent_data import AgentData
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids
@@ -46,15 +47,21 @@ TURN = st.lists(st.sampled_from(PIECES) | st.text(st.characters(), max_size=20),
 TOKENIZER = character_tokenizer()
 
 
-def echo(text: Any) -> Any:
+Text = Annotated[str, "what to say"]
+
+
+def echo(text: Text) -> Any:
+    """Say it."""
     return text
 
 
-def fail(text: str) -> str:
+def fail(text: Text) -> str:
+    """Fail with it."""
     raise ValueError(text)
 
 
 def graph() -> Any:
+    """A graph."""
     node: dict[str, Any] = {"name": "\ud800"}
     node["children"] = [node, node]
     return node, 0.5, {"self": node}
@@ -67,7 +74,7 @@ def session() -> ToolSession:
     def cut(text: str) -> str:
         return cut_tokens(cut_text(text, 100, "middle"), TOKENIZER, 50, "right")
 
-    return ToolSession(TOOLS, {}, CallLimits(99, None, 60.0, cut))
+    return ToolSession(TOOLS, AgentData([], [1], "r", {}), CallLimits(99, None, 60.0, cut))
 
 
 @settings(max_examples=40, deadline=None)
@@ -106,14 +113,18 @@ def test_what_a_simulated_user_says_is_cleaned(text: str, how: str) -> None:
     (reply or "").encode("utf-8")
 
 
-TOOL_FILE = """
+TOOL_FILE = '''
 from hone.tools.function_tool import function_tool
 
 @function_tool
 def echo(k: str) -> str:
-    "Say it again."
+    """Say it again.
+
+    Args:
+        k: what to say
+    """
     return k
-"""
+'''
 
 
 @pytest.mark.parametrize(

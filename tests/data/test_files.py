@@ -71,3 +71,15 @@ def test_without_the_command_the_error_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(OSError, match="no `hdfs` command on PATH"):
         files.makedirs("hdfs://a")
+
+
+def test_a_config_is_looked_for_here_and_beside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").touch()
+    assert files.resolve_config_path("a.yaml") == str(tmp_path / "a.yaml")
+    assert files.resolve_config_path("/x/y.yaml") == "/x/y.yaml"
+    assert files.resolve_config_path("hone/cli.py").endswith("hone/cli.py")
+    with pytest.raises(FileNotFoundError, match="give an absolute path"):
+        files.resolve_config_path("b.yaml")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -85,25 +84,6 @@ def test_groups_by_any_label() -> None:
     mean, std, count = F.group_mean_std(torch.tensor([1.0, 2.0, 3.0]), F.as_torch_index([0, 1, 0]))
     assert (mean.tolist(), count.tolist()) == ([2.0, 0.0], [2.0, 1.0])
     assert std.tolist() == pytest.approx([2**0.5, 1.0])
-
-
-def test_dicts_are_joined_renamed_and_collected() -> None:
-    data: dict = {}
-    F.append_to_dict(data, {"a": 1, "m/b": [2, 3]}, prefix="m/")
-    F.append_to_dict(data, {"m/a": 4})
-    assert data == {"m/a": [1, 4], "m/b": [2, 3]}
-    assert F.union_two_dict({"a": 1}, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
-    with pytest.raises(AssertionError, match="'a' is 1"):
-        F.union_two_dict({"a": 1}, {"a": 2})
-    assert F.list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
-    assert F.list_of_dict_to_dict_of_list([]) == {}
-    assert F.NestedNamespace({"a": {"b": 1}}).a.b == 1
-
-
-def test_an_environment_variable_is_put_back() -> None:
-    with F.temp_env_var("HONE_TEST_VARIABLE", "1"):
-        assert os.environ["HONE_TEST_VARIABLE"] == "1"
-    assert "HONE_TEST_VARIABLE" not in os.environ
 
 
 def test_a_value_per_row_is_repeated_along_ragged_rows() -> None:

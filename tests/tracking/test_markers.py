@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from hone.ops import device
@@ -34,3 +36,36 @@ def test_the_device_has_verls_names() -> None:
     assert device.get_nccl_backend() in ("gloo", "nccl")
     assert device.get_device_id() == 0
     assert device.get_torch_device().__name__ == f"torch.{device.get_device_name()}"
+
+
+def test_a_profiler_of_one_worker_is_off_or_refused() -> None:
+    profiler = markers.DistProfiler(0, config=markers.ProfilerConfig(ranks=[0]))
+    profiler.start(role="actor")
+    profiler.stop()
+    with pytest.raises(NotImplementedError, match="global_profiler"):
+        markers.DistProfiler(0, config=markers.ProfilerConfig(enable=True))
+
+
+def test_a_trace_backend_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    markers.RolloutTraceConfig.init("p", "e", None)
+    assert not caplog.records
+    markers.RolloutTraceConfig.init("p", "e", "weave")
+    assert "not sent to weave" in caplog.text
+    assert markers.RolloutTraceConfig.get_backend() is None
+
+
+def test_lines_of_ranks(
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    markers.LocalLogger().log({"a": 1.5, "b": "text"}, step=2)
+    markers.print_with_rank("hi", rank=1)
+    markers.print_rank_0("first")
+    monkeypatch.setenv("RANK", "1")
+    markers.print_rank_0("second")
+    assert capsys.readouterr().out == "step:2 - a:1.5\n[Rank 1] hi\nfirst\n"
+    logger = logging.getLogger("ranks")
+    markers.log_with_rank("kept", 0, logger, logging.WARNING, log_only_rank_0=True)
+    markers.log_with_rank("lost", 1, logger, logging.WARNING, log_only_rank_0=True)
+    assert [record.getMessage() for record in caplog.records] == ["[Rank 0] kept"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import RunFolder
+from hone.tracking.run_folder import find_latest_ckpt_path, get_checkpoint_tracker_filename
 
 
 def test_names_inside_the_folder_are_fixed(tmp_path: Path) -> None:
@@ -96,3 +97,12 @@ def test_files_that_are_not_what_they_should_be_are_kept_or_passed_over(
     assert run.tracker_id("wandb") is None
     run.keep_tracker_id("wandb", "x1")
     assert run.tracker_id("wandb") == "x1"
+
+
+def test_the_latest_checkpoint_is_found_under_verls_name(tmp_path: Path) -> None:
+    assert find_latest_ckpt_path(None) is None
+    assert find_latest_ckpt_path(str(tmp_path)) is None
+    Path(get_checkpoint_tracker_filename(str(tmp_path))).write_text("20", encoding="utf-8")
+    assert find_latest_ckpt_path(str(tmp_path)) is None
+    (tmp_path / "global_step_20").mkdir()
+    assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_20")

@@ -11,15 +11,19 @@ from .runs import Run, Task, task_row
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
-TOOLS = """
+TOOLS = '''
 from hone.agents.tools.function_tool import function_tool
 
 
 @function_tool
 def add(a: str) -> str:
-    "Add."
+    """Add.
+
+    Args:
+        a: what to add
+    """
     return a
-"""
+'''
 
 
 def test_two_ranks_with_different_loops_have_the_metrics_of_one(task: Task, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A teacher for GSM8K: says that an answer is wrong and lets the model try again.
+"""A teacher for GSM8K: says that an answer (`#### 42`) is wrong and lets the model try again.
 
 A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
 """
@@ -42,7 +42,11 @@ class Gsm8kInteraction(BaseInteraction):
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
         talk = self._instance_dict[instance_id]
         return gsm8k.compute_score(
-            text_of(talk["response"]), talk["ground_truth"], method="flexible"
+            text_of(talk["response"]),
+            talk["ground_truth"],
+            method="strict",
+            format_score=0.0,
+            score=1.0,
         )
 
     async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:

@@ -24,7 +24,9 @@ def initialize_interactions_from_config(
         cls = load_object(str(entry["class_name"]))
         name = str(entry.get("name") or _name_of(cls.__name__))
         if name in found:
-            raise ToolError(f"{path}: two interactions are called {name!r}; give each its own name")
+            raise ToolError(
+                f"Duplicate interaction name {name!r} found in {path}; rename one of them"
+            )
         found[name] = cls({**(entry.get("config") or {}), "name": name})
     return found
 

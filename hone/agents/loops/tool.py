@@ -10,9 +10,9 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from hone.agents.agent_data import AgentData, AgentState
 from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.listing import initialize_interactions_from_config
@@ -23,51 +23,23 @@ from hone.agents.tools.listing import Tool, load_all_tools
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
 from hone.data.prompts import Message, truncate
-from hone.rollout.contract import TokenOutput
 from hone.text import described, shown
 from hone.types import Row, Settings
 
+__all__ = ["AgentData", "AgentState", "ToolAgentLoop"]
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Talk:
-    """The trajectory so far."""
-
-    prompt_ids: list[int]
-    messages: list[Message]
-    """The talk in words, for an interaction; the model never reads them."""
-    response_ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    spans: list[Message] = field(default_factory=list)
-    """Role and number of tokens of each turn; a model's turn may have `calls` and a `score`."""
-    model_turns: int = 0
-    other_turns: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
-    stop_reason: str | None = None
-
-    def add_turn(self, output: TokenOutput) -> None:
-        self.response_ids += output.token_ids
-        self.mask += [1] * len(output.token_ids)
-        self.log_probs += output.log_probs
-        self.versions += output.versions
-        self.spans.append({"role": "assistant", "tokens": len(output.token_ids)})
-        self.model_turns += 1
-        self.stop_reason = output.stop_reason.value
-
-    def add_observation(self, ids: Sequence[int], role: str) -> None:
-        self.response_ids += ids
-        self.mask += [0] * len(ids)
-        self.log_probs += [0.0] * len(ids)
-        self.versions += [self.versions[-1]] * len(ids)
-        self.spans.append({"role": role, "tokens": len(ids)})
-        self.other_turns += 1
 
 
 class ToolAgentLoop(AgentLoopBase):
     """Named `tool_agent` in rows; `rollout.multi_turn` has its limits."""
+
+    def __init_subclass__(cls) -> None:
+        steps = sorted(name for name in vars(cls) if name.startswith("_handle_"))
+        if steps:
+            raise TypeError(
+                f"{cls.__name__} overrides {steps[0]}, a step of verl's tool loop that is not called "
+                "here; override run, or derive from AgentLoopBase"
+            )
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -82,14 +54,17 @@ class ToolAgentLoop(AgentLoopBase):
         prompt = truncate(
             self.prompt_ids(row, schemas), self.prompt_length, self.config.data.truncation
         )
-        talk = Talk(prompt, _as_talk(row["raw_prompt"]))
-        session = ToolSession(self.tools, row.get("tools_kwargs") or {}, self._call_limits())
+        talk = AgentData(
+            _as_talk(row["raw_prompt"]), prompt, row["trajectory_id"], row.get("tools_kwargs") or {}
+        )
+        session = ToolSession(self.tools, talk, self._call_limits())
         user = self._user_of(row)
+        talk.turn_scores = user.turn_scores if user else []
         deadline = _deadline(self.limits.trajectory_timeout_s)
         try:
             if user is not None:
                 await user.start(deadline - time.monotonic())
-            await self._converse(talk, session, user, deadline, sampling_params, row)
+            await self._converse(talk, session, user, deadline, sampling_params)
             scores = await session.scores()
             if user is not None and (score := await user.score()) is not None:
                 scores[user.name] = score
@@ -101,15 +76,14 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _converse(
         self,
-        talk: Talk,
+        talk: AgentData,
         session: ToolSession,
         user: InteractionSession | None,
         deadline: float,
         sampling_params: Settings,
-        row: Settings,
     ) -> None:
         while True:
-            text, ids = await self._model_turn(talk, sampling_params, row["trajectory_id"])
+            text, ids = await self._model_turn(talk, sampling_params)
             if self._at_a_limit(talk):
                 return
             if time.monotonic() > deadline:
@@ -146,17 +120,15 @@ class ToolAgentLoop(AgentLoopBase):
             logger.warning("the tool-call parser failed: %s", described(error))
             return [ToolCall("", {}, f"the calls cannot be read: {described(error)}")]
 
-    async def _model_turn(
-        self, talk: Talk, sampling: Settings, request_id: str
-    ) -> tuple[str, list[int]]:
+    async def _model_turn(self, talk: AgentData, sampling: Settings) -> tuple[str, list[int]]:
         """One turn of the model: its text, and its token ids."""
-        room = self.response_length - len(talk.response_ids)
+        room = self.response_length - len(talk.response_mask)
         asked = sampling.get("max_tokens")
         stops = [*(sampling.get("stop_token_ids") or ()), *self.parser.stop_token_ids]
         started = time.perf_counter()
         output = await self.server_manager.generate(
-            request_id,
-            prompt_ids=[*talk.prompt_ids, *talk.response_ids],
+            talk.request_id,
+            prompt_ids=list(talk.prompt_ids),
             sampling_params={
                 **sampling,
                 "max_tokens": room if asked is None else min(asked, room),
@@ -170,24 +142,24 @@ class ToolAgentLoop(AgentLoopBase):
         talk.messages.append({"role": "assistant", "content": words})
         return text, output.token_ids
 
-    def _at_a_limit(self, talk: Talk) -> bool:
+    def _at_a_limit(self, talk: AgentData) -> bool:
         most, most_others = self.limits.max_assistant_turns, self.limits.max_user_turns
         return (
-            len(talk.response_ids) >= self.response_length
-            or (most is not None and talk.model_turns >= most)
-            or (most_others is not None and talk.other_turns >= most_others)
+            len(talk.response_mask) >= self.response_length
+            or (most is not None and talk.assistant_turns >= most)
+            or (most_others is not None and talk.user_turns >= most_others)
         )
 
-    def _observe(self, talk: Talk, new: list[Message]) -> bool:
+    def _observe(self, talk: AgentData, new: list[Message]) -> bool:
         """Append what was said to the model; false when no room is left for it to answer."""
         ids = observation_ids(
             new,
             self.tokenizer,
-            last_token=talk.response_ids[-1],
+            last_token=talk.prompt_ids[-1],
             template_kwargs=self.config.data.apply_chat_template_kwargs,
             chat=self.config.data.prompt_format == "chat",
         )
-        if len(talk.response_ids) + len(ids) >= self.response_length:
+        if len(talk.response_mask) + len(ids) >= self.response_length:
             return False
         talk.add_observation(ids, new[0]["role"])
         talk.messages += new
@@ -220,25 +192,27 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _output(
         self,
-        talk: Talk,
+        talk: AgentData,
         session: ToolSession,
         user: InteractionSession | None,
         scores: Mapping[str, float],
     ) -> AgentLoopOutput:
         facts = session.facts
+        start = len(talk.prompt_ids) - len(talk.response_mask)
         return AgentLoopOutput(
-            prompt_ids=talk.prompt_ids,
-            response_ids=talk.response_ids,
-            response_mask=talk.mask,
-            response_logprobs=talk.log_probs,
+            prompt_ids=talk.prompt_ids[:start],
+            response_ids=talk.prompt_ids[start:],
+            response_mask=talk.response_mask,
+            response_logprobs=talk.response_logprobs,
             versions=talk.versions,
-            num_turns=talk.model_turns + talk.other_turns + 1,
+            num_turns=talk.assistant_turns + talk.user_turns + 1,
             metrics=AgentLoopMetrics(talk.seconds["model"], talk.seconds["tools"]),
             stop_reason=talk.stop_reason,
             extra_fields={
+                **talk.extra_fields,
                 "tool_outputs": facts.outputs,
-                "tool_rewards": facts.rewards,
-                "turn_scores": user.turn_scores if user else [],
+                "tool_rewards": talk.tool_rewards,
+                "turn_scores": talk.turn_scores,
                 "timeouts": [*facts.timeouts, *(user.timeouts if user else [])],
                 "tool_call_counts": len(facts.outputs),
                 "tool_failures": facts.failures + (user.failures if user else 0),

@@ -118,6 +118,11 @@ def _schema_of(
     function: Function, name: str | None, description: str | None, schema: Schema | None
 ) -> OpenAIFunctionToolSchema:
     if schema is None:
+        if not description and not inspect.getdoc(function):
+            raise ToolError(
+                f"tool {name or _name_of(function)} has no docstring; say there what it does, and "
+                "under `Args:` what its arguments mean"
+            )
         described: Row = {
             "name": name or _name_of(function),
             "description": description or description_of(function),

@@ -60,7 +60,7 @@ def read_entries(path: str, section: str) -> list[Row]:
     except BadText as error:
         raise ToolError(str(error)) from error
     entries = loaded.get(section) if isinstance(loaded, Mapping) else None
-    if not isinstance(entries, list) or not entries:
+    if not isinstance(entries, list) or (section == "tools" and not entries):
         raise ToolError(
             f"{path} has no list `{section}:` with entries of `class_name` and `config`"
         )

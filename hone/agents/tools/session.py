@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from uuid import uuid4
 
+from hone.agents.agent_data import AgentData
 from hone.agents.bounded import Overdue, bounded
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.answers import Answer, normalize_function_tool_return, text_of, tool_answer
@@ -43,7 +44,6 @@ class CallLimits:
 class ToolFacts:
     """What is kept of a trajectory's calls."""
 
-    rewards: list[float] = field(default_factory=list)
     outputs: list[Row] = field(default_factory=list)
     timeouts: list[str] = field(default_factory=list)
     failures: int = 0
@@ -72,11 +72,11 @@ class ToolSession:
     def __init__(
         self,
         tools: Mapping[str, Tool],
-        tools_kwargs: Settings,
+        agent_data: AgentData,
         limits: CallLimits,
     ) -> None:
         self._tools = tools
-        self._kwargs = tools_kwargs
+        self.agent_data = agent_data
         self._limits = limits
         self._instances: dict[str, str] = {}
         self._made = 0
@@ -103,7 +103,7 @@ class ToolSession:
         if answer.timed_out:
             self.facts.timeouts.append(call.name)
         if answer.reward is not None:
-            self.facts.rewards.append(answer.reward)
+            self.agent_data.tool_rewards.append(answer.reward)
         self.facts.outputs.append(
             {
                 "name": call.name,
@@ -139,7 +139,7 @@ class ToolSession:
         async def work() -> str:
             given = dict(self._kwargs_of(name, "create_kwargs"))
             # verl hands these over both spread out and as one argument.
-            if _takes_anything(tool.create):
+            if _takes(tool.create, "create_kwargs"):
                 given["create_kwargs"] = dict(given)
             created = await tool.create(uuid4().hex, **given)
             return created[0] if isinstance(created, tuple) else created
@@ -168,7 +168,9 @@ class ToolSession:
         tool, arguments = self._tools[call.name], dict(call.arguments)
         if isinstance(tool, FunctionTool):
             return normalize_function_tool_return(await tool.call(arguments))
-        given = self._kwargs_of(call.name, "execute_kwargs")
+        given = dict(self._kwargs_of(call.name, "execute_kwargs"))
+        if _takes(tool.execute, "agent_data"):
+            given["agent_data"] = self.agent_data
         return tool_answer(await tool.execute(self._instances[call.name], arguments, **given))
 
     async def _bounded(self, name: str, work: Coroutine[None, None, T]) -> T:
@@ -188,7 +190,7 @@ class ToolSession:
         return _Answer(self._limits.cut(clean_text(f"Error: {text}")), failed=True, timed_out=late)
 
     def _kwargs_of(self, name: str, kind: str) -> Settings:
-        return (self._kwargs.get(name) or {}).get(kind) or {}
+        return (self.agent_data.tools_kwargs.get(name) or {}).get(kind) or {}
 
     async def scores(self) -> dict[str, float]:
         """Each tool's score of the trajectory; 0, and a failure, where it gives no finite number."""
@@ -233,9 +235,10 @@ class ToolSession:
             self.facts.timeouts.append(name)
 
 
-def _takes_anything(function: Function) -> bool:
-    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
-    return inspect.Parameter.VAR_KEYWORD in kinds
+def _takes(function: Function, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _cleaned(call: ToolCall) -> ToolCall:

@@ -53,9 +53,18 @@ def parameters_of(function: Function) -> Row:
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolError(f"tool {name}: {key} is positional only; a model names its arguments")
-        properties[key] = schema_of_type(hints.get(key, str))
+        if key not in hints:
+            raise ToolError(
+                f"tool {name}: the argument {key} is missing a type hint; write {key}: str"
+            )
+        properties[key] = schema_of_type(hints[key])
         if texts.get(key):
             properties[key]["description"] = texts[key]
+        if not properties[key].get("description"):
+            raise ToolError(
+                f"tool {name}: there is no description for the argument {key}; the model reads it from "
+                f"a line `{key}: …` under `Args:` in the docstring"
+            )
         if parameter.default is parameter.empty:
             required.append(key)
     return {"type": "object", "properties": properties, "required": required}

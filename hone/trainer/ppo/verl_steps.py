@@ -20,13 +20,15 @@ from hone.config.of_dict import plain_containers
 from hone.config.sources import flatten
 from hone.config.trees import TREES
 from hone.controller.class_with_init_args import plain_class
+from hone.controller.decorator import Dispatch, register
 from hone.data import create
 from hone.data.create import create_rl_dataset
 from hone.data.loader import Dataset, Sampler
 from hone.plugins import plain_name
 from hone.protocol import DataProto
+from hone.tracking.markers import DistProfiler
 from hone.trainer.ppo.plan import Plan
-from hone.types import Row, Settings
+from hone.types import JsonValue, Row, Settings
 
 __all__ = ["create_rl_dataset"]
 
@@ -149,6 +151,21 @@ def validate_config(
 ) -> None:
     """Raise ConfigError, with every problem, where a run of this config could not start."""
     composed_tree(config)
+
+
+class DistProfilerExtension:
+    """A worker's verbs `start_profile` and `stop_profile`, which hand on to its profiler."""
+
+    def __init__(self, profiler: DistProfiler) -> None:
+        self.profiler = profiler
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, **options: JsonValue) -> None:
+        self.profiler.start(**options)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> None:
+        self.profiler.stop()
 
 
 def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Row:

@@ -14,7 +14,7 @@ def test_it_ends_at_the_first_right_answer() -> None:
         one = await teacher.start_interaction(ground_truth="9", query="4+5?", name="gsm8k")
         messages: list[dict[str, Any]] = [{"role": "user", "content": "4+5?"}]
         heard = []
-        for said in ("it is 8", "#### 9"):
+        for said in ("it is 9", "#### 8", "#### 9"):
             messages.append({"role": "assistant", "content": said})
             heard.append((await teacher.generate_response(one, messages))[:3])
         assert await teacher.calculate_score(one) == 1.0
@@ -22,7 +22,7 @@ def test_it_ends_at_the_first_right_answer() -> None:
         assert teacher._instance_dict == {}
         return heard
 
-    assert asyncio.run(talk()) == [(False, WRONG, 0.0), (True, RIGHT, 1.0)]
+    assert asyncio.run(talk()) == [(False, WRONG, 0.0), (False, WRONG, 0.0), (True, RIGHT, 1.0)]
 
 
 def test_a_message_without_text_is_a_wrong_answer_and_not_an_error() -> None:

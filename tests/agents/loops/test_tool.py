@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hone.agents.interactions.gsm8k import WRONG
+from hone.agents.loops.tool import ToolAgentLoop
 from hone.agents.trajectory import AgentLoopFailed
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
@@ -140,8 +141,8 @@ def test_only_so_many_calls_of_a_turn_are_made(play: Callable[..., Any], tokeniz
 @pytest.mark.parametrize(
     ("side", "shown"),
     [
-        ("left", "Curre...(truncated)"),
-        ("right", "(truncated)...e=0.0"),
+        ("right", "Curre...(truncated)"),
+        ("left", "(truncated)...e=0.0"),
         ("middle", "Cu...(truncated)...0.0"),
     ],
 )
@@ -154,7 +155,7 @@ def test_long_answers_are_cut(
 
 
 def test_observations_are_cut_in_tokens_too(play: Callable[..., Any], tokenizer: Any) -> None:
-    wanted = (f"{MULTI}.max_observation_tokens=4", f"{MULTI}.tool_response_truncate_side=left")
+    wanted = (f"{MULTI}.max_observation_tokens=4", f"{MULTI}.tool_response_truncate_side=right")
     _, batch = play([asks("1"), "x"], *wanted)
     assert written(tokenizer, batch, 0) == "\nt:Curr\na:"
 
@@ -186,16 +187,21 @@ def test_a_trajectory_that_takes_too_long_ends_with_its_turn(play: Callable[...,
     assert batch.non_tensor_batch["timeouts"][0] == ["trajectory"]
 
 
-SLOW = """
+SLOW = '''
 import asyncio
 from hone.agents.tools.function_tool import function_tool
 
 
 @function_tool
 async def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
     await asyncio.sleep(seconds)
     return "awake"
-"""
+'''
 
 
 def test_a_slow_tool_is_cut_off_and_functions_are_tools(
@@ -346,3 +352,11 @@ def test_a_real_run_calls_its_tool_and_learns_only_from_what_it_wrote(
         (first, *_) = json.loads(line["tool_outputs"])
         assert first["text"].startswith(("Current parsed answer=", "Error:"))
         assert first["text"] in line["response_text"]
+
+
+def test_a_step_of_verls_loop_that_would_not_be_called_is_refused() -> None:
+    async def step(*_: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="overrides _handle_generating_state"):
+        type("Mine", (ToolAgentLoop,), {"_handle_generating_state": step})
+    assert issubclass(type("Mine", (ToolAgentLoop,), {"run": step}), ToolAgentLoop)

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
-from hone.agents.tools.code_interpreter import CodeInterpreterTool
+from hone.agents.tools.code_interpreter import CodeInterpreterTool, SandboxFusionTool
+from hone.agents.tools.contract import ToolError
 from hone.sandbox import SandboxUnavailable
+from hone.sandbox.service import SandboxService
 
 
 def run(code: str) -> str:
@@ -23,3 +25,29 @@ def test_it_prints_raises_and_reaches_nothing() -> None:
     assert "ZeroDivisionError" in run("1 / 0")
     assert run("x = 1") == "(ok, nothing printed)"
     assert "Error" in run("import socket; socket.create_connection(('127.0.0.1', 80), 1)")
+
+
+def test_the_tool_of_verls_name_asks_the_service_with_its_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, object] = {}
+
+    def post(self: SandboxService, url: str, request: dict[str, object], _: float) -> object:
+        asked.update(request, url=url)
+        told = {"status": "Finished", "stdout": "42", "stderr": "", "return_code": 0}
+        return {"status": "Success", "run_result": told}
+
+    monkeypatch.setattr(SandboxService, "_post", post)
+    url = "http://127.0.0.1:1/run_code"
+    tool = SandboxFusionTool({"sandbox_fusion_url": url, "default_timeout": 5, "num_workers": 9})
+    assert asyncio.run(tool.execute("i", {"code": "print(42)"}))[0].text == "42"
+    wanted = {"url": url, "code": "print(42)", "run_timeout": 5, "memory_limit_MB": 1024}
+    assert wanted.items() <= asked.items()
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"sandbox_fusion_url": "http://a/run_code", "default_language": "cpp"}]
+)
+def test_the_tool_of_verls_name_needs_a_service_and_python(config: dict[str, str]) -> None:
+    with pytest.raises(ToolError, match="runs python in the service"):
+        SandboxFusionTool(config)

@@ -30,7 +30,8 @@ def no_tools_before() -> Iterator[None]:
 
 def called(function: Function, **arguments: Any) -> Answer:
     """What the model reads of a call, with its reward and metrics."""
-    return normalize_function_tool_return(asyncio.run(tool_of(function).call(arguments)))
+    tool = tool_of(function, description="d")
+    return normalize_function_tool_return(asyncio.run(tool.call(arguments)))
 
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: Optional[int] = None) -> str:  # noqa: UP045
@@ -42,6 +43,7 @@ def weather(city: str, unit: Literal["C", "F"] = "C", days: Optional[int] = None
         city (str): the name of the city,
             in English
         unit: scale of the temperature
+        days: how far ahead
 
     Returns:
         text: what it will be
@@ -73,7 +75,8 @@ OWN_SCHEMA: dict[str, Any] = {
     ],
 )
 def test_every_form_of_the_decorator_makes_a_tool(decorate: Any, name: str) -> None:
-    def copy(city: str) -> str:
+    def copy(city: Annotated[str, "where"]) -> str:
+        """The weather."""
         return weather(city)
 
     copy.__name__ = "weather"
@@ -101,7 +104,7 @@ def test_the_schema_has_descriptions_enums_and_what_is_required() -> None:
                     "description": "scale of the temperature",
                     "enum": ["C", "F"],
                 },
-                "days": {"type": "integer"},
+                "days": {"type": "integer", "description": "how far ahead"},
             },
             "required": ["city"],
         },
@@ -110,10 +113,10 @@ def test_the_schema_has_descriptions_enums_and_what_is_required() -> None:
 
 def test_nested_and_annotated_types_are_shown() -> None:
     def many(
-        a: list[int],
-        b: dict[str, Any],
+        a: Annotated[list[int], "numbers"],
+        b: Annotated[dict[str, Any], "names"],
         c: Annotated[float, "how far"],
-        d: int | str,
+        d: Annotated[int | str, "which"],
         e: Any,
         f: Any,
     ) -> None:
@@ -124,10 +127,10 @@ def test_nested_and_annotated_types_are_shown() -> None:
 
     shown = tool_of(many).tool_schema.model_dump()["function"]
     assert shown["parameters"]["properties"] == {
-        "a": {"type": "array", "items": {"type": "integer"}},
-        "b": {"type": "object"},
+        "a": {"type": "array", "items": {"type": "integer"}, "description": "numbers"},
+        "b": {"type": "object", "description": "names"},
         "c": {"type": "number", "description": "how far"},
-        "d": {"type": ["integer", "string"]},
+        "d": {"type": ["integer", "string"], "description": "which"},
         "e": {"type": "string", "description": "anything"},
         "f": {"type": "string", "description": "something"},
     }
@@ -135,12 +138,41 @@ def test_nested_and_annotated_types_are_shown() -> None:
 
 
 def test_parameters_that_a_model_cannot_name_are_refused() -> None:
-    def positional(a: int, /) -> None: ...
+    def positional(a: int, /) -> None:
+        """Counts."""
 
     with pytest.raises(ToolError, match="name every parameter"):
-        tool_of(lambda *a: None)
+        tool_of(lambda *a: None, description="d")
     with pytest.raises(ToolError, match="positional only"):
         tool_of(positional)
+
+
+def test_what_the_model_would_not_be_told_is_refused() -> None:
+    def silent(x: str) -> None: ...
+
+    def untyped(x):  # type: ignore[no-untyped-def]
+        """Doc.
+
+        Args:
+            x: a thing
+        """
+
+    def partial(x: int, y: int) -> None:
+        """Add.
+
+        Args:
+            x: the first
+        """
+
+    for function, told in (
+        (silent, "silent has no docstring"),
+        (untyped, "x is missing a type hint"),
+        (partial, "no description for the argument y"),
+    ):
+        with pytest.raises(ToolError, match=told):
+            function_tool(function)
+        assert function_tool(schema=OWN_SCHEMA)(function) is function
+        FUNCTION_TOOL_REGISTRY.clear()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +205,8 @@ def test_what_a_function_may_return(result: Any, text: str, reward: float, metri
 
 
 def test_an_argument_may_have_any_name() -> None:
-    def call(function: str, self: str) -> str:
+    def call(function: Annotated[str, "a"], self: Annotated[str, "b"]) -> str:
+        """Both."""
         return function + self
 
     assert asyncio.run(tool_of(call).call({"function": "a", "self": "b"})) == "ab"
@@ -195,18 +228,23 @@ def test_two_functions_of_one_file_may_not_share_a_name() -> None:
     function_tool("one")(weather)
     function_tool("one")(weather)  # the same function again
     with pytest.raises(ToolError, match="'one' is already registered to weather"):
-        function_tool("one")(lambda x: x)
+        function_tool("one", description="another")(lambda: 1)
 
 
-TOOLS = """
+TOOLS = '''
 from hone.tools.function_tool import function_tool
 
 @function_tool("mine")
 def first(x: int) -> int:
+    """The same.
+
+    Args:
+        x: a number
+    """
     return x
 
 also = first
-"""
+'''
 
 
 def test_a_file_is_run_once_and_gives_its_own_tools_alone(tmp_path: Path) -> None:

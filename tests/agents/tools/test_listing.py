@@ -43,13 +43,23 @@ from hone.agents.tools.function_tool import function_tool
 
 @function_tool
 def add(a: float, b: int = 1, name: str | None = None) -> float:
-    """Add two numbers."""
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+        name: of the sum
+    """
     return a + b
 
 
 @function_tool
 async def shout(text: str) -> str:
-    """Say it louder."""
+    """Say it louder.
+
+    Args:
+        text: what to say
+    """
     return text.upper()
 
 
@@ -84,9 +94,9 @@ def test_decorated_functions_are_tools_with_a_schema_from_their_signature(tmp_pa
         "parameters": {
             "type": "object",
             "properties": {
-                "a": {"type": "number"},
-                "b": {"type": "integer"},
-                "name": {"type": "string"},
+                "a": {"type": "number", "description": "the first"},
+                "b": {"type": "integer", "description": "the second"},
+                "name": {"type": "string", "description": "of the sum"},
             },
             "required": ["a"],
         },
@@ -143,8 +153,11 @@ def test_interactions_are_listed_by_name(tmp_path: Path) -> None:
     )
     assert found["gsm8k"].name == "gsm8k"
     twice = written(tmp_path / "two.yaml", "interaction:\n" + entry + entry)
-    with pytest.raises(ToolError, match="two interactions are called 'gsm8k'"):
+    with pytest.raises(ToolError, match="Duplicate interaction name 'gsm8k' found"):
         initialize_interactions_from_config(twice)
+    assert (
+        initialize_interactions_from_config(written(tmp_path / "0.yaml", "interaction: []")) == {}
+    )
 
 
 def test_a_tool_without_execute_says_so() -> None:
@@ -196,8 +209,11 @@ def test_classes_of_verl_are_those_of_the_same_path_here(tmp_path: Path) -> None
     (tool,) = load_all_tools(written(tmp_path / "tools.yaml", verl), None)
     assert isinstance(tool, Gsm8kTool)
     missing = "tools:\n - class_name: verl.tools.mcp_base_tool.MCPBaseTool"
-    with pytest.raises(PluginError, match=r"verl\.tools\.mcp_base_tool' is not there in hone"):
+    with pytest.raises(PluginError, match=r"mcp_base_tool\.MCPBaseTool: MCP servers are not built"):
         load_all_tools(written(tmp_path / "more.yaml", missing), None)
+    missing = "tools:\n - class_name: verl.tools.nothing.Nothing"
+    with pytest.raises(ModuleNotFoundError, match=r"verl\.tools\.nothing' is not there in hone"):
+        load_all_tools(written(tmp_path / "none.yaml", missing), None)
 
 
 def test_a_call_of_verls_schemas_is_read_from_its_text() -> None:

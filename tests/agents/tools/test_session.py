@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from hone.agents.tools.session import CallLimits, ToolSession
@@ -52,7 +53,8 @@ class Echo(BaseTool):
 
 def session(tool: BaseTool, kwargs: Any = None, **changes: Any) -> ToolSession:
     limits = {"a_turn": 3, "a_trajectory": None, "timeout_s": 60.0, "cut": lambda text: text[:80]}
-    return ToolSession({tool.name: tool}, kwargs or {}, CallLimits(**{**limits, **changes}))
+    data = AgentData([], [1], "r", kwargs or {})
+    return ToolSession({tool.name: tool}, data, CallLimits(**{**limits, **changes}))
 
 
 def echo(text: str, **more: Any) -> ToolCall:
@@ -73,7 +75,7 @@ def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
         "reward": 0.25,
         "metrics": {"n": 4},
     }
-    assert talk.facts.rewards == [0.25] * 3
+    assert talk.agent_data.tool_rewards == [0.25] * 3
     assert len(tool.alive) == 1  # one state a trajectory, not one a call
 
 
@@ -100,7 +102,7 @@ def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, said
     assert asyncio.run(talk.answer([call])) == [said]
     assert talk.facts.failures == 1
     assert talk.facts.timeouts == (["echo"] if "longer" in said else [])
-    assert talk.facts.rewards == []
+    assert talk.agent_data.tool_rewards == []
 
 
 def test_a_tool_that_cannot_begin_is_an_answer_too() -> None:
@@ -133,7 +135,7 @@ def test_answers_are_cut() -> None:
 def test_tools_that_answer_with_text_work() -> None:
     talk = session(Echo())
     assert asyncio.run(talk.answer([echo("old style")])) == ["as text"]
-    assert talk.facts.rewards == [0.5]
+    assert talk.agent_data.tool_rewards == [0.5]
 
 
 def test_scores_are_asked_once_and_state_is_forgotten() -> None:
@@ -269,3 +271,18 @@ def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
     talk = session(Undecided())
     assert asyncio.run(play_out(talk))[1] == {"echo": 0.0}
     assert talk.facts.failures == 1
+
+
+def test_a_tool_may_read_the_trajectory_so_far() -> None:
+    class Reading(Echo):
+        async def execute(
+            self, instance_id: str, parameters: dict[str, Any], agent_data: AgentData
+        ) -> Any:
+            agent_data.extra_fields["read"] = len(agent_data.messages)
+            return f"{agent_data.prompt_ids} {agent_data.tools_kwargs}", 0.5, {}
+
+    talk = session(Reading(), {"echo": {"create_kwargs": {"x": 1}}})
+    talk.agent_data.messages.append({"role": "user", "content": "hi"})
+    (told,) = asyncio.run(talk.answer([echo("a")]))
+    assert told == "[1] {'echo': {'create_kwargs': {'x': 1}}}"
+    assert (talk.agent_data.extra_fields, talk.agent_data.tool_rewards) == ({"read": 1}, [0.5])

@@ -1,0 +1,79 @@
+"""The state of one trajectory of the tool loop, under verl's names: tools may read it as `agent_data`.
+
+Leaves out images, video and sound. `AgentState` only names verl's states; the loop here has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hone.data.prompts import Message
+from hone.rollout.contract import TokenOutput
+from hone.types import Row, Settings
+
+
+class AgentState(Enum):
+    """What a trajectory waits for."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    TERMINATED = "terminated"
+    INTERACTING = "interacting"
+
+
+@dataclass
+class AgentData:
+    """The trajectory so far."""
+
+    messages: list[Message]
+    """The talk in words, for tools and interactions; the model never reads them."""
+    prompt_ids: list[int]
+    """The prompt and all that followed it."""
+    request_id: str
+    tools_kwargs: Settings
+    response_ids: list[int] = field(default_factory=list)
+    """The model's last turn."""
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    spans: list[Message] = field(default_factory=list)
+    """Role and number of tokens of each turn; a model's turn may have `calls` and a `score`."""
+    assistant_turns: int = 0
+    user_turns: int = 0
+    """Turns of tools and of the simulated user."""
+    turn_scores: list[float] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    extra_fields: Row = field(default_factory=dict)
+    """What tools put here is a column of the batch."""
+    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
+    stop_reason: str | None = None
+
+    def add_turn(self, output: TokenOutput) -> None:
+        """Append what the model wrote."""
+        self.response_ids = list(output.token_ids)
+        self._append(output.token_ids, 1, output.log_probs, output.versions, "assistant")
+        self.assistant_turns += 1
+        self.stop_reason = output.stop_reason.value
+
+    def add_observation(self, ids: Sequence[int], role: str) -> None:
+        """Append what the model is told."""
+        count = len(ids)
+        self._append(ids, 0, [0.0] * count, [self.versions[-1]] * count, role)
+        self.user_turns += 1
+
+    def _append(
+        self,
+        ids: Sequence[int],
+        mask: int,
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        role: str,
+    ) -> None:
+        self.prompt_ids += ids
+        self.response_mask += [mask] * len(ids)
+        self.response_logprobs += log_probs
+        self.versions += versions
+        self.spans.append({"role": role, "tokens": len(ids)})

@@ -1,0 +1,84 @@
+"""`search`: the model's questions, answered by a retrieval service such as `hone retrieve serve`.
+
+Its config has verl's names: `retrieval_service_url`, `topk`, `timeout` (seconds) and `rate_limit`
+(requests at a time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.request
+
+from hone.agents.tools.contract import (
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    ToolError,
+    ToolResponse,
+)
+from hone.types import JsonObject, JsonValue, Row, Settings
+
+
+class SearchTool(BaseTool):
+    """Answers `{"result": passages}`, the passages of each question numbered, questions apart by ---."""
+
+    def __init__(
+        self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self._url = str(config.get("retrieval_service_url") or "")
+        if not self._url.startswith(("http://", "https://")):
+            raise ToolError(
+                f"SearchTool: retrieval_service_url={self._url!r} is no URL of a retrieval service"
+            )
+        self._slots = threading.BoundedSemaphore(int(config.get("rate_limit", 120)))
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        queries = {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "Questions to search for",
+        }
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "search",
+                    "description": "Search for passages that answer questions.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"query_list": queries},
+                        "required": ["query_list"],
+                    },
+                },
+            }
+        )
+
+    async def execute(
+        self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
+    ) -> tuple[ToolResponse, float, Row]:
+        queries = parameters.get("query_list")
+        if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
+            raise ToolError("query_list must be a list of questions")
+        found = await asyncio.to_thread(self._passages, queries)
+        text = "\n---\n".join(_as_text(passages) for passages in found)
+        facts: Row = {"query_count": len(queries), "total_results": sum(map(len, found))}
+        shown = json.dumps({"result": text or "No search results found."}, ensure_ascii=False)
+        return ToolResponse(text=shown), 0.0, facts
+
+    def _passages(self, queries: list[str]) -> list[list[str]]:
+        asked = {"queries": queries, "topk": self.config.get("topk", 3), "return_scores": True}
+        request = urllib.request.Request(
+            self._url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        wait_s = self.config.get("timeout", 30)
+        with self._slots, urllib.request.urlopen(request, timeout=wait_s) as answer:
+            found = json.load(answer)["result"]
+        return [[str(hit["document"]["contents"]) for hit in hits] for hits in found]
+
+
+def _as_text(passages: list[str]) -> str:
+    pairs = [passage.partition("\n") for passage in passages]
+    numbered = [f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(pairs, 1)]
+    return "\n\n".join(numbered)

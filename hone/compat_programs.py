@@ -1,0 +1,106 @@
+"""verl's programs, as two tables, and the names of verl that are not built, each with a sentence.
+
+Nothing is imported here; `hone.compat` answers for the paths.
+"""
+
+from __future__ import annotations
+
+_SFT, _PPO = "hone.trainer.main_sft", "hone.trainer.main_ppo"
+_DAPO = f"{_PPO} --config-name=dapo_trainer"
+_SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+PROGRAMS: dict[str, str] = {
+    "hone.trainer.fsdp_sft_trainer": _SFT,
+    "hone.trainer.sft_trainer": _SFT,
+    "hone.trainer.sft_trainer_ray": _SFT,
+    "hone.trainer.main_ppo_format": (
+        f"{_PPO} reward_model.scores={{"
+        + ",".join(f"{name}:'hone.rewards.scores.qa_em_format:judge'" for name in _SEARCH_SETS)
+        + "}"
+    ),
+    "hone.model_merger": "hone.trainer.model_merger",
+    "hone.recipe.dapo.main_dapo": _DAPO,
+    "hone.recipe.dapo.src.main_dapo": _DAPO,
+    "hone.recipe.entropy.main_entropy": _DAPO,
+    "hone.recipe.transfer_queue.main_ppo": _PPO,
+    "hone.recipe.r1_ascend.main_ppo": _PPO,
+    "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
+}
+"""What `python -m` runs there, and here, with the words that stand before the user's."""
+
+_ASYNC = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
+_OWN = (
+    "this recipe is a trainer of its own, which is not built; `hone recipes` lists what there is, and "
+    "docs/extend.md says how to add a loss, an estimator or a loop"
+)
+ABSENT_PROGRAMS: dict[str, str] = {
+    **{
+        f"hone.{place}.{program}": _ASYNC
+        for place in ("experimental", "recipe")
+        for program in ("fully_async_policy.fully_async_main", "one_step_off_policy.main_ppo")
+    },
+    "hone.recipe.one_step_off_policy.async_main_ppo": _ASYNC,
+    "hone.recipe.async_flow.main_ppo": _ASYNC,
+    "hone.recipe.partial_rollout.main_ppo": _ASYNC,
+    **{
+        f"hone.recipe.{name}.main_{name}": _OWN
+        for name in ("disco", "flowrl", "gkd", "prime", "rep_exp", "sdpo", "spin", "spo", "sppo")
+    },
+    "hone.experimental.vla.main_ppo": _OWN,
+    "hone.recipe.spo.spo_main_ppo": _OWN,
+    "hone.recipe.asft.fsdp_sft_trainer_asft": _OWN,
+    "hone.recipe.async_reward_agent.main_ppo": _OWN,
+}
+"""Programs that are not there, and the sentence that says so."""
+
+_LOOPS = "agent loops run beside their engine; register yours, and hone.trainer.main_ppo runs it"
+_REWARD_LOOP = (
+    "scoring is not an actor of its own; hone.trainer.ppo.reward.load_reward_manager scores"
+)
+_MEDIA = "images and videos are not built; give text alone"
+_MEGATRON = "Megatron is not built; strategy=fsdp2 trains the same model"
+_REPLICAS = "rollout servers are not built; hone.LLM(path).generate(prompts) generates"
+_CHECKPOINTS = "checkpoints are written by the trainer; trainer.save_freq and hone export make them"
+
+
+def _not_built(sentence: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), sentence)
+
+
+_LOOP_ACTORS = _not_built(_LOOPS, "AgentLoopManager AgentLoopWorker _InternalAgentLoopOutput")
+_REWARD_ACTORS = {
+    **_not_built(_REWARD_LOOP, "RewardLoopManager RewardLoopWorker"),
+    "RewardModelManager": "servers of reward models are not built; reward_model.enable scores in workers",
+}
+_FLOPS = "counting operations is not built; perf/* metrics say how close a phase came to the device"
+ABSENT_NAMES: dict[str, dict[str, str]] = {
+    "hone.experimental.agent_loop": _LOOP_ACTORS,
+    "hone.experimental.agent_loop.agent_loop": _LOOP_ACTORS,
+    "hone.experimental.agent_loop.utils": _not_built(
+        "answers are rendered with the model's own chat template",
+        "build_gpt_oss_tool_response_text",
+    ),
+    "hone.experimental.reward_loop": _REWARD_ACTORS,
+    "hone.experimental.reward_loop.reward_loop": _REWARD_ACTORS,
+    "hone.experimental.reward_loop.reward_model": _REWARD_ACTORS,
+    "hone.utils.dataset": {
+        "RMDataset": "reward models are not trained; give one as reward_model.model.path"
+    },
+    "hone.utils.dataset.rm_dataset": {
+        "RMDataset": "reward models are not trained; give one as reward_model.model.path"
+    },
+    "hone.utils.dataset.vision_utils": _not_built(_MEDIA, "process_image process_video"),
+    "hone.utils.flops_counter": _not_built(_FLOPS, "FlopsCounter get_device_flops"),
+    "hone.utils.checkpoint.checkpoint_manager": _not_built(_CHECKPOINTS, "BaseCheckpointManager"),
+    "hone.utils.checkpoint.fsdp_checkpoint_manager": _not_built(
+        _CHECKPOINTS, "FSDPCheckpointManager"
+    ),
+    "hone.single_controller.base.megatron.worker": _not_built(_MEGATRON, "MegatronWorker"),
+    "hone.models.mcore": _not_built(_MEGATRON, "hf_to_mcore_config init_mcore_model"),
+    "hone.workers.rollout.replica": _not_built(
+        _REPLICAS, "RolloutMode RolloutReplica get_rollout_replica_class"
+    ),
+    "hone.tools.image_zoom_in_tool": _not_built(_MEDIA, "ImageZoomInTool"),
+    "hone.tools.geo3k_tool": _not_built(_MEDIA, "Geo3kTool"),
+    "hone.tools.mcp_base_tool": {"MCPBaseTool": "MCP servers are not built; derive from BaseTool"},
+}
+"""Names that can be imported and are refused when they are called: path to name to sentence."""

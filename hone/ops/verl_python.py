@@ -1,0 +1,170 @@
+"""Small functions on dicts, processes and addresses that code written for verl imports.
+
+They stand for verl's `utils.py_functional`, `utils.net_utils` and `utils.import_utils.deprecated`.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import ParamSpec, TypeVar
+
+from hone.types import Function, JsonValue, Row, Settings
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def append_to_dict(data: Row, new_data: Settings, prefix: str = "") -> None:
+    """Append each value to the list (or `Metric`) of its name, in place."""
+    for key, value in rename_dict(new_data, prefix).items():
+        values = data.setdefault(key, getattr(value, "init_list", list)())
+        if isinstance(value, list):
+            values.extend(value)
+        else:
+            values.append(value)
+
+
+def rename_dict(data: Mapping[str, V], prefix: str = "") -> dict[str, V]:
+    """The same values under names that start with `prefix`."""
+    return {k if k.startswith(prefix) else prefix + k: value for k, value in data.items()}
+
+
+def union_two_dict(dict1: dict[K, V], dict2: Mapping[K, V]) -> dict[K, V]:
+    """The second added to the first, in place; what both have must be equal."""
+    for key in dict1.keys() & dict2.keys():
+        if dict1[key] != dict2[key]:
+            raise AssertionError(
+                f"{key!r} is {dict1[key]!r} in one dict and {dict2[key]!r} in the other"
+            )
+    dict1.update(dict2)
+    return dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[K, list[V]]:
+    """Rows to columns; all rows must have the keys of the first."""
+    if any(row.keys() != list_of_dict[0].keys() for row in list_of_dict):
+        raise AssertionError("the rows do not all have the same keys")
+    return {key: [row[key] for row in list_of_dict] for key in (list_of_dict or [{}])[0]}
+
+
+class NestedNamespace(SimpleNamespace):
+    """A dict, and the dicts in it, read by attribute."""
+
+    def __init__(self, dictionary: Row, **kwargs: JsonValue) -> None:
+        super().__init__(**kwargs)
+        for key, value in dictionary.items():
+            setattr(self, key, NestedNamespace(value) if isinstance(value, dict) else value)
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
+
+
+def timeout_limit(
+    seconds: float, use_signals: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: the function runs in a process of its own, and TimeoutError ends it after `seconds`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def limited(*arguments: P.args, **options: P.kwargs) -> R:
+            context = multiprocessing.get_context("fork")
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_answer, args=(sender, functools.partial(function, *arguments, **options))
+            )
+            process.start()
+            sender.close()
+            try:
+                if not receiver.poll(seconds):
+                    raise TimeoutError(
+                        f"Function {function.__name__} timed out after {seconds} seconds"
+                    )
+                result, error = receiver.recv()
+            except EOFError:
+                process.join()
+                raise RuntimeError(
+                    f"{function.__name__}: its process exited with error (exitcode: "
+                    f"{process.exitcode}) before it returned a result"
+                ) from None
+            finally:
+                process.kill()
+                process.join()
+            if error is not None:
+                raise error
+            return result
+
+        return limited
+
+    return decorate
+
+
+def _answer(sender: Connection, call: Callable[[], R]) -> None:
+    try:
+        answer = (call(), None)
+    except Exception as error:  # the caller's function: what it raises is raised in the caller
+        answer = (None, error)
+    try:
+        sender.send(answer)
+    except Exception as error:  # what cannot be pickled
+        sender.send((None, RuntimeError(f"{answer!r} cannot leave its process: {error}")))
+
+
+def deprecated(replacement: str = "") -> Callable[[Function], Function]:
+    """Decorator: a FutureWarning, with what to use instead, whenever the function or class is used."""
+
+    def decorate(thing: Function) -> Function:
+        kind = "Class" if isinstance(thing, type) else "Function"
+        text = f"{kind} '{thing.__module__}.{thing.__qualname__}' is deprecated."
+        text += f" Please use '{replacement}' instead." if replacement else ""
+        wrapped = thing.__init__ if isinstance(thing, type) else thing
+
+        @functools.wraps(wrapped)
+        def warned(*arguments: JsonValue, **options: JsonValue) -> JsonValue:
+            warnings.warn(text, FutureWarning, stacklevel=2)
+            return wrapped(*arguments, **options)
+
+        if not isinstance(thing, type):
+            return warned
+        thing.__init__ = warned
+        return thing
+
+    return decorate
+
+
+def is_ipv4(ip_str: str) -> bool:
+    """Whether the text is an IPv4 address."""
+    return _is_address(ip_str, ipaddress.IPv4Address)
+
+
+def is_ipv6(ip_str: str) -> bool:
+    """Whether the text is an IPv6 address."""
+    return _is_address(ip_str, ipaddress.IPv6Address)
+
+
+def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address]) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""Small functions on dicts, processes and addresses that code written for verl imports."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from hone.ops import verl_python as F
+
+
+def test_dicts_are_joined_renamed_and_collected() -> None:
+    data: dict = {}
+    F.append_to_dict(data, {"a": 1, "m/b": [2, 3]}, prefix="m/")
+    F.append_to_dict(data, {"m/a": 4})
+    assert data == {"m/a": [1, 4], "m/b": [2, 3]}
+    assert F.union_two_dict({"a": 1}, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    with pytest.raises(AssertionError, match="'a' is 1"):
+        F.union_two_dict({"a": 1}, {"a": 2})
+    assert F.list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
+    assert F.list_of_dict_to_dict_of_list([]) == {}
+    assert F.NestedNamespace({"a": {"b": 1}}).a.b == 1
+
+
+def test_an_environment_variable_is_put_back() -> None:
+    with F.temp_env_var("HONE_TEST_VARIABLE", "1"):
+        assert os.environ["HONE_TEST_VARIABLE"] == "1"
+    assert "HONE_TEST_VARIABLE" not in os.environ
+
+
+def test_a_function_with_a_limit_answers_raises_or_is_ended() -> None:
+    @F.timeout_limit(seconds=20)
+    def divided(a: float, b: float = 1.0) -> float:
+        return a / b
+
+    assert divided(6, b=3) == 2
+    with pytest.raises(ZeroDivisionError):
+        divided(1, 0)
+
+    @F.timeout_limit(seconds=0.05)
+    def endless() -> None:
+        time.sleep(60)
+
+    with pytest.raises(TimeoutError, match="endless timed out after"):
+        endless()
+
+
+def test_a_function_whose_process_dies_or_whose_answer_cannot_leave_it_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="exitcode: 3"):
+        F.timeout_limit(20)(lambda: os._exit(3))()
+    with pytest.raises(RuntimeError, match="cannot leave its process"):
+        F.timeout_limit(20)(lambda: lambda: 1)()
+
+
+def test_what_is_deprecated_warns_and_works() -> None:
+    @F.deprecated("better")
+    def old(x: int) -> int:
+        return x
+
+    @F.deprecated()
+    class Old:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    with pytest.warns(FutureWarning, match=r"Function '.*old' is deprecated. Please use 'better'"):
+        assert old(1) == 1
+    with pytest.warns(FutureWarning, match=r"Class '.*Old' is deprecated\.$"):
+        assert Old(2).x == 2
+    assert isinstance(Old, type)
+
+
+def test_addresses_are_told_apart() -> None:
+    texts = ["10.0.0.1", "::1", "localhost", "1.2.3"]
+    assert [F.is_ipv4(text) for text in texts] == [True, False, False, False]
+    assert [F.is_ipv6(text) for text in texts] == [False, True, False, False]
