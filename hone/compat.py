@@ -16,6 +16,7 @@ from typing import Any
 
 from hone.compat_programs import ABSENT_NAMES, ABSENT_PROGRAMS, PROGRAMS
 from hone.compat_table import NAMES, WHOLE_MODULES
+from hone.types import Settings
 
 
 def paths() -> set[str]:
@@ -66,7 +67,7 @@ def _absent(path: str, name: str) -> type:
     """A class that can be named, annotated with and derived from; making one says what is not built."""
     sentence = f"{name}: {ABSENT_NAMES[path][name]}"
 
-    def refuse(cls: type, *arguments: Any, **options: Any) -> None:
+    def refuse(cls: type, *arguments: Settings, **options: Settings) -> None:
         raise NotImplementedError(sentence)
 
     facts = {"__new__": refuse, "__module__": path, "__doc__": sentence, "__not_built__": sentence}

@@ -95,6 +95,17 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
         _CHECKPOINTS, "FSDPCheckpointManager"
     ),
     "hone.single_controller.base.megatron.worker": _not_built(_MEGATRON, "MegatronWorker"),
+    "hone.models.registry": _not_built(
+        "models of your own are loaded with trust_remote_code or external_lib", "ModelRegistry"
+    ),
+    "hone.third_party.vllm": _not_built(_REPLICAS, "LLM"),
+    "hone.trainer.fsdp_sft_trainer": _not_built(
+        "the trainer is no class; hone.sft(model, data) and hone.trainer.main_sft train",
+        "FSDPSFTTrainer",
+    ),
+    "hone.utils.ulysses": _not_built(
+        "sequence parallelism is not built; ranks split rows", "FSDPUlyssesShardingManager"
+    ),
     "hone.models.mcore": _not_built(_MEGATRON, "hf_to_mcore_config init_mcore_model"),
     "hone.workers.rollout.replica": _not_built(
         _REPLICAS, "RolloutMode RolloutReplica get_rollout_replica_class"

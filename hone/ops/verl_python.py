@@ -120,6 +120,7 @@ def timeout_limit(
 
 
 def _answer(sender: Connection, call: Callable[[], R]) -> None:
+    answer: tuple[R | None, Exception | None]
     try:
         answer = (call(), None)
     except Exception as error:  # the caller's function: what it raises is raised in the caller
@@ -134,10 +135,10 @@ def deprecated(replacement: str = "") -> Callable[[Function], Function]:
     """Decorator: a FutureWarning, with what to use instead, whenever the function or class is used."""
 
     def decorate(thing: Function) -> Function:
-        kind = "Class" if isinstance(thing, type) else "Function"
+        kind, init = ("Class" if isinstance(thing, type) else "Function"), "__init__"
         text = f"{kind} '{thing.__module__}.{thing.__qualname__}' is deprecated."
         text += f" Please use '{replacement}' instead." if replacement else ""
-        wrapped = thing.__init__ if isinstance(thing, type) else thing
+        wrapped = getattr(thing, init) if isinstance(thing, type) else thing
 
         @functools.wraps(wrapped)
         def warned(*arguments: JsonValue, **options: JsonValue) -> JsonValue:
@@ -146,7 +147,7 @@ def deprecated(replacement: str = "") -> Callable[[Function], Function]:
 
         if not isinstance(thing, type):
             return warned
-        thing.__init__ = warned
+        setattr(thing, init, warned)
         return thing
 
     return decorate

@@ -58,8 +58,11 @@ class SearchTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Row]:
-        queries = parameters.get("query_list")
-        if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
+        asked = parameters.get("query_list")
+        queries = (
+            [text for text in asked if isinstance(text, str)] if isinstance(asked, list) else []
+        )
+        if not queries or queries != asked:
             raise ToolError("query_list must be a list of questions")
         found = await asyncio.to_thread(self._passages, queries)
         text = "\n---\n".join(_as_text(passages) for passages in found)
