@@ -73,8 +73,8 @@ def test_a_template_that_knows_no_tools_says_so() -> None:
 @pytest.mark.parametrize(
     ("side", "kept"),
     [
-        ("left", "abcd...(truncated)"),
-        ("right", "(truncated)...ghij"),
+        ("right", "abcd...(truncated)"),
+        ("left", "(truncated)...ghij"),
         ("middle", "ab...(truncated)...ij"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_long_answer_is_cut_on_the_side_asked_for(side: str, kept: str) -> Non
     assert cut_text("abcd", 4, side) == "abcd"
 
 
-@pytest.mark.parametrize(("side", "kept"), [("left", "abc"), ("right", "hij"), ("middle", "aij")])
+@pytest.mark.parametrize(("side", "kept"), [("right", "abc"), ("left", "hij"), ("middle", "aij")])
 def test_tokens_are_cut_too(tokenizer: Any, side: str, kept: str) -> None:
     assert cut_tokens("abcdefghij", tokenizer, 3, side) == kept
     assert cut_tokens("abcdefghij", tokenizer, None, side) == "abcdefghij"
