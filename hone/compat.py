@@ -16,7 +16,6 @@ from typing import Any
 
 from hone.compat_programs import ABSENT_NAMES, ABSENT_PROGRAMS, PROGRAMS
 from hone.compat_table import NAMES, WHOLE_MODULES
-from hone.types import Settings
 
 
 def paths() -> set[str]:
@@ -67,7 +66,7 @@ def _absent(path: str, name: str) -> type:
     """A class that can be named, annotated with and derived from; making one says what is not built."""
     sentence = f"{name}: {ABSENT_NAMES[path][name]}"
 
-    def refuse(cls: type, *arguments: Settings, **options: Settings) -> None:
+    def refuse(*_: type, **__: type) -> None:
         raise NotImplementedError(sentence)
 
     facts = {"__new__": refuse, "__module__": path, "__doc__": sentence, "__not_built__": sentence}
