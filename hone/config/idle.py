@@ -57,8 +57,8 @@ def _under(block: str, names: str) -> str:
 
 def _conditions(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
     """Keys, and the setting without which they have no effect."""
-    policy, algorithm, trainer = config.actor_rollout_ref, config.algorithm, config.trainer
-    correction, rollout = algorithm.rollout_correction, policy.rollout
+    policy, algorithm = config.actor_rollout_ref, config.algorithm
+    correction = algorithm.rollout_correction
     if not algorithm.use_kl_in_reward:
         yield "algorithm.kl_ctrl algorithm.kl_penalty", "algorithm.use_kl_in_reward=false"
     if not config.global_profiler.steps:
@@ -99,6 +99,12 @@ def _conditions(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
         yield _under("actor_rollout_ref.model", names), "actor_rollout_ref.model.lora_rank=0"
     if not config.critic.model.lora_rank:
         yield "critic.model.lora_alpha critic.model.target_modules", "critic.model.lora_rank=0"
+    yield from _of_the_run(config)
+
+
+def _of_the_run(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
+    """The same for resuming, turns and ranks."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     if trainer.resume_mode != "resume_path":
         yield "trainer.resume_from_path", f"trainer.resume_mode={trainer.resume_mode}"
     if rollout.default_loop == SINGLE_TURN_LOOP:
