@@ -1,6 +1,6 @@
 """The `generation` tree: a file of prompts in, a file with responses out.
 
-It has an engine and sampling, no training; the actor block only takes what the family's file writes.
+It has an engine and sampling, no training; the actor block only takes what verl's file writes.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class MultiTurnConfig(Block):
     trajectory_timeout_s: Positive | None = None
     """Seconds after which a trajectory ends with its current turn; null is no limit."""
     max_tool_response_length: int = 256
-    """Longest tool answer, in characters as the family counts; longer ones are cut."""
+    """Longest tool answer, in characters as verl counts; longer ones are cut."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """The side that a cut drops, as in verl 0.9; middle keeps both ends."""
     max_observation_tokens: int | None = None

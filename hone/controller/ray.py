@@ -56,7 +56,7 @@ _FLOOR_S, _FACTOR = TrainerConfig.phase_deadline_floor_s, TrainerConfig.phase_de
 
 
 class RayResourcePool(ResourcePool):
-    """A resource pool by the name the family uses; a plain one does as well."""
+    """A resource pool by verl's name; a plain one does as well."""
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):

@@ -44,7 +44,7 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """The data set of a run; by the family's name and arguments."""
+    """The data set of a run; by verl's name and arguments."""
     return dataset_class(data_config, is_train)(
         data_files=data_paths,
         tokenizer=tokenizer,

@@ -1,4 +1,4 @@
-"""The prompts of a run: rows in the family's schema, checked, filtered, tokenised and cut.
+"""The prompts of a run: rows in verl's schema, checked, filtered, tokenised and cut.
 
 `RLHFDataset[i]` is one row as a dict; order, batches and uids are loader.py's.
 Leaves out image tensors: images stay in the row for the loop that needs them.
@@ -141,7 +141,7 @@ class RLHFDataset(OverridableReading):
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add rows in the family's schema; a bad one is reported like any other."""
+        """Add rows in verl's schema; a bad one is reported like any other."""
         check = SchemaCheck(self.settings.prompt_key, self.settings.prompt_format)
         for row in rows:
             problem = check.problem(row)

@@ -29,7 +29,7 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: DynamicGenDataset) -> Sequence[Row]:
-        """New rows in the family's schema; `dataset.last_batch` is the batch that just ended."""
+        """New rows in verl's schema; `dataset.last_batch` is the batch that just ended."""
 
 
 class DynamicGenDataset(RLHFDataset):

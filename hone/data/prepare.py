@@ -101,7 +101,7 @@ RECIPES: dict[str, Recipe] = {
     "bamboogle": _qa("bamboogle"),
     "search_r1": Recipe("search_qa:splits", "several question sets merged (--data_sources a,b)"),
     "preprocess_search_r1_dataset": Recipe(
-        "search_qa:splits", "the same in the form of the family's search tool", {"style": "tool"}
+        "search_qa:splits", "the same in the form of verl's search tool", {"style": "tool"}
     ),
     "search_qa": Recipe(
         "search_qa:closed_world_splits", "questions answerable from the small wiki corpus"

@@ -101,7 +101,7 @@ def load_checkpoint(
 
 
 def _sections(contents: Collection[str]) -> set[str]:
-    """The family's parts as the sections of our file."""
+    """verl's parts as the sections of our file."""
     parts = {"model": {"model", "base"}, "optimizer": {"moments", "masters"}, "extra": {"progress"}}
     return set().union(*(parts.get(part, set()) for part in contents))
 

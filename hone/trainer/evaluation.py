@@ -88,7 +88,7 @@ class Evaluation:
     """The first message of each reason for which a response could not be scored."""
 
     def as_dict(self) -> Row:
-        """Plain values; `test_score/<source>` are the means by the family's name."""
+        """Plain values; `test_score/<source>` are the means by verl's name."""
         plain: Row = {
             f"test_score/{name}": result.metrics["mean"].value
             for name, result in self.sources.items()

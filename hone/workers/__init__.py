@@ -1,1 +1,1 @@
-"""Workers: where an engine meets a process, by the family's method names."""
+"""Workers: where an engine meets a process, by verl's method names."""

@@ -1,7 +1,7 @@
 """Open-domain questions in Search-R1's form: one or several of seven sets, merged.
 
 `ground_truth` is {target: list of accepted answers}. `style=search_r1` asks in one user message;
-`style=tool` is the family's tool-calling form. Leaves out the corpus and the search engine.
+`style=tool` is verl's tool-calling form. Leaves out the corpus and the search engine.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def message_row(template: str) -> Callable[[Row, str, str, int], Row]:
 
 
 def tool_row(record: Row, source: str, split: str, index: int) -> Row:
-    """The family's row for a search tool, with what the tool is created with."""
+    """verl's row for a search tool, with what the tool is created with."""
     question = asked(record["question"])
     ground_truth = {"target": golden_answers(record)}
     tagged = f"searchR1_{source}"

@@ -1,6 +1,6 @@
 """The blank manager: no rule at all, every reward 0 (process rewards alone drive training).
 
-It still answers in the family's way, so that the trainer needs no special case.
+It still answers in verl's way, so that the trainer needs no special case.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class RuleRewardManager(AbstractRewardManager):
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         extras: dict[str, Sequence[JsonValue]] = {}
         if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
-            # The family's way: without ground truths there is no rule, and the model's word stands.
+            # verl's way: without ground truths there is no rule, and the model's word stands.
             rewards = tensors(data)["rm_scores"]
         else:
             rewards, extras = self.score_batch(data)

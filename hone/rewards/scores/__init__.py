@@ -36,7 +36,7 @@ _MODULES = {
     "sandbox_fusion": "sandbox_fusion",
     "search_r1_like_qa_em": "qa_em",
 }
-"""The family's module names, each with the file that holds it here."""
+"""verl's module names, each with the file that holds it here."""
 
 __all__ = [
     "UnknownSourceError",

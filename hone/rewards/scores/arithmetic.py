@@ -40,7 +40,7 @@ def compute_score(
 ) -> float:
     """`score` if the integer is right, `format_score` if it is another, 0 if there is none.
 
-    `method` is accepted because the family's signature has it; there is one method.
+    `method` is accepted because verl's signature has it; there is one method.
     """
     answer = extract_solution(solution_str, compat=compat)
     if answer is None:

@@ -53,7 +53,7 @@ def compute_score(
 ) -> float:
     """`score` if right, `format_score` for any other tagged answer, 0 without one.
 
-    `method` is accepted because the family's signature has it; there is one method.
+    `method` is accepted because verl's signature has it; there is one method.
     """
     given = truth.mapping(ground_truth, "target", "numbers")
     target = truth.integer(given["target"], "target")

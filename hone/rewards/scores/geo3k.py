@@ -1,6 +1,6 @@
 r"""Geometry3K: nine tenths for the right boxed answer, one tenth for `<think>…</think>` before it.
 
-`judge` tells accuracy and form apart; `compute_score` is their weighted sum, as in the family.
+`judge` tells accuracy and form apart; `compute_score` is their weighted sum, as in verl.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The one table from `data_source` to scorer, and `default_compute_score`, which reads it.
 
-Exact names come first, then prefixes, then substrings, as in the family. `register_score` adds a
+Exact names come first, then prefixes, then substrings, as in verl. `register_score` adds a
 user's own in front of them. Scorers are imported when first used.
 """
 
