@@ -213,19 +213,18 @@ def _model_get(chosen: Chosen, rest: list[str]) -> None:
 
 
 def _config_show(chosen: Chosen, rest: list[str]) -> None:
-    from hone.config.commands import show
+    from hone.config import compose
+    from hone.config.commands import with_origins
     from hone.trainer.command_line import plan_checks
 
-    say(
-        show(
-            chosen.overrides,
-            config_name=chosen.config_name or chosen.tree or TREES[0],
-            config_path=chosen.config_path,
-            schema=chosen.tree,
-            only_set=chosen.only_set,
-            further=plan_checks,
-        )
+    composed = compose(
+        chosen.overrides,
+        config_name=chosen.config_name or chosen.tree or TREES[0],
+        config_path=chosen.config_path,
+        schema=chosen.tree,
+        further=plan_checks,
     )
+    say(with_origins(composed, chosen.only_set))
 
 
 def _config_explain(chosen: Chosen, rest: list[str]) -> None:

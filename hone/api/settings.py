@@ -15,9 +15,9 @@ from typing import TypeAlias, Union
 from hone.config import Composed, ConfigError
 from hone.config.compose import Further, compose_settings
 from hone.config.errors import did_you_mean, nearest
-from hone.config.keys import hints, walk_fields
+from hone.config.keys import hints, leaves
 from hone.config.sources import Setting, flatten, read_config
-from hone.config.trees import BUILT_IN, TREES
+from hone.config.trees import TREES
 from hone.types import JsonValue
 
 Plain: TypeAlias = Union[str, int, float, bool, "os.PathLike[str]", None]
@@ -64,7 +64,7 @@ def key_of(tree: str, name: str) -> str:
 
 @functools.cache
 def _keys(root: type) -> frozenset[str]:
-    return frozenset(key for key, *_ in walk_fields(root))
+    return frozenset(leaves(root))
 
 
 def _plain(value: Value) -> JsonValue:
@@ -87,7 +87,7 @@ class Asked:
         self._settings: list[Setting] = []
         if config is not None:
             file = Path(config).expanduser()
-            self._settings = read_config(file.stem, [file.parent], [], BUILT_IN)[1]
+            self._settings = read_config(file.stem, [file.parent], [])[1]
         self.set(settings)
 
     def set(self, values: Given) -> None:

@@ -6,22 +6,32 @@ later check says about a key that is wrong already is left out.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from hone.config.convert import build_anyway, show_value, takes_null, to_plain, told_misfits
+from hone.config.block import Value
+from hone.config.convert import (
+    NoFit,
+    describe_kind,
+    describe_type,
+    fit,
+    show_value,
+    takes_null,
+    to_plain,
+)
 from hone.config.errors import ConfigError, nearest
-from hone.config.keys import Value, block_type, get, hints, replace, walk_fields
-from hone.config.ranges import out_of_range
-from hone.config.references import named_keys, rename_references, resolve, value_in
+from hone.config.keys import block_type, find_block, get, hints, leaves, replace
+from hone.config.references import named_keys, rename_references, resolve, value_at, value_in
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
 from hone.config.states import replacement_of, rule_of, topics
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
+
+T = TypeVar("T")
 
 _SUGGESTED = re.compile(r"Did you mean '([^']+)'")
 _MOST_SUGGESTED = 4
@@ -54,6 +64,9 @@ class _Findings:
     answers: list[tuple[str, str]] = field(default_factory=list)
     """(key=value, sentence) for the notes."""
 
+    def answer(self, key: str, value: Value, sentence: str) -> None:
+        self.answers.append((f"{key}={show_value(value)}", sentence))
+
     def add_checks(self, sentences: Iterable[str]) -> None:
         """Problems of several keys, but those that may only be there because another key was left at its
         default."""
@@ -73,26 +86,18 @@ def compose_settings(
     except ConfigError as error:
         raise ConfigError([*findings.problems, *error.problems]) from None
     _answer_others(schema, others, resolved, findings)
-    _complete(schema.root, resolved, origins, findings)
-    config: Value
-    config, misfits = build_anyway(schema.root, resolved, origins)
-    findings.problems += told_misfits(misfits, origins)
-    for key in misfits:
-        findings.broken.add(key)
-        config = replace(config, key, default_values(schema.root)[key])
-    config = _in_range(schema, config, origins, findings)
-    asked = dict(_asked_for(config, origins))
+    values = _typed(schema.root, resolved, origins, findings)
+    config = _built(schema.root, values)
+    asked = _asked_for(config, origins)
     for key, value, sentence in schema.settle(config):
         if key in asked:
-            findings.answers.append((f"{key}={show_value(get(config, key))}", sentence))
+            findings.answer(key, get(config, key), sentence)
         config = replace(config, key, value)
     findings.add_checks(schema.find_problems(config))
     for prefix, why in schema.find_idle(config):
-        findings.answers += [
-            (f"{key}={show_value(get(config, key))}", why)
-            for key in asked
-            if key == prefix or key.startswith(prefix + ".")
-        ]
+        for key in asked:
+            if key == prefix or key.startswith(prefix + "."):
+                findings.answer(key, get(config, key), why)
     notes: list[str] = []
     if further is not None:
         more_problems, notes = further(config, asked)
@@ -102,24 +107,33 @@ def compose_settings(
     return Composed(config, origins, (*topics(findings.answers), *dict.fromkeys(notes)))
 
 
+def build(cls: type[T], tree: JsonObject) -> T:
+    """The frozen dataclass tree for a plain one that has every key; every misfit is reported."""
+    findings = _Findings()
+    values = _typed(cls, tree, {}, findings)
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    built: T = _built(cls, values)
+    return built
+
+
 def _place(
     schema: Tree, settings: Sequence[Setting], findings: _Findings
-) -> tuple[JsonObject, dict[str, str], list[Setting]]:
+) -> tuple[JsonObject, dict[str, str], dict[str, Setting]]:
     """The defaults with every setting written into them, origins, and the keys that have no field.
 
     Keys without a field stand in the tree too, under the name that was written: references name them.
     """
     root = schema.root
-    tree: JsonObject = copy.deepcopy(to_plain(root()))
+    tree: JsonObject = to_plain(root())
     origins: dict[str, str] = {}
     others: dict[str, Setting] = {}
     for setting in settings:
         if owner_of(root, setting.key) is None and not setting.delete:
             _insert(tree, setting.key, setting.value)
     for written in schema.translate(settings, findings.problems):
-        setting = dataclasses.replace(
-            written, value=rename_references(written.value, schema.new_name)
-        )
+        value = rename_references(written.value, schema.new_name)
+        setting = dataclasses.replace(written, value=value)
         if owner_of(root, setting.key) is None:
             if rule_of(setting.key, schema.name) is None:
                 findings.problems.append(unknown_key(root, setting))
@@ -127,179 +141,163 @@ def _place(
                 others[setting.key] = setting
                 _insert(tree, setting.key, setting.value)
             continue
-        from_file = not setting.origin.startswith(COMMAND_LINE)
-        if (
-            setting.value is None
-            and from_file
-            and _file(origins.get(setting.key)) == _file(setting.origin)
-        ):
+        file = _file(setting.origin)
+        if value is None and file != COMMAND_LINE and _file(origins.get(setting.key, "")) == file:
             continue  # the same file gave a value under another name
         problem = _apply(tree, root, setting)
         if problem:
-            findings.problems.append(problem)
+            findings.problems.append(f"{problem} ({setting.origin})")
         else:
             origins[setting.key] = setting.origin
     for key in {key for s in settings for key in named_keys(s.value)} - {s.key for s in settings}:
         rule = rule_of(key, schema.name)
         if owner_of(root, key) is None and rule is not None:
             _insert(tree, key, rule.usual)
-    return tree, origins, list(others.values())
+    return tree, origins, others
 
 
-def _file(origin: str | None) -> str | None:
-    return origin and origin.partition(", written ")[0]
+def _file(origin: str) -> str:
+    return origin.partition(", written ")[0]
 
 
 def _insert(tree: JsonObject, key: str, value: JsonValue) -> None:
-    """Write a key that no field declares, where nothing declared is in its way."""
+    """Write a key into a plain tree, where no value is in its way."""
     *way, last = key.split(".")
     node: JsonValue = tree
     for name in way:
-        node = node.setdefault(name, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            return
+        if node.get(name) is None:
+            node[name] = {}
+        node = node[name]
     if isinstance(node, dict):
         node[last] = value
 
 
-def _at(resolved: JsonObject, setting: Setting) -> JsonValue:
-    """What a key without a field comes to, references followed."""
-    node: JsonValue = resolved
-    for name in setting.key.split("."):
-        if not isinstance(node, dict) or name not in node:
-            return setting.value
-        node = node[name]
-    return node
-
-
 def _answer_others(
-    schema: Tree, others: Sequence[Setting], resolved: JsonObject, findings: _Findings
+    schema: Tree, others: Mapping[str, Setting], resolved: JsonObject, findings: _Findings
 ) -> None:
     """Say of every key without a field whether it is neutral or refused."""
     refused: list[tuple[str, str]] = []
-    for setting in others:
-        rule, value = rule_of(setting.key, schema.name), _at(resolved, setting)
+    for key, setting in others.items():
+        rule, value = rule_of(key, schema.name), value_at(resolved, key, setting.value)
         if rule is None or rule.is_silent(value):
             continue
-        written = f"{setting.key}={show_value(value)}"
         if rule.state == "refused":
-            refused.append((written, f"{rule.why} ({setting.origin})"))
+            refused.append((f"{key}={show_value(value)}", f"{rule.why} ({setting.origin})"))
         else:
-            findings.answers.append((written, rule.why))
+            findings.answer(key, value, rule.why)
     findings.problems += topics(refused, " is refused", " are refused")
 
 
-def _complete(
-    root: type, resolved: JsonObject, origins: dict[str, str], findings: _Findings
-) -> None:
-    """Values that stand for others, blocks given as null, and null where a field has no null."""
-    defaults = default_values(root)
-    for key, owner, _, default in walk_fields(root):
-        *way, name = key.split(".")
-        node = resolved
-        for part in way:
-            inner = node.get(part)
-            node[part] = inner = inner if isinstance(inner, dict) else {}
-            node = inner
-        value = node.get(name)
+def _typed(
+    root: type, tree: JsonObject, origins: Mapping[str, str], findings: _Findings
+) -> dict[str, Value]:
+    """Every leaf in its field's type and range; the default stands in where a value is not, and for a
+    null that the field does not take. A key that only follows a misfit is not reported beside it."""
+    values: dict[str, Value] = {}
+    misfits: dict[str, str] = {}
+    outside: dict[str, str] = {}
+    for key, leaf in leaves(root).items():
+        value, origin = value_at(tree, key), origins.get(key, "default")
         rule = replacement_of(key, value)
         if rule is not None:
-            node[name] = rule.becomes
             if rule.why and key in origins:
-                findings.answers.append((f"{key}={show_value(value)}", rule.why))
-        meant = origins.get(key) == COMMAND_LINE
-        if node.get(name) is None and not meant and not takes_null(hints(owner)[name]):
-            node[name] = value_in(to_plain(default), resolved)
-            if node[name] is None:
-                node[name] = to_plain(defaults[key])
-
-
-def _in_range(schema: Tree, config: Value, origins: dict[str, str], findings: _Findings) -> Value:
-    """The tree with the default in place of every number out of its range."""
-    for key, sentence in out_of_range(config, origins).items():
-        findings.problems.append(f"{sentence} ({origins[key]})")
+                findings.answer(key, value, rule.why)
+            value = rule.becomes
+        if value is None and origin != COMMAND_LINE and not takes_null(leaf.hint):
+            value = value_in(leaf.default, tree)
+            value = to_plain(default_values(root)[key]) if value is None else value
+        _insert(tree, key, value)  # for the keys that follow this one
+        try:
+            values[key] = value = fit(value, leaf.hint)
+        except NoFit:
+            what = key if value is None else f"{key}={show_value(value)}"
+            wanted = f"is {describe_kind(value)}; expected {describe_type(leaf.hint)}"
+            misfits[key] = f"{what} {wanted} ({origin})"
+            continue
+        number = key in origins and isinstance(value, int | float)
+        if number and leaf.bounds is not None and not leaf.bounds.holds(value):
+            wanted = f"is out of range; use {leaf.bounds}"
+            outside[key] = f"{key}={show_value(value)} {wanted} ({origin})"
+    told = [text for key, text in misfits.items() if key in origins] or list(misfits.values())
+    findings.problems += [*told, *outside.values()]
+    for key in (*misfits, *outside):
         findings.broken.add(key)
-        config = replace(config, key, default_values(schema.root)[key])
-    return config
+        values[key] = default_values(root)[key]
+    return values
+
+
+def _built(cls: Value, values: Mapping[str, Value], prefix: str = "") -> Value:
+    def inside(name: str, hint: Value) -> Value:
+        inner, key = block_type(hint), f"{prefix}{name}"
+        return values[key] if inner is None else _built(inner, values, key + ".")
+
+    return cls(**{name: inside(name, hint) for name, hint in hints(cls).items()})
 
 
 @functools.cache
 def default_values(root: type) -> dict[str, Value]:
     """The value of every leaf where nothing is set, references followed."""
-    config: Value
-    config, _ = build_anyway(root, resolve(to_plain(root())), {})
-    return {key: get(config, key) for key, *_ in walk_fields(root)}
+    tree = resolve(to_plain(root()))
+    return {key: fit(value_at(tree, key), leaf.hint) for key, leaf in leaves(root).items()}
 
 
-def _asked_for(config: Value, origins: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _asked_for(config: Value, origins: Mapping[str, str]) -> dict[str, str]:
     """The keys that were set and their origins, in a file only where that changes something: a run's
     saved config writes every default out."""
-    values = to_plain(config)
-    defaults = {key: to_plain(default) for key, _, _, default in walk_fields(type(config))}
+    root: type = type(config)
+    values, known = to_plain(config), leaves(root)
+    asked: dict[str, str] = {}
     for key, origin in origins.items():
-        leaf = owner_of(type(config), key)
-        if leaf not in defaults:
+        leaf = known.get(owner_of(root, key) or "")
+        if leaf is None:
             continue
-        usual = value_in(defaults[leaf], values)
-        if origin.startswith(COMMAND_LINE) or to_plain(get(config, leaf)) != usual:
-            yield leaf, origin
+        changed = value_at(values, leaf.key) != value_in(leaf.default, values)
+        if changed or origin.startswith(COMMAND_LINE):
+            asked[leaf.key] = origin
+    return asked
 
 
 def owner_of(root: type, key: str) -> str | None:
     """The declared leaf or block that holds the key, or None."""
-    cls, walked = root, ""
-    for name in key.split("."):
-        if name not in hints(cls):
-            return None
-        walked = f"{walked}.{name}" if walked else name
-        inner = block_type(hints(cls)[name])
-        if inner is None:
-            return walked
-        cls = inner
-    return walked
+    parts = key.split(".")
+    for end in range(1, len(parts) + 1):
+        leaf = ".".join(parts[:end])
+        if leaf in leaves(root):
+            return leaf
+    return key if find_block(root, key) is not None else None
 
 
 def _apply(tree: JsonObject, root: type, setting: Setting) -> str | None:
     """Write one setting into the tree; returns the problem, if there is one."""
+    key, value = owner_of(root, setting.key) or "", setting.value
+    *way, name = key.split(".")
     node: Value = tree
-    cls, walked = root, ""
-    names = setting.key.split(".")
-    for depth, name in enumerate(names):
-        walked = f"{walked}.{name}" if walked else name
-        inner = block_type(hints(cls)[name])
-        if inner is None:
-            return _set_leaf(node, name, names[depth + 1 :], walked, setting)
-        if depth == len(names) - 1:
-            break
-        node, cls = node[name], inner
+    for depth, part in enumerate(way, 1):
+        node = node[part]
         if not isinstance(node, dict):
-            return f"{walked} is given as a whole and key by key ({setting.origin})"
-    if setting.value is None or setting.value == {}:
+            return f"{'.'.join(way[:depth])} is given as a whole and key by key"
+    if key not in leaves(root):
+        choices = f"choose {', '.join(GROUPS[key])}, or " if key in GROUPS else ""
+        if isinstance(value, str) and "${" in value:
+            node[name] = value
+        elif value is not None and value != {}:
+            return f"{key} is a block of keys; {choices}set the keys inside it"
         return None
-    if isinstance(setting.value, str) and "${" in setting.value:
-        node[name] = setting.value
-        return None
-    choices = f"choose {', '.join(GROUPS[walked])}, or " if walked in GROUPS else ""
-    return f"{setting.key} is a block of keys; {choices}set the keys inside it ({setting.origin})"
-
-
-def _set_leaf(
-    node: dict[str, Value], name: str, rest: list[str], key: str, setting: Setting
-) -> str | None:
-    if not rest:
-        if setting.delete:
-            return f"{key} cannot be removed; give it a value or null ({setting.origin})"
-        node[name] = setting.value
-        return None
-    if node[name] is None:
-        node[name] = {}
-    if not isinstance(node[name], dict):
-        return f"{key} is a value, it has no key '{rest[0]}' ({setting.origin})"
-    inner = node[name]
-    for part in rest[:-1]:
-        inner = inner.setdefault(part, {})
+    rest = setting.key[len(key) + 1 :].split(".") if setting.key != key else []
+    if setting.delete and not rest:
+        return f"{key} cannot be removed; give it a value or null"
+    for part in rest:
+        node[name] = {} if node[name] is None else node[name]
+        if not isinstance(node[name], dict):
+            return f"{key} is a value, it has no key '{rest[0]}'"
+        node, name = node[name], part
+        node.setdefault(name, None)
     if setting.delete:
-        inner.pop(rest[-1], None)
+        node.pop(name, None)
     else:
-        inner[rest[-1]] = setting.value
+        node[name] = value
     return None
 
 
@@ -321,7 +319,7 @@ def unknown_key(root: type, setting: Setting) -> str:
 def keys_meant(root: type, key: str, is_last: bool = True) -> list[str]:
     """The keys that a short form stands for, else those of that name in the same block, or the only
     one anywhere: a suggestion must not set another model's key."""
-    every = [known for known, *_ in walk_fields(root)]
+    every = list(leaves(root))
     top, name = key.split(".")[0], key.split(".")[-1]
     meant = [known for known in every if known.endswith(f".{key}")]
     meant = meant or [known for known in every if abbreviates(key, known)]

@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from hone.config.errors import did_you_mean, nearest
 
 B = TypeVar("B")
+
+Hint: TypeAlias = Any
+"""A type hint: a class, a union, a literal or a generic."""
+Value: TypeAlias = Any
+"""The value of a key: what its field's type says."""
 
 
 def block(cls: type[B], **changes: Any) -> B:

@@ -8,51 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hone.config.aliases import new_name
+from hone.config.aliases import new_name, other_names
 from hone.config.apply import abbreviates
-from hone.config.compose import Composed, Further, compose, compose_settings, config_to_dict, get
+from hone.config.block import Value
+from hone.config.compose import Composed, Further, compose_settings, config_to_dict, get
 from hone.config.convert import show_value
-from hone.config.describe import (
-    KeyInfo,
-    default_in_words,
-    describe_keys,
-    find_blocks,
-    find_keys,
-    follows_key,
-    old_names,
-)
 from hone.config.errors import ConfigError, did_you_mean, nearest
-from hone.config.keys import Value, walk_fields
+from hone.config.keys import Leaf, find_block, leaves
 from hone.config.sources import Setting, read_config
 from hone.config.states import Rule, names, replacements, rules
-from hone.config.trees import BUILT_IN, TREES, Tree
+from hone.config.trees import TREES, Tree
 from hone.types import Settings
 
 _TREE_NAMES = "\0"
 """Where a text names the trees it is true of."""
-
-
-def show(
-    overrides: Sequence[str] = (),
-    *,
-    config_name: str = "ppo_trainer",
-    config_path: str | Path | None = None,
-    schema: str | None = None,
-    only_set: bool = False,
-    further: Further | None = None,
-) -> str:
-    """The resolved tree as YAML, each value with its origin; `only_set` leaves defaults out.
-
-    `schema` is the tree of a YAML that names none in its defaults list.
-    """
-    composed = compose(
-        overrides,
-        config_name=config_name,
-        config_path=config_path,
-        schema=schema,
-        further=further,
-    )
-    return with_origins(composed, only_set)
 
 
 def with_origins(composed: Composed, only_set: bool = False) -> str:
@@ -74,27 +43,26 @@ def as_yaml(composed: Composed, block: str = "") -> str:
 
 
 def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
-    defaults = {key: default for key, _, _, default in walk_fields(type(composed.config))}
+    root: type = type(composed.config)
+    known = leaves(root)
 
     def origin(key: str) -> str:
         if key in composed.origins:
             return composed.origins[key]
         if any(k.startswith(key + ".") for k in composed.origins):
             return "partly set"
-        followed = follows_key(defaults.get(key))
+        followed = known[key].followed
         return f"follows {followed}" if followed else "default"
 
     def walk(node: Settings, prefix: str, depth: int) -> Iterator[str]:
         for name, value in node.items():
             key = f"{prefix}{name}"
-            if isinstance(value, dict) and key not in defaults:
+            if key not in known:
                 inner = list(walk(value, key + ".", depth + 1))
                 if inner:
                     yield f"{'  ' * depth}{name}:"
                     yield from inner
-            elif not only_set or (
-                origin(key) not in ("default",) and not origin(key).startswith("follows")
-            ):
+            elif not only_set or not origin(key).startswith(("default", "follows")):
                 text = f"{'  ' * depth}{name}: {_yaml_value(value)}"
                 yield f"{text:<52}  # {origin(key)}"
 
@@ -108,29 +76,26 @@ def _yaml_value(value: Value) -> str:
         plain = value and value == value.strip() and not set(value) & set(":#{}[],&*!|>'\"%@`\n\\")
         reserved = value.lower() in ("null", "true", "false", "yes", "no", "on", "off", "~")
         numeric = value.replace(".", "", 1).replace("-", "", 1).isdigit()
-        return (
-            value
-            if plain and not reserved and not numeric
-            else json.dumps(value, ensure_ascii=False)
-        )
-    if isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False)
-    return show_value(value)
+        if plain and not reserved and not numeric:
+            return value
+    return (
+        json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str | dict | list)
+        else show_value(value)
+    )
 
 
 def explain(key: str, tree: str | None = None) -> str:
     """What a key does, takes and defaults to in every tree that has it, or in the one named; old
     names, blocks and near misses too."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
-    if leaves := find_keys(key, trees):
-        return _joined([(t, _explain_leaf(info)) for t, info in leaves])
-    if blocks := find_blocks(key, trees):
-        return _joined([(t, _explain_block(key, t, doc)) for t, _, doc in blocks])
+    if texts := [(t, text) for t in trees if (text := _explain_known(key, t))]:
+        return _joined(texts)
     for name in (t.name for t in trees):
-        new = old_names(name).get(key) or new_name(key, name)
+        new = other_names(name).get(key) or new_name(key, name)
         if new != key:
-            text = explain(new, tree) if find_keys(new, trees) else ""
-            return f"{key} is another name: {new}\n" + (f"\n{text}" if text else "")
+            leaf = any(new in leaves(t.root) for t in trees)
+            return f"{key} is another name: {new}\n" + (f"\n{explain(new, tree)}" if leaf else "")
     for rule in rules():
         mine = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
         if (rule.tree is None or mine) and names(rule.pattern, key):
@@ -140,12 +105,9 @@ def explain(key: str, tree: str | None = None) -> str:
 
 def _near(key: str, trees: Sequence[Tree], where: str) -> str:
     """The keys that a bare last word may mean; for any other key that does not exist, an error."""
-    every = list(dict.fromkeys(info.key for tree in trees for info in describe_keys(tree)))
+    every = list(dict.fromkeys(known for tree in trees for known in leaves(tree.root)))
     if "." not in key and (same := [k for k in every if k.rsplit(".", 1)[-1] == key]):
-        return (
-            "\n".join([f"{len(same)} keys end in '{key}'{where}:", *(f"  {k}" for k in same)])
-            + "\n"
-        )
+        return "\n  ".join([f"{len(same)} keys end in '{key}'{where}:", *same]) + "\n"
     fitting = [k for k in every if abbreviates(key, k)]
     if len(fitting) > 1:
         raise ConfigError(
@@ -163,27 +125,32 @@ def _joined(texts: Sequence[tuple[Tree, str]]) -> str:
     return "\n".join(t.replace(_TREE_NAMES, ", ".join(names)) for t, names in by_text.items())
 
 
-def _explain_leaf(info: KeyInfo) -> str:
-    lines = [info.key, f"  {info.doc}", ""]
-    lines.append(f"  takes    {info.takes}" + (f" ({info.bounds})" if info.bounds else ""))
-    lines.append(f"  default  {default_in_words(info.default)}")
+def _explain_known(key: str, tree: Tree) -> str | None:
+    """The text about a leaf or a block of a tree."""
+    known = leaves(tree.root)
+    if key in known:
+        return _explain_leaf(known[key], tree)
+    block = find_block(tree.root, key)
+    if block is None:
+        return None
+    inside = [leaf for name, leaf in known.items() if name.startswith(key + ".")]
+    width = max(len(leaf.key) for leaf in inside) - len(key) - 1
+    lines = [f"{key}: a block of {_TREE_NAMES}", f"  {block[1]}", ""]
+    lines += [f"  {i.key[len(key) + 1 :]:<{width}}  {i.default_in_words}" for i in inside]
+    return "\n".join(lines) + "\n"
+
+
+def _explain_leaf(leaf: Leaf, tree: Tree) -> str:
+    lines = [leaf.key, f"  {leaf.doc}", ""]
+    lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
     lines += [
         f"           {show_value(list(r.values))} becomes {show_value(r.becomes)}"
         for r in replacements()
-        if names(r.pattern, info.key)
+        if names(r.pattern, leaf.key)
     ]
-    if info.old_names:
-        lines.append(f"  also     {', '.join(info.old_names)}")
-    lines.append(f"  tree     {_TREE_NAMES}")
-    return "\n".join(lines) + "\n"
-
-
-def _explain_block(key: str, tree: Tree, doc: str) -> str:
-    inside = [info for info in describe_keys(tree) if info.key.startswith(key + ".")]
-    width = max(len(info.key) for info in inside) - len(key) - 1
-    lines = [f"{key}: a block of {_TREE_NAMES}", f"  {doc}", ""]
-    lines += [f"  {i.key[len(key) + 1 :]:<{width}}  {default_in_words(i.default)}" for i in inside]
-    return "\n".join(lines) + "\n"
+    if old := [old for old, new in other_names(tree.name).items() if new == leaf.key]:
+        lines.append(f"  also     {', '.join(old)}")
+    return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
 
 
 def state_in_words(rule: Rule) -> str:
@@ -199,7 +166,7 @@ def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
     if file.suffix not in (".yaml", ".yml"):
         return 1, f"{file} is no YAML file\n"
     try:
-        schema, settings = read_config(file.stem, [file.parent], [], BUILT_IN)
+        schema, settings = read_config(file.stem, [file.parent], [])
         if not file.is_file():
             return 1, f"there is no file {file}\n"
         tree = TREES[schema] if schema in TREES else _likely_tree(settings)
@@ -217,8 +184,6 @@ def _likely_tree(settings: Sequence[Setting]) -> Tree:
     """The tree with most of the settings' keys; `ppo_trainer` where two have as many."""
 
     def known(tree: Tree) -> int:
-        leaves = {key for key, *_ in walk_fields(tree.root)}
-        new = tree.translate(settings, [])
-        return sum(s.key in leaves for s in new)
+        return sum(s.key in leaves(tree.root) for s in tree.translate(settings, []))
 
     return max(TREES.values(), key=known)

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Literal, overload
 
 from hone.config.apply import Composed, Further, compose_settings, keys_meant
+from hone.config.block import Value
 from hone.config.convert import to_plain
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
-from hone.config.keys import Value, get, replace
+from hone.config.keys import get, replace
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
 from hone.config.sources import Setting, read_config
-from hone.config.trees import BUILT_IN, TREES
+from hone.config.trees import TREES
 from hone.types import JsonObject, Row
 
 __all__ = [
@@ -51,7 +52,7 @@ def compose(
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]
-    named, settings = read_config(name, folders, overrides, BUILT_IN)
+    named, settings = read_config(name, folders, overrides)
     tree = TREES[schema or named or "ppo_trainer"]
     if starting is not None:
         given = {s.key: s.value for s in tree.translate(settings, [])}
@@ -61,50 +62,28 @@ def compose(
 
 @overload
 def load_config(  # type: ignore[overload-overlap]
-    overrides: Sequence[str] = (),
-    *,
-    config_name: Literal["sft_trainer"],
-    config_path: str | Path | None = None,
-    schema: None = None,
+    overrides: Sequence[str] = (), *, config_name: Literal["sft_trainer"]
 ) -> SFTConfig: ...
 @overload
 def load_config(  # type: ignore[overload-overlap]
-    overrides: Sequence[str] = (),
-    *,
-    config_name: Literal["generation"],
-    config_path: str | Path | None = None,
-    schema: None = None,
+    overrides: Sequence[str] = (), *, config_name: Literal["generation"]
 ) -> GenerationConfig: ...
 @overload
 def load_config(  # type: ignore[overload-overlap]
-    overrides: Sequence[str] = (),
-    *,
-    config_name: Literal["evaluation"],
-    config_path: str | Path | None = None,
-    schema: None = None,
+    overrides: Sequence[str] = (), *, config_name: Literal["evaluation"]
 ) -> EvaluationConfig: ...
 @overload
 def load_config(
-    overrides: Sequence[str] = (),
-    *,
-    config_name: str = "ppo_trainer",
-    config_path: str | Path | None = None,
-    schema: str | None = None,
+    overrides: Sequence[str] = (), *, config_name: str = ..., config_path: str | Path | None = None
 ) -> PPOTrainerConfig: ...
 def load_config(
     overrides: Sequence[str] = (),
     *,
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
-    schema: str | None = None,
 ) -> Value:
-    """The frozen config tree for a list of Hydra overrides and, optionally, a user's YAML.
-
-    `schema` says which tree a user's own config is for; without it the defaults list does.
-    """
-    return compose(
-        overrides, config_name=config_name, config_path=config_path, schema=schema
-    ).config
+    """The frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
+    return compose(overrides, config_name=config_name, config_path=config_path).config
 
 
 def config_to_dict(config: Value) -> Row:

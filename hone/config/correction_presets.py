@@ -14,62 +14,48 @@ from hone.types import Function
 T = TypeVar("T")
 Settings = dict[str, "str | float | bool | None"]
 
-_IS, _RS = "rollout_is_threshold", "rollout_rs_threshold"
-_LOWER = "threshold_lower"
-
-
-def _weights(level: str, threshold: float | str = 2.0) -> Settings:
-    return {"rollout_is": level, _IS: threshold}
-
-
-def _reject(option: str, threshold: float | str) -> Settings:
-    return {"rollout_rs": option, _RS: threshold}
-
-
-def _bypass(loss_type: str) -> Settings:
-    return {"bypass_mode": True, "loss_type": loss_type}
-
-
-_OFF: Settings = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
-_GEO = _reject("seq_mean_k1", "0.999_1.001")
-_K3 = _reject("seq_mean_k3", 0.01)
-_SEQUENCE, _TOKEN, _ICEPOP = _weights("sequence"), _weights("token"), _weights("token", "0.5_5.0")
-_PPO, _REINFORCE = _bypass("ppo_clip"), _bypass("reinforce")
-
+_IS, _RS, _LOWER = "rollout_is_threshold", "rollout_rs_threshold", "threshold_lower"
+_SEQUENCE: Settings = {"rollout_is": "sequence", _IS: 2.0}
+_TOKEN: Settings = {"rollout_is": "token", _IS: 2.0}
+_PARTS: dict[str, Settings] = {
+    "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
+    "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
+    "bypass_pg": {"bypass_mode": True, "loss_type": "reinforce"},
+    "token_is": _TOKEN,
+    "token_tis": _TOKEN,
+    "token_icepop": _TOKEN | {_IS: "0.5_5.0"},
+    "pg_is": _SEQUENCE,
+    "seq_is": _SEQUENCE,
+    "seq_tis": _SEQUENCE,
+    "seq_is_rs": {"rollout_rs": "seq_sum_k1", _RS: "0.5_2.0"},
+    "geo_rs": {"rollout_rs": "seq_mean_k1", _RS: "0.999_1.001"},
+    "k3_rs": {"rollout_rs": "seq_mean_k3", _RS: 0.01},
+}
+"""What each part of a preset's name sets."""
+_NAMES = """
+    disabled decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
+    decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis
+    decoupled_k3_rs decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis
+    bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs bypass_pg_is bypass_pg_token_icepop
+    bypass_pg_geo_rs bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis
+"""
 PRESETS: dict[str, Settings] = {
-    "disabled": _OFF,
-    "decoupled_token_is": _OFF | _TOKEN,
-    "decoupled_seq_is": _OFF | _SEQUENCE,
-    "decoupled_token_icepop": _OFF | _ICEPOP,
-    "decoupled_seq_is_rs": _OFF | _SEQUENCE | _reject("seq_sum_k1", "0.5_2.0"),
-    "decoupled_geo_rs": _OFF | _GEO,
-    "decoupled_geo_rs_seq_tis": _OFF | _GEO | _SEQUENCE,
-    "decoupled_geo_rs_token_tis": _OFF | _GEO | _TOKEN,
-    "decoupled_k3_rs": _OFF | _K3,
-    "decoupled_k3_rs_seq_tis": _OFF | _K3 | _SEQUENCE,
-    "decoupled_k3_rs_token_tis": _OFF | _K3 | _TOKEN,
-    "bypass_ppo_clip": _OFF | _PPO,
-    "bypass_ppo_clip_geo_rs": _OFF | _PPO | _GEO,
-    "bypass_ppo_clip_k3_rs": _OFF | _PPO | _K3,
-    "bypass_pg_is": _OFF | _REINFORCE | _SEQUENCE,
-    "bypass_pg_token_icepop": _OFF | _REINFORCE | _ICEPOP,
-    "bypass_pg_geo_rs": _OFF | _REINFORCE | _GEO,
-    "bypass_pg_geo_rs_seq_tis": _OFF | _REINFORCE | _GEO | _SEQUENCE,
-    "bypass_pg_geo_rs_token_tis": _OFF | _REINFORCE | _GEO | _TOKEN,
+    name: {key: v for part, values in _PARTS.items() if part in name for key, v in values.items()}
+    for name in _NAMES.split()
 }
 
 
-def _arguments(settings: Settings) -> dict[str, str]:
+def _arguments(name: str) -> dict[str, str]:
     """verl's argument names, in verl's order, to the keys they set."""
-    if settings.get(_IS) == _ICEPOP[_IS]:
+    if name.endswith("icepop"):
         return {"threshold": _IS, _LOWER: _LOWER}
-    both = _IS in settings and _RS in settings
+    both = _IS in PRESETS[name] and _RS in PRESETS[name]
     names = {("is_threshold" if both else "threshold"): _IS, "rs_threshold": _RS}
-    return {name: key for name, key in names.items() if key in settings}
+    return {argument: key for argument, key in names.items() if key in PRESETS[name]}
 
 
-def _factory(name: str, settings: Settings) -> Function:
-    arguments = _arguments(settings)
+def _factory(name: str) -> Function:
+    arguments, settings = _arguments(name), PRESETS[name]
 
     def make(cls: type[T], *values: float | str, **named: float | str) -> T:
         given = dict(zip(arguments, values, strict=False)) | named
@@ -94,5 +80,5 @@ class CorrectionPresets:
     """Class methods that make a block with a preset's settings."""
 
 
-for _name, _settings in PRESETS.items():
-    setattr(CorrectionPresets, _name, classmethod(_factory(_name, _settings)))
+for _name in PRESETS:
+    setattr(CorrectionPresets, _name, classmethod(_factory(_name)))

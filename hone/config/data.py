@@ -35,8 +35,8 @@ class SamplerConfig(Block):
 
 
 @dataclass(frozen=True)
-class DataConfig(Block):
-    """Prompts."""
+class RowsConfig(Block):
+    """Rows to train and validate on."""
 
     train_files: tuple[str, ...] = ("~/data/rlhf/gsm8k/train.parquet",)
     """Parquet or jsonl files to train on; one path or a list."""
@@ -46,12 +46,27 @@ class DataConfig(Block):
     """Rows kept for training; -1 keeps all."""
     val_max_samples: CountOrAll = -1
     """Rows kept for validation; -1 keeps all."""
-    dataset_weights: tuple[float, ...] | None = None
-    """Share of each training file in a batch, in the order of `train_files`; null mixes by size."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of messages, or a string (one user turn)."""
     prompt_format: Literal["chat", "raw"] = "chat"
-    """chat renders with the chat template; raw takes the string as it is."""
+    """chat renders the prompt with the chat template; raw takes the string as it is."""
+    shuffle: bool = True
+    """Shuffle training rows each epoch."""
+    seed: int | None = None
+    """Seed of the order; null takes the run seed."""
+    custom_cls: CustomClassConfig = block(CustomClassConfig)
+    apply_chat_template_kwargs: Settings = field(default_factory=dict)
+    """More arguments of the chat template."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """A row that cannot be used stops the run, or is skipped and counted."""
+
+
+@dataclass(frozen=True)
+class DataConfig(RowsConfig):
+    """Prompts."""
+
+    dataset_weights: tuple[float, ...] | None = None
+    """Share of each training file in a batch, in the order of `train_files`; null mixes by size."""
     reward_fn_key: str = "data_source"
     """Column that chooses the score function."""
     max_prompt_length: Count = 512
@@ -70,10 +85,6 @@ class DataConfig(Block):
     """YAML file that lists the tools whose schemas enter the prompt; follows the rollout."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a prompt longer than `max_prompt_length`."""
-    shuffle: bool = True
-    """Shuffle training rows each epoch."""
-    seed: int | None = None
-    """Seed of the order; null takes the run seed."""
     validation_shuffle: bool = False
     """Shuffle validation rows."""
     filter_overlong_prompts: bool = False
@@ -86,13 +97,8 @@ class DataConfig(Block):
     """Column of the audio clips; training refuses rows that fill it, as no model here reads it."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Run code that ships with the tokenizer; follows the model."""
-    custom_cls: CustomClassConfig = block(CustomClassConfig)
     sampler: SamplerConfig = block(SamplerConfig)
     datagen: CustomClassConfig = block(CustomClassConfig)
-    apply_chat_template_kwargs: Settings = field(default_factory=dict)
-    """More arguments of the chat template."""
-    on_bad_row: Literal["raise", "skip"] = "raise"
-    """A row without a prompt or of the wrong type stops the run, or is skipped and counted."""
 
     @property
     def prompts_per_generation(self) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from hone.config.aliases import other_names
 from hone.config.convert import show_value
-from hone.config.describe import KeyInfo, default_in_words, describe_keys, find_blocks, old_names
+from hone.config.keys import Leaf, find_block, leaves
 from hone.config.states import Rule, replacements, rules
 from hone.config.trees import TREES, Tree
 
@@ -32,7 +33,7 @@ def _page() -> Iterator[str]:
     yield "| tree | keys | for |"
     yield "|---|---|---|"
     for name, tree in TREES.items():
-        yield f"| [`{name}`](#{name}) | {len(describe_keys(tree))} | {tree.purpose} |"
+        yield f"| [`{name}`](#{name}) | {len(leaves(tree.root))} | {tree.purpose} |"
     yield ""
     for tree in TREES.values():
         yield from _tree(tree)
@@ -44,26 +45,25 @@ def _tree(tree: Tree) -> Iterator[str]:
     yield ""
     yield f"{tree.purpose[0].upper()}{tree.purpose[1:]}."
     yield ""
-    blocks: dict[str, list[KeyInfo]] = {}
-    for info in describe_keys(tree):
-        blocks.setdefault(info.key.rpartition(".")[0], []).append(info)
-    for block, infos in blocks.items():
-        found = find_blocks(block, [tree]) if block else []
-        yield f"### {tree.name}: {block or 'root'}"
+    blocks: dict[str, list[Leaf]] = {}
+    for leaf in leaves(tree.root).values():
+        blocks.setdefault(leaf.key.rpartition(".")[0], []).append(leaf)
+    for name, inside in blocks.items():
+        yield f"### {tree.name}: {name or 'root'}"
         yield ""
-        if found and found[0][2]:
-            yield found[0][2]
+        block = find_block(tree.root, name) if name else None
+        if block and block[1]:
+            yield block[1]
             yield ""
         yield "| key | takes | default | what it does |"
         yield "|---|---|---|---|"
-        yield from (_row(info) for info in infos)
+        yield from (_row(leaf) for leaf in inside)
         yield ""
 
 
-def _row(info: KeyInfo) -> str:
-    takes = info.takes + (f" ({info.bounds})" if info.bounds else "")
-    name, default = info.key.rpartition(".")[2], default_in_words(info.default)
-    return f"| `{name}` | {_cell(takes)} | `{_cell(default)}` | {_cell(info.doc)} |"
+def _row(leaf: Leaf) -> str:
+    name, default = leaf.key.rpartition(".")[2], leaf.default_in_words
+    return f"| `{name}` | {_cell(leaf.takes)} | `{_cell(default)}` | {_cell(leaf.doc)} |"
 
 
 def _cell(text: str) -> str:
@@ -97,7 +97,9 @@ def _appendix() -> Iterator[str]:
     yield "| tree | written | means |"
     yield "|---|---|---|"
     for name in TREES:
-        yield from (f"| {name} | `{old}` | {_cell(new)} |" for old, new in old_names(name).items())
+        yield from (
+            f"| {name} | `{old}` | {_cell(new)} |" for old, new in other_names(name).items()
+        )
 
 
 if __name__ == "__main__":

@@ -8,9 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hone.config.block import Block
-from hone.config.ranges import NotNegative, Positive, Share
+from hone.config.block import Block, block
+from hone.config.keys import at_most, follows
+from hone.config.ranges import Count, NotNegative, Positive, Share
 from hone.types import Settings
+
+LossAggMode = Literal[
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+]
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,73 @@ class CheckpointConfig(Block):
     """Parts to read on resume; null reads all that was saved."""
 
 
-def sequences_per_rank(per_rank: int | None, over_all_ranks: int | None, ranks: int) -> int | None:
-    """One of the two ways to give a micro-batch size, as sequences on one rank."""
-    if per_rank is not None or over_all_ranks is None:
-        return per_rank
+def sequences_per_rank(
+    by_tokens: bool, per_rank: int | None, over_all_ranks: int | None, ranks: int
+) -> int | None:
+    """Sequences in one forward on one rank, by either way to give them; None: the token budget decides."""
+    if by_tokens or per_rank is not None or over_all_ranks is None:
+        return None if by_tokens else per_rank
     return max(1, over_all_ranks // ranks)
+
+
+@dataclass(frozen=True)
+class UpdateConfig(Block):
+    """What the updates of the policy and of the critic share."""
+
+    strategy: str = "fsdp2"
+    """Training engine: fsdp and fsdp2 (both FSDP2 beyond one rank), or your own as pkg.mod:Class."""
+    rollout_n: int = follows("actor_rollout_ref.rollout.n")
+    """Responses a prompt; follows the rollout."""
+    ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")
+    """Prompts in one update (optimizer step); each brings its `rollout.n` responses."""
+    ppo_micro_batch_size: Count | None = None
+    """Sequences in one forward over all ranks; give `ppo_micro_batch_size_per_gpu`."""
+    ppo_micro_batch_size_per_gpu: Count | None = None
+    """Sequences in one forward on one rank; null forms micro-batches by token budget."""
+    use_dynamic_bsz: bool = False
+    """Form micro-batches by token budget even when a micro-batch size is given."""
+    ppo_max_token_len_per_gpu: Count = 16384
+    """Token budget of one forward and backward on one rank."""
+    ppo_epochs: Count = 1
+    """Passes over each batch."""
+    shuffle: bool = False
+    """Shuffle the rows of a batch before cutting it into mini-batches."""
+    data_loader_seed: int = 42
+    """Seed of that shuffle."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How per-token losses become one number."""
+    loss_scale_factor: Positive | None = None
+    """Divisor of `seq-mean-token-sum-norm`; null is the longest response allowed."""
+    optim: OptimConfig = block(OptimConfig)
+    checkpoint: CheckpointConfig = block(CheckpointConfig)
+
+    def sequences_per_micro_batch(self, ranks: int) -> int | None:
+        """Sequences in one forward on one rank; None where the token budget decides."""
+        sizes = self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size
+        return sequences_per_rank(self.use_dynamic_bsz, *sizes, ranks)
+
+    def sequences_per_update(self, responses_per_prompt: int | None = None) -> int:
+        """Sequences in one update over all ranks."""
+        n = self.rollout_n if responses_per_prompt is None else responses_per_prompt
+        return self.ppo_mini_batch_size * n
+
+
+@dataclass(frozen=True)
+class LogProbConfig(Block):
+    """Micro-batches of a pass that only computes log-probs."""
+
+    log_prob_micro_batch_size: Count | None = None
+    """Log-probs: sequences in one forward over all ranks; give `log_prob_micro_batch_size_per_gpu`."""
+    log_prob_micro_batch_size_per_gpu: Count | None = None
+    """Log-probs: sequences in one forward on one rank; null forms micro-batches by token budget."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Log-probs: form micro-batches by token budget; follows the actor."""
+    log_prob_max_token_len_per_gpu: Count = follows(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    )
+    """Log-probs: token budget of one forward on one rank; follows the actor."""
+
+    def log_prob_sequences_per_micro_batch(self, ranks: int) -> int | None:
+        """Sequences in one forward on one rank; None where the token budget decides."""
+        sizes = self.log_prob_micro_batch_size_per_gpu, self.log_prob_micro_batch_size
+        return sequences_per_rank(self.log_prob_use_dynamic_bsz, *sizes, ranks)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hone.config.block import Block, block
+from hone.config.model import ModelSourceConfig
 from hone.config.ranges import Count, PositiveShare, TopK
 from hone.config.rollout import RolloutEngineConfig
-from hone.config.trainer import RunConfig
+from hone.config.trainer import RunTree
 from hone.types import Settings
 
 
@@ -40,21 +41,11 @@ class GenerationDataConfig(Block):
 
 
 @dataclass(frozen=True)
-class GenerationModelConfig(Block):
+class GenerationModelConfig(ModelSourceConfig):
     """The model."""
 
     path: str = "~/models/Qwen2-7B-Instruct"
     """Folder or hub name of the model; a training checkpoint folder works too. Must be given."""
-    tokenizer_path: str | None = None
-    """Folder of the tokenizer where it differs from `path`."""
-    external_lib: str | tuple[str, ...] | None = None
-    """Python modules to import first."""
-    trust_remote_code: bool = False
-    """Run code that ships with the tokenizer; models are opened with the code of transformers."""
-    custom_chat_template: str | None = None
-    """Chat template text that replaces the tokenizer's own."""
-    lora_adapter_path: str | None = None
-    """Folder of an adapter to apply."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +63,9 @@ class GenerationRolloutConfig(RolloutEngineConfig):
 
 
 @dataclass(frozen=True)
-class GenerationConfig(Block):
+class GenerationConfig(RunTree):
     """Everything one generation run reads."""
 
-    trainer: RunConfig = block(RunConfig)
     data: GenerationDataConfig = block(GenerationDataConfig)
     model: GenerationModelConfig = block(GenerationModelConfig)
     rollout: GenerationRolloutConfig = block(GenerationRolloutConfig)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run, all nodes together."""
-        return self.trainer.nnodes * self.trainer.n_gpus_per_node

@@ -13,8 +13,8 @@ from hone.types import Settings
 
 
 @dataclass(frozen=True)
-class ModelConfig(Block):
-    """The policy's model."""
+class ModelSourceConfig(Block):
+    """Where a model and its tokenizer come from."""
 
     path: str = "~/models/deepseek-llm-7b-chat"
     """Folder or hub name of the model; a training checkpoint folder works too."""
@@ -26,6 +26,14 @@ class ModelConfig(Block):
     """Chat template text that replaces the tokenizer's own."""
     external_lib: str | tuple[str, ...] | None = None
     """Python modules to import first, for example to register an architecture."""
+    lora_adapter_path: str | None = None
+    """Folder of an adapter to start from or to apply."""
+
+
+@dataclass(frozen=True)
+class TrainedModelConfig(Block):
+    """How a model is changed for training."""
+
     override_config: Settings = field(default_factory=dict)
     """Changes to the model's own config."""
     enable_gradient_checkpointing: bool = False
@@ -34,14 +42,18 @@ class ModelConfig(Block):
     """LoRA rank; 0 trains all parameters."""
     lora_alpha: float = 16
     """LoRA scale: the update is multiplied by alpha / rank."""
-    lora_dropout: Share = 0.0
-    """Dropout before the LoRA matrices."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Modules that get LoRA matrices: all-linear, one pattern, or a list of names."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(TrainedModelConfig, ModelSourceConfig):
+    """The policy's model."""
+
+    lora_dropout: Share = 0.0
+    """Dropout before the LoRA matrices."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Modules that get none."""
-    lora_adapter_path: str | None = None
-    """Folder of an adapter to start from."""
 
     @property
     def uses_lora(self) -> bool:

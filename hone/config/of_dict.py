@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from hone.config.block import Value
 from hone.config.errors import did_you_mean, nearest
-from hone.config.keys import Value, block_type, hints
+from hone.config.keys import block_type, hints
 from hone.types import Row, Settings
 
 T = TypeVar("T")
@@ -59,12 +61,6 @@ def _made(cls: type, tree: Row) -> Value:
 
 def _named(tree: Settings) -> type | None:
     """The class that `_target_` names; verl's own paths lead here."""
-    target = str(tree.get(_TARGET) or "")
-    if not target:
-        return None
+    target = re.sub(r"^verl(?=\.)", "hone", str(tree.get(_TARGET) or ""))
     module, _, name = target.rpartition(".")
-    first, dot, rest = module.partition(".")
-    cls: type = getattr(
-        importlib.import_module(f"{'hone' if first == 'verl' else first}{dot}{rest}"), name
-    )
-    return cls
+    return getattr(importlib.import_module(module), name) if target else None

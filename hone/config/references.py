@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from hone.config.block import Value
 from hone.config.errors import ConfigError
-from hone.config.keys import Value
 from hone.types import JsonObject, JsonValue
 
 _PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
@@ -67,15 +67,21 @@ def _value(value: Value, tree: JsonObject, depth: int) -> Value:
     return text
 
 
-def _look_up(key: str, tree: JsonObject, depth: int) -> Value:
+def value_at(tree: JsonObject, key: str, default: Value = None) -> Value:
+    """The value of a dotted key in a plain tree."""
     node: Value = tree
     for name in key.split("."):
         if not isinstance(node, dict) or name not in node:
-            raise _NotPlain
+            return default
         node = node[name]
-    if isinstance(node, dict | list | tuple):
+    return node
+
+
+def _look_up(key: str, tree: JsonObject, depth: int) -> Value:
+    value = value_at(tree, key, _NotPlain)
+    if value is _NotPlain or isinstance(value, dict | list | tuple):
         raise _NotPlain
-    return _value(node, tree, depth + 1)
+    return _value(value, tree, depth + 1)
 
 
 def named_keys(value: JsonValue) -> list[str]:
@@ -92,20 +98,14 @@ def rename_references(value: JsonValue, rename: Callable[[str], str]) -> JsonVal
     return _REFERENCE.sub(lambda match: match[1] + rename(match[2]), value)
 
 
-def _add_resolvers() -> None:
+def _by_omegaconf(tree: JsonObject) -> JsonObject:
     from hydra.core.utils import setup_globals
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     setup_globals()  # Hydra's own resolvers, such as `now`
     for name, bound in _BOUNDS.items():
         OmegaConf.register_new_resolver(name, bound, replace=True)
-
-
-def _by_omegaconf(tree: JsonObject) -> JsonObject:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    _add_resolvers()
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:

@@ -170,6 +170,5 @@ class RewardModelConfig(Block):
 
     def sequences_per_micro_batch(self, ranks: int) -> int | None:
         """Sequences in one forward on one rank; None where the token budget decides."""
-        if self.use_dynamic_bsz:
-            return None
-        return sequences_per_rank(self.micro_batch_size_per_gpu, self.micro_batch_size, ranks)
+        sizes = self.micro_batch_size_per_gpu, self.micro_batch_size
+        return sequences_per_rank(self.use_dynamic_bsz, *sizes, ranks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hone.config.block import Block, block
-from hone.config.engine import sequences_per_rank
+from hone.config.engine import LogProbConfig
 from hone.config.keys import follows
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, PositiveShare, Share, TopK
 
@@ -163,7 +163,7 @@ class RolloutEngineConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
-class RolloutConfig(RolloutEngineConfig):
+class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """Producing trajectories."""
 
     n: Count = 1
@@ -174,16 +174,6 @@ class RolloutConfig(RolloutEngineConfig):
     """Longest response in tokens, all turns together; follows the data."""
     free_cache_engine: bool = True
     """Free the KV cache after generation."""
-    log_prob_micro_batch_size: Count | None = None
-    """Sequences in one forward over all ranks; give `log_prob_micro_batch_size_per_gpu`."""
-    log_prob_micro_batch_size_per_gpu: Count | None = None
-    """Old log-probs: sequences in one forward on one rank; null uses the token budget."""
-    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Old log-probs: form micro-batches by token budget; follows the actor."""
-    log_prob_max_token_len_per_gpu: Count = follows(
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    )
-    """Old log-probs: token budget of one forward on one rank; follows the actor."""
     val_kwargs: ValKwargs = block(ValKwargs)
     multi_turn: MultiTurnConfig = block(MultiTurnConfig)
     agent: AgentConfig = block(AgentConfig)
@@ -200,11 +190,3 @@ class RolloutConfig(RolloutEngineConfig):
         named, turns = self.agent.default_agent_loop, self.multi_turn
         talks = turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path
         return TOOL_LOOP if turns.enable and talks and named == SINGLE_TURN_LOOP else named
-
-    def log_prob_sequences_per_micro_batch(self, ranks: int) -> int | None:
-        """Old log-probs: sequences in one forward on one rank; None: the token budget decides."""
-        if self.log_prob_use_dynamic_bsz:
-            return None
-        return sequences_per_rank(
-            self.log_prob_micro_batch_size_per_gpu, self.log_prob_micro_batch_size, ranks
-        )

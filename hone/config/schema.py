@@ -16,7 +16,7 @@ from hone.config.model import ModelConfig
 from hone.config.ranges import Count
 from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.trainer import GlobalProfilerConfig, RayKwargs, TrainerConfig
+from hone.config.trainer import GlobalProfilerConfig, RayKwargs, RunTree, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ActorRolloutRefConfig(Block):
 
 
 @dataclass(frozen=True)
-class PPOTrainerConfig(Block):
+class PPOTrainerConfig(RunTree):
     """Everything one RL run reads."""
 
     actor_rollout_ref: ActorRolloutRefConfig = block(ActorRolloutRefConfig)
@@ -49,11 +49,6 @@ class PPOTrainerConfig(Block):
     trainer: TrainerConfig = block(TrainerConfig)
     global_profiler: GlobalProfilerConfig = block(GlobalProfilerConfig)
     ray_kwargs: RayKwargs = block(RayKwargs)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run, all nodes together."""
-        return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
     def sequences_per_step(self) -> int:

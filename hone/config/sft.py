@@ -5,17 +5,16 @@ Batch sizes are in sequences here; there is no rollout and no reward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hone.config.block import Block, block
-from hone.config.data import CustomClassConfig
+from hone.config.data import RowsConfig
 from hone.config.engine import CheckpointConfig, OptimConfig, SFTEngineConfig, sequences_per_rank
 from hone.config.keys import at_least
 from hone.config.model import ModelConfig
 from hone.config.ranges import Count
-from hone.config.trainer import TrainingRunConfig
-from hone.types import Settings
+from hone.config.trainer import RunTree, TrainingRunConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class MultiTurnDataConfig(Block):
 
 
 @dataclass(frozen=True)
-class SFTDataConfig(Block):
+class SFTDataConfig(RowsConfig):
     """Examples."""
 
     train_batch_size: Count = 256
@@ -50,10 +49,6 @@ class SFTDataConfig(Block):
     """Parquet or jsonl files to train on; one path or a list."""
     val_files: tuple[str, ...] | None = None
     """Files for the validation loss; null has none."""
-    train_max_samples: int = -1
-    """Rows kept for training; -1 keeps all."""
-    val_max_samples: int = -1
-    """Rows kept for validation; -1 keeps all."""
     prompt_key: str = "question"
     """Column of the prompt."""
     response_key: str = "answer"
@@ -62,34 +57,22 @@ class SFTDataConfig(Block):
     """Keys to follow inside the prompt column."""
     response_dict_keys: tuple[str, ...] | None = None
     """Keys to follow inside the response column."""
-    prompt_format: Literal["chat", "raw"] = "chat"
-    """chat renders the prompt with the chat template; raw takes it as it is."""
     multiturn: MultiTurnDataConfig = block(MultiTurnDataConfig)
     max_length: Count = 1024
     """Longest prompt plus response in tokens."""
     truncation: Literal["error", "left", "right"] = "error"
     """What happens to a longer row; error makes it a bad one (`on_bad_row`)."""
-    shuffle: bool = True
-    """Shuffle rows each epoch."""
-    seed: int | None = None
-    """Seed of the order; null takes the run seed."""
     balance_dp_token: bool = True
     """Give every rank about the same number of tokens."""
     chat_template: str | None = None
     """Chat template text that replaces the tokenizer's own."""
     ignore_input_ids_mismatch: bool = False
     """Go on where turn-by-turn and whole-conversation rendering differ."""
-    custom_cls: CustomClassConfig = block(CustomClassConfig)
-    apply_chat_template_kwargs: Settings = field(default_factory=dict)
-    """More arguments of the chat template."""
-    on_bad_row: Literal["raise", "skip"] = "raise"
-    """A row that cannot be learnt from stops the run before its first step, or is skipped and counted."""
 
     def sequences_per_micro_batch(self, ranks: int) -> int | None:
         """Sequences in one forward on one rank; None where the token budget decides."""
-        if self.use_dynamic_bsz:
-            return None
-        return sequences_per_rank(self.micro_batch_size_per_gpu, self.micro_batch_size, ranks)
+        sizes = self.micro_batch_size_per_gpu, self.micro_batch_size
+        return sequences_per_rank(self.use_dynamic_bsz, *sizes, ranks)
 
 
 @dataclass(frozen=True)
@@ -111,7 +94,7 @@ class SFTTrainerSection(TrainingRunConfig):
 
 
 @dataclass(frozen=True)
-class SFTConfig(Block):
+class SFTConfig(RunTree):
     """Everything one supervised run reads."""
 
     data: SFTDataConfig = block(SFTDataConfig)
@@ -126,8 +109,3 @@ class SFTConfig(Block):
     engine: SFTEngineConfig = block(SFTEngineConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     trainer: SFTTrainerSection = block(SFTTrainerSection)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run, all nodes together."""
-        return self.trainer.nnodes * self.trainer.n_gpus_per_node

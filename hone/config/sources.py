@@ -6,11 +6,12 @@ by name alone, because their contents are the schema's defaults.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *(f"{e}_reward_{kind}" for e in _ENGINES for kind in ("model", "loop")),
     ),
 }
+_PROGRAMS = ("fully_async", "one_step_off", "transfer_queue")
 _FILES = ("reward_manager", "legacy_reward_impl")
 _DEFAULTS_LISTS: dict[str, dict[str, str]] = {
     "ppo_trainer": {
@@ -58,17 +60,23 @@ _DEFAULTS_LISTS: dict[str, dict[str, str]] = {
     },
 }
 """verl's groups, their choices, and what its own defaults lists choose."""
+BUILT_IN: dict[str, str] = {
+    **{name: name for name in ("ppo_trainer", "sft_trainer", "generation", "evaluation")},
+    **dict.fromkeys(("sft", "sft_trainer_engine"), "sft_trainer"),
+    **dict.fromkeys(("ppo", "_generated_ppo_trainer", "dapo_trainer"), "ppo_trainer"),
+    **{f"{kind}_ppo_trainer": "ppo_trainer" for kind in _PROGRAMS},
+}
+"""verl's configs by name, with their trees here."""
+BUILT_IN |= {
+    name.replace("_trainer", f"_{engine}_trainer"): tree
+    for name, tree in BUILT_IN.items()
+    if name.endswith("_trainer")
+    for engine in _ENGINES[1:]
+}
+_STRATEGY = {"ppo_trainer": "actor_rollout_ref.actor.strategy", "sft_trainer": "engine.strategy"}
 _STARTS = re.compile(r"[~+-]|[^=]+=")
 """How an argument begins that is no value of the one before it."""
 _ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtitan|veomni)")
-
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """A config of verl's by name: its tree here, and the values in which it differs from that."""
-
-    tree: str
-    values: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,17 +123,12 @@ def parse_override(text: str, after: str = "") -> Override:
         raise ConfigError(
             f"cannot read the argument {text!r}; write {key.strip()}=VALUE without spaces around the ="
         )
-    try:
-        try:
-            parsed = parser.parse_override(text)
-        except HydraException:
-            if not key or not value or set(value) & set("[]{}'\"\\"):
-                raise
-            parsed = parser.parse_override(f"{key}='{value}'")
-        if parsed.key_or_group:
-            return parsed
-    except HydraException:
-        pass
+    quotable = key and value and not set(value) & set("[]{}'\"\\")
+    for attempt in (text, f"{key}='{value}'") if quotable else (text,):
+        with contextlib.suppress(HydraException):
+            parsed = parser.parse_override(attempt)
+            if parsed.key_or_group:
+                return parsed
     advice = "write key=value, with quotes around values that hold spaces, commas or brackets"
     if "." in key and not equals:
         advice = f"write {key}=VALUE"
@@ -162,7 +165,6 @@ def read_config(
     name: str,
     folders: Sequence[str | Path],
     overrides: Sequence[str],
-    built_in: Mapping[str, BuiltIn],
 ) -> tuple[str | None, list[Setting]]:
     """The tree that a config is for, if it says, and its settings in order of precedence.
 
@@ -172,20 +174,20 @@ def read_config(
     places = [_place(folder) for folder in folders]
     folder = next((p for p in places if (p / f"{name}.yaml").is_file()), None)
     if folder is None:
-        _require_built_in(name, folders, places, built_in)
+        _require_built_in(name, folders, places)
     choices = [text for text in overrides if _is_choice(text, places)]
     listed = [(name, "")]
     if folder is not None or choices:
-        listed = _defaults_list(name, folder, places, choices, built_in)
+        listed = _defaults_list(name, folder, places, choices)
     settings: list[Setting] = []
     tree: str | None = None
     for path, package in listed:
         file = next((f for p in places if (f := p / f"{path}.yaml").is_file()), None)
-        tree = built_in[path].tree if path in built_in else tree
+        tree = BUILT_IN.get(path, tree)
         if file is not None:
             settings += read_file(file, package)
-        elif path in built_in:
-            settings += (Setting(key, v, path) for key, v in built_in[path].values.items())
+        elif path in BUILT_IN:
+            settings += _built_in_settings(path)
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
     keys = [text for text in overrides if text not in choices]
@@ -196,21 +198,25 @@ def _place(folder: str | Path) -> Path:
     return Path(str(folder).removeprefix("file://")).expanduser().resolve()
 
 
-def _require_built_in(
-    name: str,
-    folders: Sequence[str | Path],
-    places: Sequence[Path],
-    built_in: Mapping[str, BuiltIn],
-) -> None:
+def _built_in_settings(name: str) -> Iterator[Setting]:
+    """In what one of verl's configs differs from its tree here."""
+    if name.startswith("dapo"):
+        yield Setting("reward_model.reward_manager", "dapo", name)
+    for engine in _ENGINES[1:]:
+        if name.endswith(f"_{engine}_trainer"):
+            yield Setting(_STRATEGY[BUILT_IN[name]], engine, name)
+
+
+def _require_built_in(name: str, folders: Sequence[str | Path], places: Sequence[Path]) -> None:
     """Hydra looks for a relative folder beside its program, where the built-in configs would lie."""
     for given, place in zip(folders, places, strict=True):
         relative = not Path(given).is_absolute() or place.parts[-2:] == ("trainer", "config")
-        if not place.is_dir() and not (relative and name in built_in):
-            hint = did_you_mean(nearest(name, built_in))
+        if not place.is_dir() and not (relative and name in BUILT_IN):
+            hint = did_you_mean(nearest(name, BUILT_IN))
             raise ConfigError(f"there is no config '{name}': {given} is no folder here.{hint}")
-    if name in built_in:
+    if name in BUILT_IN:
         return
-    known = [*(p.stem for place in places for p in place.glob("*.yaml")), *built_in]
+    known = [*(p.stem for place in places for p in place.glob("*.yaml")), *BUILT_IN]
     where = f" in {', '.join(map(str, places))}" if places else ""
     advice = "" if places else " A config of your own needs --config-path, the folder that holds it"
     raise ConfigError(
@@ -234,7 +240,6 @@ def _defaults_list(
     folder: Path | None,
     places: Sequence[Path],
     choices: Sequence[str],
-    built_in: Mapping[str, BuiltIn],
 ) -> list[tuple[str, str]]:
     """(file without suffix, package) in the order in which Hydra would merge them."""
     from hydra import initialize_config_dir
@@ -243,7 +248,7 @@ def _defaults_list(
     from hydra.types import RunMode
     from yaml import YAMLError
 
-    _declare(built_in)
+    _declare()
     primary = folder or Path(__file__).parent  # which holds no YAML
     search = ",".join(f"'file://{place}'" for place in places if place != folder)
     more = [f"hydra.searchpath=[{search}]"] if search else []
@@ -267,12 +272,12 @@ def _defaults_list(
     ]
 
 
-def _declare(built_in: Mapping[str, BuiltIn]) -> None:
+def _declare() -> None:
     """Tell Hydra which trees and groups exist, so that defaults lists and choices may name them."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    lists = {name: _DEFAULTS_LISTS.get(config.tree, {}) for name, config in built_in.items()}
+    lists = {name: _DEFAULTS_LISTS.get(tree, {}) for name, tree in BUILT_IN.items()}
     for name, chosen in (lists | {file: {} for file in _FILES}).items():
         listed = [*({group: option} for group, option in chosen.items()), "_self_"]
         store.store(name=name, node={"defaults": listed}, provider="hone")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Literal
 
+from hone.config.convert import same, show_value
 from hone.types import JsonValue
 
-State = Literal["works", "neutral", "refused"]
+State = Literal["neutral", "refused"]
 OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 WORDS = {"true": True, "false": False, "null": None}
 
@@ -39,9 +40,7 @@ class Rule:
 
     def is_silent(self, value: JsonValue) -> bool:
         """True for a value that asks for nothing that differs here."""
-        if "any" in self.values or ("off" in self.values and is_off(value)):
-            return True
-        return any(same(value, accepted) for accepted in self.values)
+        return is_one_of(value, self.values)
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,19 @@ class Replacement:
     """Empty where both mean the same."""
 
     def takes(self, value: JsonValue) -> bool:
-        return any(same(value, written) for written in self.values) and not has_adapter(value)
+        return is_one_of(value, self.values) and not has_adapter(value)
 
 
-WORKS = Rule("**", "works", "")
+@dataclass(frozen=True)
+class Rewrite:
+    """Settings that stand for a value of an old key; `*` is that value."""
+
+    values: tuple[JsonValue, ...]
+    settings: dict[str, JsonValue]
+
+    def __str__(self) -> str:
+        new = " ".join(f"{key}={show_value(value)}" for key, value in self.settings.items())
+        return f"{', '.join(map(show_value, self.values))} is {new}"
 
 
 def is_off(value: JsonValue) -> bool:
@@ -68,9 +76,11 @@ def is_off(value: JsonValue) -> bool:
     return any(same(value, off) for off in OFF)
 
 
-def same(value: JsonValue, other: JsonValue) -> bool:
-    """Equality that tells true from 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
+    """Whether words of the table name a value; "off" and "any" stand for many."""
+    if "any" in words or ("off" in words and is_off(value)):
+        return True
+    return any(same(value, word) for word in words)
 
 
 def has_adapter(engine: JsonValue) -> bool:
@@ -86,19 +96,19 @@ def _scalar(text: str) -> JsonValue:
             return kind(text)
         except ValueError:
             continue
-    return WORDS.get(text, text)
+    return list(scalars(text[1:-1])) if text.startswith("[") else WORDS.get(text, text)
 
 
-def _scalars(text: str) -> tuple[JsonValue, ...]:
+def scalars(text: str) -> tuple[JsonValue, ...]:
     return tuple(_scalar(word.strip()) for word in text.split(",") if word.strip())
 
 
 @functools.cache
-def _rows() -> dict[str, list[list[str]]]:
-    """Cells of every row of the table, by section."""
+def read_table(file: str) -> dict[str, list[list[str]]]:
+    """Cells of every row of a table, by section."""
     sections: dict[str, list[list[str]]] = {}
     rows: list[list[str]] = []
-    for line in files("hone.config").joinpath("other_keys.txt").read_text("utf-8").splitlines():
+    for line in files("hone.config").joinpath(file).read_text("utf-8").splitlines():
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
@@ -111,10 +121,10 @@ def rules() -> tuple[Rule, ...]:
     """Every neutral and refused key; the first rule that names a key decides."""
 
     def read(section: State) -> Iterator[Rule]:
-        for patterns, values, why in _rows()[section]:
+        for patterns, values, why in read_table("other_keys.txt")[section]:
             for word in patterns.split():
                 tree, _, pattern = word.rpartition(":")
-                yield Rule(pattern, section, why, _scalars(values), tree or None)
+                yield Rule(pattern, section, why, scalars(values), tree or None)
 
     return (*read("refused"), *read("neutral"))
 
@@ -123,8 +133,8 @@ def rules() -> tuple[Rule, ...]:
 def replacements() -> tuple[Replacement, ...]:
     """Every value that stands for another."""
     return tuple(
-        Replacement(pattern, _scalars(values), _scalar(becomes), why)
-        for patterns, values, becomes, why in _rows()["values"]
+        Replacement(pattern, scalars(values), _scalar(becomes), why)
+        for patterns, values, becomes, why in read_table("other_keys.txt")["values"]
         for pattern in patterns.split()
     )
 
@@ -132,24 +142,36 @@ def replacements() -> tuple[Replacement, ...]:
 @functools.cache
 def renames(tree: str) -> dict[str, str]:
     """Old key or block (it ends in `.**`) to its name in a tree; the value stays."""
-    found: dict[str, str] = {}
-    for old, new in _rows()["renamed"]:
-        owner, _, key = old.rpartition(":")
-        if (owner or "ppo_trainer") == tree or owner == "*":
-            found[key] = new
+    return {row[0]: row[1] for row in _of_tree("renamed", tree)}
+
+
+@functools.cache
+def rewrites(tree: str) -> dict[str, list[Rewrite]]:
+    """Old key to the settings that its values stand for."""
+    found: dict[str, list[Rewrite]] = {}
+    for old, values, new in _of_tree("rewritten", tree):
+        pairs = (word.partition("=") for word in new.split())
+        settings = {key: _scalar(value) for key, _, value in pairs}
+        found.setdefault(old, []).append(Rewrite(scalars(values), settings))
     return found
+
+
+def _of_tree(section: str, tree: str) -> Iterator[list[str]]:
+    """A row per old key; one without a tree is `ppo_trainer`'s, `*` stands for every tree."""
+    for olds, *cells in read_table("other_keys.txt")[section]:
+        for old in olds.split():
+            owner, _, key = old.rpartition(":")
+            if (owner or "ppo_trainer") == tree or owner == "*":
+                yield [key, *cells]
 
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    parts = [
-        ".*" if p == "**" else re.escape(p).replace(r"\*", "[^.]*") for p in pattern.split(".")
-    ]
-    text = r"\.".join(parts)
+    text = re.escape(pattern).replace(r"\*", "*")
     # `**` at the front also names keys at the root; at the end also the block itself.
-    text = re.sub(r"^\.\*\\\.", r"(?:.*\\.)?", text)
-    text = re.sub(r"\\\.\.\*$", r"(?:\\..*)?", text)
-    return re.compile(text)
+    text = re.sub(r"^\*\*\\\.", r"(?:(.+)\\.)?", text)
+    text = re.sub(r"\\\.\*\*$", r"(?:\\.(.+))?", text)
+    return re.compile(text.replace("*", "[^.]*"))
 
 
 def names(pattern: str, key: str) -> bool:
@@ -157,10 +179,18 @@ def names(pattern: str, key: str) -> bool:
     return _compiled(pattern).fullmatch(key) is not None
 
 
-def rule_of(key: str, tree: str, among: Sequence[Rule] | None = None) -> Rule | None:
+def new_key(old: str, new: str, key: str) -> str | None:
+    """The key under its new name, where a pattern names it; what `**` stands for stays."""
+    match = _compiled(old).fullmatch(key)
+    if match is None:
+        return None
+    parts = [(match[1] or "") if part == "**" else part for part in new.split(".")]
+    return ".".join(part for part in parts if part)
+
+
+def rule_of(key: str, tree: str) -> Rule | None:
     """The rule that decides about a key without a field; None where no row names it."""
-    table = rules() if among is None else among
-    return next((r for r in table if r.tree in (None, tree) and names(r.pattern, key)), None)
+    return next((r for r in rules() if r.tree in (None, tree) and names(r.pattern, key)), None)
 
 
 def replacement_of(key: str, value: JsonValue) -> Replacement | None:

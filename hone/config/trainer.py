@@ -33,6 +33,18 @@ class RunConfig(Block):
 
 
 @dataclass(frozen=True)
+class RunTree(Block):
+    """A tree with a run."""
+
+    trainer: RunConfig = block(RunConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run, all nodes together."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+
+@dataclass(frozen=True)
 class TrainingRunConfig(RunConfig):
     """A run that trains: length, trackers, checkpoints."""
 

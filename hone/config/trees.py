@@ -1,4 +1,4 @@
-"""The four trees by name: root class, aliases and checks of each, and verl's configs by name.
+"""The four trees by name: root class, aliases and checks of each.
 
 `compose` knows only this table; a new tree is one entry.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hone.config import aliases, checks, idle
+from hone.config import aliases, checks, conditions
+from hone.config.block import Value
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
-from hone.config.keys import Value
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
-from hone.config.sources import BuiltIn, Setting
+from hone.config.sources import Setting
 from hone.types import JsonValue
 
 
@@ -34,9 +34,7 @@ class Tree:
 
     def translate(self, settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
         """The settings under the names that keys have in this tree."""
-        if self.name == "ppo_trainer":
-            return aliases.translate(settings, problems)
-        return [aliases.rename(s, self.name) for s in aliases.least_rates(settings)]
+        return aliases.translate(settings, problems, self.name)
 
     def new_name(self, key: str) -> str:
         """The name that a key has in this tree."""
@@ -52,7 +50,7 @@ TREES: dict[str, Tree] = {
             "reinforcement learning: `hone train`, `python -m hone.trainer.main_ppo`",
             checks.find_problems,
             checks.settle,
-            idle.find_idle,
+            conditions.find_idle,
         ),
         Tree(
             "sft_trainer",
@@ -73,29 +71,4 @@ TREES: dict[str, Tree] = {
             "scores for a file of responses: `hone eval`, `python -m hone.trainer.main_eval`",
         ),
     )
-}
-
-_STRATEGY = {"ppo_trainer": "actor_rollout_ref.actor.strategy", "sft_trainer": "engine.strategy"}
-_OTHER_NAMES = {
-    "ppo": "ppo_trainer",
-    "sft": "sft_trainer",
-    "sft_trainer_engine": "sft_trainer",
-    "_generated_ppo_trainer": "ppo_trainer",
-    "fully_async_ppo_trainer": "ppo_trainer",
-    "one_step_off_ppo_trainer": "ppo_trainer",
-    "transfer_queue_ppo_trainer": "ppo_trainer",
-}
-BUILT_IN: dict[str, BuiltIn] = {
-    **{name: BuiltIn(name) for name in TREES},
-    **{name: BuiltIn(tree) for name, tree in _OTHER_NAMES.items()},
-    "dapo_trainer": BuiltIn("ppo_trainer", {"reward_model.reward_manager": "dapo"}),
-}
-"""verl's configs by name."""
-BUILT_IN |= {
-    name.replace("_trainer", f"_{engine}_trainer"): BuiltIn(
-        config.tree, {**config.values, _STRATEGY[config.tree]: engine}
-    )
-    for name, config in BUILT_IN.items()
-    if name.endswith("_trainer")
-    for engine in ("megatron", "torchtitan", "veomni")
 }

@@ -20,7 +20,7 @@ from hone.config.block import Block
 from hone.config.compose import Further, get, keys_meant
 from hone.config.errors import ConfigError, nearest
 from hone.config.generation import GenerationConfig
-from hone.config.keys import walk_fields
+from hone.config.keys import leaves
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.tracking import RunFolder
@@ -172,7 +172,7 @@ def _no_option(word: str, option: str, tree: str) -> str:
     """What to write instead of an option: a setting is given as key=value."""
     name, value = option.lstrip("-").replace("-", "_"), word.partition("=")[2] or "VALUE"
     root = TREES[tree].root
-    keys = [key for key, *_ in walk_fields(root)]
+    keys = list(leaves(root))
     near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
     meant = [name] if name in keys else keys_meant(root, name) or [key for key in near if key]
     advice = ", as in " * bool(meant) + " or ".join(f"{key}={value}" for key in meant)
@@ -262,8 +262,9 @@ def mistake_in_words(error: BaseException) -> str | None:
 def _with_key(sentence: str, path: str | None) -> str:
     """The sentence about a model path, begun with the key that was set to it."""
     for composed in _latest if path else ():
-        leaves = [key for key, *_ in walk_fields(type(composed.config)) if key.endswith("path")]
-        for key in sorted(leaves, key=lambda key: key not in composed.origins):
+        root: type = type(composed.config)
+        paths = [key for key in leaves(root) if key.endswith("path")]
+        for key in sorted(paths, key=lambda key: key not in composed.origins):
             if get(composed.config, key) == path:
                 return f"{key}={path}: {sentence}"
     return sentence

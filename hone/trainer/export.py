@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from yaml import YAMLError
 
 from hone.config import ConfigError
-from hone.config.convert import build
+from hone.config.apply import build
 from hone.config.engine import FSDPConfig
 from hone.config.model import ModelConfig
 from hone.engine.build import build_engine
@@ -189,7 +189,7 @@ def _model_config(source: Path) -> ModelConfig:
             config = RunFolder(folder).read_config()
             block = config.get("model") or config.get("actor_rollout_ref", {}).get("model")
             if block:
-                return build(ModelConfig, block, {})
+                return build(ModelConfig, block)
         except (ConfigError, ValueError, YAMLError, *_WRONG_SHAPE) as error:
             said = " ".join(str(error).split())
             raise ExportError(f"{folder}/config.yaml is not the config of a run: {said}") from error

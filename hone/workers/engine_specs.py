@@ -52,7 +52,7 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
     model, ref = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
 
     def rule(ranks: int) -> MicroBatchRule:
-        rows = ref.sequences_per_micro_batch(ranks)
+        rows = ref.log_prob_sequences_per_micro_batch(ranks)
         return MicroBatchRule(rows, ref.log_prob_max_token_len_per_gpu)
 
     return EngineSpec(

@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, compose, load_config
-from hone.config.aliases import (
-    GROUPED,
-    LORA_RANK_WHEN_ENABLED,
-    RULES,
-    SAMPLES_WHEN_LOGGED,
-    new_name,
-)
+from hone.config.aliases import CHANGES, LORA_RANK_WHEN_ENABLED, new_name
 from hone.config.compose import compose_settings, get
 from hone.config.sources import Setting
-from hone.config.states import names, renames, rule_of
+from hone.config.states import names, renames, rewrites, rule_of
 from hone.config.trees import TREES
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -29,13 +23,6 @@ RENAMED_CASES: dict[str, Any] = {
     "trainer.profile_steps": [2, 3],
     "sampling_params.max_tokens": 2048,
     "sampling_params.timeout": 30,
-    "sampling_params.temperature": 0.7,
-    "sampling_params.top_p": 0.9,
-    "sampling_params.top_k": 20,
-    "sampling_params.min_p": 0.05,
-    "sampling_params.n": 4,
-    "sampling_params.stop": ["</answer>"],
-    "sampling_params.seed": 3,
     "tool_config.max_tool_calls": 5,
     "tool_config.timeout": 30,
     "tool_config_path": "tools.yaml",
@@ -129,6 +116,7 @@ BLOCK_CASES: dict[str, tuple[str, Any, str, Any]] = {
         "global_profiler.nsys_options",
         {"trace": "cuda"},
     ),
+    "sampling_params": ("top_k", 20, f"{ROLLOUT}.top_k", 20),
     "critic.kl_ctrl": ("kl_coef", 0.01, "algorithm.kl_ctrl.kl_coef", 0.01),
     "sandbox_fusion": ("max_concurrent", 8, "reward_model.sandbox_fusion.max_concurrent", 8),
     f"{ACTOR}.policy_loss.rollout_correction": (
@@ -139,7 +127,7 @@ BLOCK_CASES: dict[str, tuple[str, Any, str, Any]] = {
     ),
 }
 
-RULE_CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+VALUE_CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     f"{ROLLOUT}.agent_loop": [
         ("tool_agent_loop", {f"{ROLLOUT}.agent.default_agent_loop": "tool_agent"}),
         ("single_turn_agent_loop", {f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent"}),
@@ -149,8 +137,8 @@ RULE_CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
         (
             True,
             {
-                "trainer.log_train_generations": SAMPLES_WHEN_LOGGED,
-                "trainer.log_val_generations": SAMPLES_WHEN_LOGGED,
+                "trainer.log_train_generations": 8,
+                "trainer.log_val_generations": 8,
             },
         ),
         (False, {"trainer.log_train_generations": 0, "trainer.log_val_generations": 0}),
@@ -207,9 +195,9 @@ def test_every_alias_has_a_case() -> None:
     blocks = {old.removesuffix(".**") for old in table if old.endswith(".**")}
     assert set(BLOCK_CASES) == blocks
     for old in table:
-        named = old.endswith(".**") or any(names(old, case) for case in RENAMED_CASES)
-        assert named, old
-    assert set(RULE_CASES) == set(RULES)
+        named = any(names(old, case) for case in (*RENAMED_CASES, *VALUE_CASES))
+        assert old.endswith(".**") or named, old
+    assert set(VALUE_CASES) >= set(rewrites("ppo_trainer"))
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED_CASES))
@@ -229,9 +217,9 @@ def test_a_renamed_block_moves_its_keys(old: str) -> None:
     assert get(load({f"{old}.{name}": value}).config, new) == expected
 
 
-@pytest.mark.parametrize("old", sorted(RULES))
-def test_a_rule_changes_the_value(old: str) -> None:
-    for value, expected in RULE_CASES[old]:
+@pytest.mark.parametrize("old", sorted(VALUE_CASES))
+def test_an_old_key_with_its_values_becomes_the_new_one(old: str) -> None:
+    for value, expected in VALUE_CASES[old]:
         config = load({old: value}).config
         for key, wanted in expected.items():
             assert get(config, key) == wanted, (old, value, key)
@@ -261,8 +249,9 @@ def test_a_rule_refuses_a_value_it_cannot_say() -> None:
         load({"max_turns": "many"})
 
 
-def test_grouped_names_are_those_that_have_tests_below() -> None:
-    assert set(GROUPED) == {
+def test_keys_that_depend_on_others_are_those_that_have_tests_here() -> None:
+    assert {old for old, change in CHANGES.items() if change.meaning} == {
+        "max_turns",
         f"{ACTOR}.lora.enable",
         "algorithm.kl_penalty",
         "data.max_start_length",

@@ -30,8 +30,8 @@ def test_a_field_is_read_by_get_by_brackets_and_by_unpacking() -> None:
 
 
 def test_a_derived_value_is_read_by_name_and_is_no_item() -> None:
-    assert ACTOR.get("forms_micro_batches_by_tokens") is True
-    assert "forms_micro_batches_by_tokens" not in list(ACTOR)
+    assert ACTOR.get("global_batch_info") == ACTOR.global_batch_info
+    assert "global_batch_info" not in list(ACTOR)
 
 
 def test_an_unknown_key_in_brackets_is_an_error_with_a_proposal() -> None:

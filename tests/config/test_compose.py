@@ -9,7 +9,6 @@ import pytest
 from hone.config import ConfigError, compose, load_config, replace
 from hone.config.compose import get
 from hone.config.sources import read_config
-from hone.config.trees import BUILT_IN
 from hone.types import JsonValue
 
 
@@ -413,7 +412,7 @@ def test_choices_of_verls_groups_that_name_what_is_there_change_nothing(
 
 def test_the_choice_of_another_engine_is_its_strategy() -> None:
     def strategies(*choices: str, name: str = "ppo_trainer") -> dict[str, JsonValue]:
-        _, settings = read_config(name, [], choices, BUILT_IN)
+        _, settings = read_config(name, [], choices)
         return {s.key: s.value for s in settings}
 
     actor, critic = "actor_rollout_ref.actor.strategy", "critic.strategy"

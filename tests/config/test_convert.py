@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from hone.config.convert import _NoFit, describe_type, fit, show_value, to_plain
+from hone.config.convert import NoFit, describe_type, fit, show_value, to_plain
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_value_that_fits_comes_out_in_the_fields_type(
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(value: Any, annotation: Any) -> None:
-    with pytest.raises(_NoFit):
+    with pytest.raises(NoFit):
         fit(value, annotation)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hone.config.describe import describe_keys, field_docs
 from hone.config.document import document
+from hone.config.keys import field_docs, leaves
 from hone.config.rollout import RolloutConfig
 from hone.config.states import rules
 from hone.config.trees import TREES
@@ -27,7 +27,7 @@ def test_the_appendix_holds_every_neutral_and_refused_key() -> None:
 def test_every_key_has_its_row() -> None:
     page = document()
     for tree in TREES.values():
-        for info in describe_keys(tree):
+        for info in leaves(tree.root).values():
             assert f"| `{info.key.rpartition('.')[2]}` | " in page, info.key
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import hone
 from hone.config import config_to_dict, load_config
-from hone.config.describe import describe_keys, follows_key
+from hone.config.keys import leaves
 from hone.config.states import names
 from hone.config.trees import TREES
 
@@ -68,8 +68,8 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
 
 def read_keys(tree: str, recorder: Recorder) -> set[str]:
     """Keys read themselves, and keys whose value another read key takes over."""
-    infos = describe_keys(TREES[tree])
-    followed = {info.key: follows_key(info.default) for info in infos}
+    infos = leaves(TREES[tree].root).values()
+    followed = {info.key: info.followed for info in infos}
     read = set(recorder.read[tree])
     while more := {followed[k] for k in read if followed.get(k)} - read - {None}:
         read |= {key for key in more if key is not None}
@@ -83,7 +83,7 @@ def elsewhere(key: str) -> str | None:
 @pytest.mark.parametrize("tree", sorted(TREES))
 def test_every_key_that_works_is_read(tree: str, recorder: Recorder) -> None:
     read = read_keys(tree, recorder)
-    works = [info.key for info in describe_keys(TREES[tree])]
+    works = [info.key for info in leaves(TREES[tree].root).values()]
     assert [key for key in works if key not in read and not elsewhere(key)] == []
 
 
@@ -96,7 +96,7 @@ def test_what_cannot_run_here_is_read_in_the_source(pattern: str, recorder: Reco
     keys = [
         info.key
         for name, tree in TREES.items()
-        for info in describe_keys(tree)
+        for info in leaves(tree.root).values()
         if info.key not in recorder.read[name]
     ]
     assert any(elsewhere(key) == pattern for key in keys), "this machine does read it: remove it"
@@ -119,7 +119,7 @@ def test_reading_counts_directly_by_a_property_and_by_another_name() -> None:
     with recording() as watched:
         config: Any = load_config()
         _ = config.data.seed
-        _ = config.actor_rollout_ref.actor.forms_micro_batches_by_tokens
+        _ = config.actor_rollout_ref.actor.sequences_per_micro_batch(1)
         moved = config.critic.optim
         _ = moved.lr
     read = watched.read["ppo_trainer"]

@@ -12,8 +12,8 @@ import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, config_to_dict, load_config
 from hone.config.compose import compose_settings
-from hone.config.describe import describe_keys
 from hone.config.errors import ConfigError as SameError
+from hone.config.keys import leaves as keys_of
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 
@@ -49,13 +49,15 @@ def test_each_family_key_alone_is_known(block: str) -> None:
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_every_default_may_be_written_out(name: str) -> None:
     tree = TREES[name]
-    settings = [Setting(info.key, info.default, "file.yaml") for info in describe_keys(tree)]
+    settings = [
+        Setting(info.key, info.default, "file.yaml") for info in keys_of(tree.root).values()
+    ]
     assert compose_settings(tree, settings).config == compose_settings(tree, []).config
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_every_key_has_a_docstring(name: str) -> None:
-    for info in describe_keys(TREES[name]):
+    for info in keys_of(TREES[name].root).values():
         assert info.doc.endswith((".", "…")), info.key
 
 
@@ -154,7 +156,7 @@ def test_other_passes_follow_the_actor_budget_and_their_own_size() -> None:
     )
     policy = config.actor_rollout_ref
     assert policy.ref.log_prob_max_token_len_per_gpu == 4096
-    assert policy.ref.sequences_per_micro_batch(2) == 3
+    assert policy.ref.log_prob_sequences_per_micro_batch(2) == 3
     assert policy.rollout.log_prob_sequences_per_micro_batch(2) == 3
     assert config.critic.sequences_per_micro_batch(2) == 5
     assert config.critic.value_sequences_per_micro_batch(2) == 5

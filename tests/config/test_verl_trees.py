@@ -14,7 +14,7 @@ import pytest
 from hone.config import ConfigError
 from hone.config.apply import Composed, compose_settings
 from hone.config.sources import read_config
-from hone.config.trees import BUILT_IN, TREES
+from hone.config.trees import TREES
 
 FOLDER = Path(os.environ.get("HONE_VERL_TREES", "/nowhere"))
 NOT_BUILT = ("fully_async", "one_step_off", "transfer_queue")
@@ -99,7 +99,7 @@ actor: {strategy: fsdp, fsdp_config: {fsdp_size: -1}}
 
 
 def read(file: Path) -> Composed:
-    named, settings = read_config(file.stem, [file.parent], [], BUILT_IN)
+    named, settings = read_config(file.stem, [file.parent], [])
     kinds = {"sft": "sft_trainer", "generation": "generation", "evaluation": "evaluation"}
     guess = next((tree for word, tree in kinds.items() if word in file.stem), "ppo_trainer")
     return compose_settings(TREES[named or guess], settings)
