@@ -17,7 +17,8 @@ from typing import Literal
 from hone.config.convert import same, show_value
 from hone.types import JsonValue
 
-State = Literal["neutral", "refused"]
+State = Literal["refused", "neutral"]
+STATES: tuple[State, ...] = ("refused", "neutral")
 OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 WORDS = {"true": True, "false": False, "null": None}
 
@@ -116,17 +117,22 @@ def read_table(file: str) -> dict[str, list[list[str]]]:
     return sections
 
 
+def _read(section: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Tree, pattern and other cells of a section, a row per pattern; the tree may be empty."""
+    for patterns, *cells in read_table("other_keys.txt")[section]:
+        for word in patterns.split():
+            tree, _, pattern = word.rpartition(":")
+            yield tree, pattern, cells
+
+
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """Every neutral and refused key; the first rule that names a key decides."""
-
-    def read(section: State) -> Iterator[Rule]:
-        for patterns, values, why in read_table("other_keys.txt")[section]:
-            for word in patterns.split():
-                tree, _, pattern = word.rpartition(":")
-                yield Rule(pattern, section, why, scalars(values), tree or None)
-
-    return (*read("refused"), *read("neutral"))
+    return tuple(
+        Rule(pattern, state, why, scalars(values), tree or None)
+        for state in STATES
+        for tree, pattern, (values, why) in _read(state)
+    )
 
 
 @functools.cache
@@ -134,35 +140,31 @@ def replacements() -> tuple[Replacement, ...]:
     """Every value that stands for another."""
     return tuple(
         Replacement(pattern, scalars(values), _scalar(becomes), why)
-        for patterns, values, becomes, why in read_table("other_keys.txt")["values"]
-        for pattern in patterns.split()
+        for _, pattern, (values, becomes, why) in _read("values")
     )
+
+
+def _of_tree(section: str, tree: str) -> Iterator[tuple[str, list[str]]]:
+    """Rows of a tree; one without a name is `ppo_trainer`'s, `*` stands for every tree."""
+    for owner, old, cells in _read(section):
+        if (owner or "ppo_trainer") == tree or owner == "*":
+            yield old, cells
 
 
 @functools.cache
 def renames(tree: str) -> dict[str, str]:
     """Old key or block (it ends in `.**`) to its name in a tree; the value stays."""
-    return {row[0]: row[1] for row in _of_tree("renamed", tree)}
+    return {old: new for old, (new,) in _of_tree("renamed", tree)}
 
 
 @functools.cache
 def rewrites(tree: str) -> dict[str, list[Rewrite]]:
     """Old key to the settings that its values stand for."""
     found: dict[str, list[Rewrite]] = {}
-    for old, values, new in _of_tree("rewritten", tree):
-        pairs = (word.partition("=") for word in new.split())
-        settings = {key: _scalar(value) for key, _, value in pairs}
+    for old, (values, new) in _of_tree("rewritten", tree):
+        settings = {key: _scalar(value) for key, value in (w.split("=") for w in new.split())}
         found.setdefault(old, []).append(Rewrite(scalars(values), settings))
     return found
-
-
-def _of_tree(section: str, tree: str) -> Iterator[list[str]]:
-    """A row per old key; one without a tree is `ppo_trainer`'s, `*` stands for every tree."""
-    for olds, *cells in read_table("other_keys.txt")[section]:
-        for old in olds.split():
-            owner, _, key = old.rpartition(":")
-            if (owner or "ppo_trainer") == tree or owner == "*":
-                yield [key, *cells]
 
 
 @functools.cache

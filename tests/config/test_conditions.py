@@ -1,0 +1,56 @@
+"""The rows of checks.txt: conditions are read as written, and every key in them exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hone.config import load_config
+from hone.config.conditions import holds
+from hone.config.keys import find_block, get, leaves
+from hone.config.states import read_table
+from hone.config.trees import TREES
+
+TABLE = read_table("checks.txt")
+
+
+@pytest.mark.parametrize(
+    ("condition", "true"),
+    [
+        ("trainer.nnodes=1", True),
+        ("trainer.nnodes=true", False),
+        ("trainer.nnodes!=1", False),
+        ("trainer.nnodes=2,1", True),
+        ("trainer.device!=cpu,cuda", True),
+        ("trainer.nnodes>1", False),
+        ("trainer.nnodes<=1", True),
+        ("data.seed=null", True),
+        ("data.seed=off", True),
+        ("data.seed<=0", False),
+        ("world_size=1 and data.shuffle=true", True),
+        ("world_size=1 and data.shuffle=false", False),
+    ],
+)
+def test_a_condition_compares_keys_with_values(condition: str, true: bool) -> None:
+    assert holds(condition, load_config()) is true
+
+
+@pytest.mark.parametrize("row", [*TABLE["problems"], *TABLE["idle"]], ids=lambda row: row[0])
+def test_every_key_of_a_row_exists_in_its_tree(row: list[str]) -> None:
+    owner, _, condition = row[0].rpartition(":")
+    tree = TREES[owner or "ppo_trainer"]
+    keys = [re.split(r"!=|<=|=|>", term)[0] for term in condition.split(" and ")]
+    keys += re.findall(r"\{([\w.]+)\}", row[-1])
+    config = load_config(config_name=tree.name)
+    for key in keys:
+        get(config, key)
+    for key in row[1].split() if len(row) == 3 else ():
+        assert key in leaves(tree.root) or find_block(tree.root, key), key
+
+
+def test_no_row_speaks_of_the_defaults() -> None:
+    for owner_condition, *_ in TABLE["problems"]:
+        owner, _, condition = owner_condition.rpartition(":")
+        defaults = load_config(config_name=owner or "ppo_trainer")
+        assert not holds(condition, defaults), condition
