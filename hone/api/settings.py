@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias, Union
 
 from hone.config import Composed, ConfigError
-from hone.config.compose import Further, compose_settings
+from hone.config.apply import Further, compose_settings
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, leaves
 from hone.config.sources import Setting, flatten, read_config

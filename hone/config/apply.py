@@ -27,7 +27,7 @@ from hone.config.errors import ConfigError, nearest
 from hone.config.keys import block_type, find_block, get, hints, leaves, replace
 from hone.config.references import named_keys, rename_references, resolve, value_at, value_in
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
-from hone.config.states import replacement_of, rule_of, topics
+from hone.config.states import replacements_of, rule_of, topics
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
@@ -109,8 +109,10 @@ def compose_settings(
 
 def build(cls: type[T], tree: JsonObject) -> T:
     """The frozen dataclass tree for a plain one that has every key; every misfit is reported."""
-    findings = _Findings()
-    values = _typed(cls, tree, {}, findings)
+    root: type = cls
+    missing = [key for key in leaves(root) if value_at(tree, key, NoFit) is NoFit]
+    findings = _Findings([f"{cls.__name__} has no {', '.join(missing)}"] if missing else [])
+    values = _typed(cls, to_plain(tree), {}, findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     built: T = _built(cls, values)
@@ -200,7 +202,7 @@ def _typed(
     outside: dict[str, str] = {}
     for key, leaf in leaves(root).items():
         value, origin = value_at(tree, key), origins.get(key, "default")
-        rule = replacement_of(key, value)
+        rule = next((r for r in replacements_of(key) if r.takes(value)), None)
         if rule is not None:
             if rule.why and key in origins:
                 findings.answer(key, value, rule.why)

@@ -60,6 +60,7 @@ class Block(Mapping[str, Any]):
         return len(_fields(type(self)))
 
 
+@functools.cache
 def _fields(cls: type) -> list[str]:
     return [field.name for field in getattr(cls, "__dataclass_fields__", {}).values()]
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hone.config.aliases import new_name, other_names
-from hone.config.apply import abbreviates
+from hone.config.apply import Composed, Further, abbreviates, compose_settings
 from hone.config.block import Value
-from hone.config.compose import Composed, Further, compose_settings, config_to_dict, get
+from hone.config.compose import config_to_dict
 from hone.config.convert import show_value
 from hone.config.errors import ConfigError, did_you_mean, nearest
-from hone.config.keys import Leaf, find_block, leaves
+from hone.config.keys import Leaf, find_block, get, leaves
 from hone.config.sources import Setting, read_config
-from hone.config.states import Rule, names, replacements, rules
+from hone.config.states import Rule, names, replacements_of, rules
 from hone.config.trees import TREES, Tree
 from hone.types import Settings
 
@@ -145,8 +145,7 @@ def _explain_leaf(leaf: Leaf, tree: Tree) -> str:
     lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
     lines += [
         f"           {show_value(list(r.values))} becomes {show_value(r.becomes)}"
-        for r in replacements()
-        if names(r.pattern, leaf.key)
+        for r in replacements_of(leaf.key)
     ]
     if old := [old for old, new in other_names(tree.name).items() if new == leaf.key]:
         lines.append(f"  also     {', '.join(old)}")

@@ -9,29 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, overload
 
-from hone.config.apply import Composed, Further, compose_settings, keys_meant
+from hone.config.apply import Composed, Further, compose_settings
 from hone.config.block import Value
 from hone.config.convert import to_plain
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
-from hone.config.keys import get, replace
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
 from hone.config.sources import Setting, read_config
 from hone.config.trees import TREES
 from hone.types import JsonObject, Row
-
-__all__ = [
-    "Composed",
-    "Further",
-    "compose",
-    "compose_settings",
-    "config_to_dict",
-    "get",
-    "keys_meant",
-    "load_config",
-    "replace",
-]
 
 
 def compose(

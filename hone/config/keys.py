@@ -9,7 +9,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -20,11 +19,10 @@ from hone.config.block import Block, Hint, Value
 from hone.config.convert import describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.ranges import Range
+from hone.config.references import BOUND, PLAIN
 from hone.types import JsonValue
 
 B = TypeVar("B", bound=Block)
-_FOLLOWS = re.compile(r"\$\{([\w.]+)\}")
-_BOUND = re.compile(r"\$\{(least|most):(\d+),\$\{([\w.]+)\}\}")
 
 
 def follows(key: str) -> Value:
@@ -61,7 +59,7 @@ class Leaf:
     @property
     def followed(self) -> str | None:
         """The key whose value is the default, or None."""
-        match = _FOLLOWS.fullmatch(self.default) if isinstance(self.default, str) else None
+        match = PLAIN.fullmatch(self.default) if isinstance(self.default, str) else None
         return match and match[1]
 
     @property
@@ -69,7 +67,7 @@ class Leaf:
         """The default: the value, the key it follows, or the limit."""
         if self.followed:
             return f"follows {self.followed}"
-        bound = _BOUND.fullmatch(self.default) if isinstance(self.default, str) else None
+        bound = BOUND.fullmatch(self.default) if isinstance(self.default, str) else None
         if bound:
             compared = {"least": "smaller", "most": "larger"}[bound[1]]
             return f"{bound[2]}, or {bound[3]} where that is {compared}"

@@ -12,8 +12,8 @@ from hone.config.block import Value
 from hone.config.errors import ConfigError
 from hone.types import JsonObject, JsonValue
 
-_PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-_BOUND = re.compile(r"\$\{(least|most):(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+BOUND = re.compile(r"\$\{(least|most):(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
 _BOUNDS: dict[str, Callable[[int, int], int]] = {"least": min, "most": max}
 _DEEPEST = 20
@@ -54,14 +54,14 @@ def _value(value: Value, tree: JsonObject, depth: int) -> Value:
         return value
     if depth > _DEEPEST:
         raise ConfigError(f"the reference {value} leads back to itself")
-    whole = _PLAIN.fullmatch(value)
+    whole = PLAIN.fullmatch(value)
     if whole:
         return _look_up(whole[1], tree, depth)
-    bound = _BOUND.fullmatch(value)
+    bound = BOUND.fullmatch(value)
     if bound:
         other, limit = _look_up(bound[3], tree, depth), int(bound[2])
         return _BOUNDS[bound[1]](limit, other) if isinstance(other, int) else other
-    text = _PLAIN.sub(lambda match: str(_look_up(match[1], tree, depth)), value)
+    text = PLAIN.sub(lambda match: str(_look_up(match[1], tree, depth)), value)
     if "${" in text:
         raise _NotPlain
     return text

@@ -195,9 +195,10 @@ def rule_of(key: str, tree: str) -> Rule | None:
     return next((r for r in rules() if r.tree in (None, tree) and names(r.pattern, key)), None)
 
 
-def replacement_of(key: str, value: JsonValue) -> Replacement | None:
-    """What a value stands for, or None."""
-    return next((r for r in replacements() if names(r.pattern, key) and r.takes(value)), None)
+@functools.cache
+def replacements_of(key: str) -> list[Replacement]:
+    """The values of a key that stand for others."""
+    return [r for r in replacements() if names(r.pattern, key)]
 
 
 def topics(answers: Iterable[tuple[str, str]], one: str = "", many: str = "") -> list[str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from hone.algorithms.advantages import groups_of
 from hone.config import Composed
-from hone.config.compose import get
 from hone.config.convert import show_value
+from hone.config.keys import get
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.config.compose import get
 from hone.config.convert import show_value
 from hone.config.errors import ConfigError
+from hone.config.keys import get
 from hone.config.sources import parse_override
 from hone.trainer.command_line import composed_of
 from hone.trainer.launcher import run_alone

@@ -8,7 +8,8 @@ import pytest
 
 from hone.config import ConfigError, compose, load_config
 from hone.config.aliases import CHANGES, LORA_RANK_WHEN_ENABLED, new_name
-from hone.config.compose import compose_settings, get
+from hone.config.apply import compose_settings
+from hone.config.keys import get
 from hone.config.sources import Setting
 from hone.config.states import names, renames, rewrites, rule_of
 from hone.config.trees import TREES

@@ -6,8 +6,7 @@ import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
 from hone.config.checks import divisors, multiples
-from hone.config.compose import get
-from hone.config.keys import leaves
+from hone.config.keys import get, leaves
 from hone.config.ranges import Range
 
 RANGES = {key: leaf.bounds for key, leaf in leaves(PPOTrainerConfig).items() if leaf.bounds}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError, compose, load_config, replace
-from hone.config.compose import get
+from hone.config.keys import get
 from hone.config.sources import read_config
 from hone.types import JsonValue
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, config_to_dict, load_config
-from hone.config.compose import compose_settings
+from hone.config.apply import compose_settings
 from hone.config.errors import ConfigError as SameError
 from hone.config.keys import leaves as keys_of
 from hone.config.sources import Setting

@@ -14,7 +14,7 @@ from hone.algorithms.core_algos import compute_pf_ppo_reweight_data
 from hone.columns import REWARD_PREFIX, require
 from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.compose import Composed, compose_settings
+from hone.config.apply import Composed, compose_settings
 from hone.config.data import DataConfig
 from hone.config.of_dict import plain_containers
 from hone.config.sources import flatten
