@@ -53,7 +53,7 @@ SEAMS = seams()
 KINDS = {
     "Advantage estimator", "Advantage estimator that reads columns", "Policy loss", "KL estimator",
     "Score function", "Reward manager", "Agent loop", "Tool", "Parser of tool calls", "Interaction",
-    "Data set", "Sampler", "Tracker", "Optimizer", "Learning-rate schedule", "Rollout engine",
+    "Data set", "Online augmentation", "Sampler", "Tracker", "Optimizer", "Learning-rate schedule", "Rollout engine",
     "Training engine",
 }  # fmt: skip
 
@@ -70,6 +70,7 @@ CALLED = {
     "Parser of tool calls": {"calls"},
     "Interaction": {"generate_response"},
     "Data set": {"__getitem__"},
+    "Online augmentation": {"generate"},
     "Sampler": {"__iter__"},
     "Tracker": {"log"},
     "Optimizer": {"step"},
