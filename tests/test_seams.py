@@ -53,8 +53,8 @@ SEAMS = seams()
 KINDS = {
     "Advantage estimator", "Advantage estimator that reads columns", "Policy loss", "KL estimator",
     "Score function", "Reward manager", "Agent loop", "Tool", "Parser of tool calls", "Interaction",
-    "Data set", "Online augmentation", "Sampler", "Tracker", "Optimizer", "Learning-rate schedule", "Rollout engine",
-    "Training engine",
+    "Data set", "Online augmentation", "Sampler", "Tracker", "Optimizer", "Learning-rate schedule",
+    "Rollout engine", "Training engine",
 }  # fmt: skip
 
 CALLED = {

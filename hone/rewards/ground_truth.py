@@ -12,6 +12,7 @@ from hone.types import JsonObject, JsonValue
 
 INVALID = "[INVALID]"
 """What a scorer's `pred` says where a response has no answer."""
+_PLAIN = frozenset((int, float, str, bool, type(None)))
 
 
 class GroundTruthError(ValueError):
@@ -45,6 +46,8 @@ def is_missing(value: JsonValue) -> bool:
 
 def integer(value: JsonValue, name: str) -> int:
     """`value` as the integer it is, or GroundTruthError: nothing is rounded."""
+    if type(value) is int:
+        return value
     value = plain(value)
     try:
         number = int(value) if isinstance(value, (int, float, str)) else None
@@ -65,7 +68,7 @@ def integers(value: JsonValue, name: str) -> list[int]:
             f"{name} of ground_truth must be a list of integers; got {value!r:.80}. "
             "Check reward_model.ground_truth of the data row."
         )
-    return [integer(item, name) for item in value]
+    return [item if type(item) is int else integer(item, name) for item in value]
 
 
 def mapping(value: JsonValue, *keys: str) -> JsonObject:
@@ -82,9 +85,12 @@ def mapping(value: JsonValue, *keys: str) -> JsonObject:
 
 def plain(value: JsonValue) -> JsonValue:
     """NumPy scalars and arrays (and containers of them) as plain Python values."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict or isinstance(value, Mapping):
+        return {k: v if type(v) in _PLAIN else plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [v if type(v) in _PLAIN else plain(v) for v in value]
     tolist = getattr(value, "tolist", None)
     return value if tolist is None else plain(tolist())

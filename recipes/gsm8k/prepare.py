@@ -69,7 +69,9 @@ def main() -> None:
     out: Path = arguments.out
     source: str | None = arguments.source
     prepare("gsm8k", local_dir=out, source_dir=source, hub=source is None)
-    rows = {split: pq.read_table(out / f"{split}.parquet").to_pylist() for split in ("train", "test")}
+    rows = {
+        split: pq.read_table(out / f"{split}.parquet").to_pylist() for split in ("train", "test")
+    }
     train = rows["train"]
     files = {
         "sft": [

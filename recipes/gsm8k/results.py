@@ -62,7 +62,8 @@ def main() -> None:
         if run["test_accuracy"]:
             ends = [run["test_accuracy"][0], run["test_accuracy"][-1]]
             run["first_and_last"] = [
-                {"step": step, "accuracy": value, "interval": interval(value)} for step, value in ends
+                {"step": step, "accuracy": value, "interval": interval(value)}
+                for step, value in ends
             ]
             said = ", ".join(
                 f"step {end['step']}: {100 * end['accuracy']:.1f} %"
