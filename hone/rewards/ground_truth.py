@@ -85,10 +85,9 @@ def mapping(value: JsonValue, *keys: str) -> JsonObject:
 
 def plain(value: JsonValue) -> JsonValue:
     """NumPy scalars and arrays (and containers of them) as plain Python values."""
-    kind = type(value)
-    if kind in _PLAIN:
+    if type(value) in _PLAIN:
         return value
-    if kind is dict or isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):
         return {k: v if type(v) in _PLAIN else plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [v if type(v) in _PLAIN else plain(v) for v in value]
