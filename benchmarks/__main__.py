@@ -19,6 +19,7 @@ ALL = (
     "dynamic_sampling",
     "grpo_step",
     "sft",
+    "retriever",
 )
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 

@@ -17,6 +17,8 @@ PROGRAMS = {
     "eval": ("hone.trainer.main_eval:main", "score responses, or a model on a benchmark"),
 }
 """Verbs with a command line of their own: `key=value` overrides of a config tree."""
+RETRIEVER = "serve-retriever"
+"""A verb with flags of its own."""
 TREES = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
 EPILOG = (
     "hone VERB --help says more. train, sft, generate, eval and quickstart take key=value "
@@ -30,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in PROGRAMS:
         return _finish(lambda: _start(given[0], given[1:]))
+    if given and given[0] == RETRIEVER:
+        from hone.retrieval.serve import main as serve
+
+        return _finish(lambda: serve(given[1:]))
     parser = _parser()
     verbs = _verbs_of(parser)
     if given and not given[0].startswith("-") and given[0] not in verbs:
@@ -74,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, text) in PROGRAMS.items():
         verbs.add_parser(name, help=text, add_help=False)
+    verbs.add_parser(RETRIEVER, help="passages over HTTP, for searches", add_help=False)
     _add_quickstart(verbs)
     _add_recipes(verbs)
     add_data_verbs(verbs)

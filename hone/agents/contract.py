@@ -36,6 +36,7 @@ LOOPS: Table[Callable[..., AgentLoopBase]] = Table(
     {
         "single_turn_agent": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
         "tool_agent": "hone.agents.loops.tool:ToolAgentLoop",
+        "search_agent": "hone.agents.loops.search:SearchAgentLoop",
     },
 )
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hone.config.block import Block, block
 from hone.config.model import ModelSourceConfig
-from hone.config.ranges import Count, PositiveShare, TopK
+from hone.config.ranges import Count, CountOrZero, Positive, PositiveShare, TopK
 from hone.config.rollout import RolloutEngineConfig
 from hone.config.trainer import RunTree
 from hone.types import Settings
@@ -63,9 +63,28 @@ class GenerationRolloutConfig(RolloutEngineConfig):
 
 
 @dataclass(frozen=True)
+class GenerationSearchConfig(Block):
+    """Searches between the turns of a response, as `search_agent` makes them in training."""
+
+    url: str | None = None
+    """Retrieval service; `--search URL` sets it. null answers in one turn."""
+    topk: Count = 3
+    """Passages per query."""
+    max_turns: Count = 10
+    """Searches of one response; then comes a turn that does not search."""
+    max_obs_length: Count = 512
+    """Longest passages of one search in tokens."""
+    timeout_s: Positive = 30.0
+    """Seconds one request may take."""
+    retries: CountOrZero = 3
+    """Further attempts, with growing pauses; then the search finds nothing."""
+
+
+@dataclass(frozen=True)
 class GenerationConfig(RunTree):
     """Everything one generation run reads."""
 
     data: GenerationDataConfig = block(GenerationDataConfig)
     model: GenerationModelConfig = block(GenerationModelConfig)
     rollout: GenerationRolloutConfig = block(GenerationRolloutConfig)
+    search: GenerationSearchConfig = block(GenerationSearchConfig)

@@ -14,7 +14,7 @@ from hone.config.keys import follows
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, PositiveShare, Share, TopK
 
 SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP = "single_turn_agent", "tool_agent", "search_agent"
-BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP)
+BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hone.config.block import Block, block
 from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
 from hone.config.model import ModelConfig
-from hone.config.ranges import Count
+from hone.config.ranges import Count, CountOrZero, Positive
 from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.trainer import GlobalProfilerConfig, RayKwargs, RunTree, TrainerConfig
@@ -35,6 +35,20 @@ class ActorRolloutRefConfig(Block):
 
 
 @dataclass(frozen=True)
+class RetrieverConfig(Block):
+    """The retrieval service of the search loop; `hone serve-retriever` is one."""
+
+    url: str = "http://127.0.0.1:8000/retrieve"
+    """Where queries are posted."""
+    topk: Count = 3
+    """Passages per query."""
+    timeout_s: Positive = 30.0
+    """Seconds one request may take."""
+    retries: CountOrZero = 3
+    """Further attempts, with growing pauses; then the search finds nothing and is counted as failed."""
+
+
+@dataclass(frozen=True)
 class PPOTrainerConfig(RunTree):
     """Everything one RL run reads."""
 
@@ -49,6 +63,7 @@ class PPOTrainerConfig(RunTree):
     trainer: TrainerConfig = block(TrainerConfig)
     global_profiler: GlobalProfilerConfig = block(GlobalProfilerConfig)
     ray_kwargs: RayKwargs = block(RayKwargs)
+    retriever: RetrieverConfig = block(RetrieverConfig)
 
     @property
     def sequences_per_step(self) -> int:

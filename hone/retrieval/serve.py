@@ -56,10 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def serve(given: argparse.Namespace) -> int:
     """Build or open the index, then answer until interrupted."""
-    from aiohttp import web
-
-    from hone.retrieval.server import Service
-
     dense = given.index == "dense" or given.retriever_name not in (None, "bm25")
     options = IndexOptions(
         given.corpus,
@@ -71,11 +67,19 @@ def serve(given: argparse.Namespace) -> int:
         "cuda" if given.faiss_gpu else given.device,
     )
     corpus, index = open_index(options, _shown)
-    address = f"http://{given.host}:{given.port}/retrieve"
-    _shown(f"{len(corpus)} passages, {options.index}; answering at {address}", 1, 1)
-    app = Service(corpus, index, given.topk).application()
-    web.run_app(app, host=given.host, port=given.port, print=None, handle_signals=True)
+    answer_requests(corpus, index, topk=given.topk, host=given.host, port=given.port)
     return 0
+
+
+def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port: int) -> None:
+    """Serve over HTTP until interrupted."""
+    from aiohttp import web
+
+    from hone.retrieval.server import Service
+
+    log.info("%s passages; answering at http://%s:%s/retrieve", f"{len(corpus):,}", host, port)
+    app = Service(corpus, index, topk).application()
+    web.run_app(app, host=host, port=port, print=None, handle_signals=True, access_log=None)
 
 
 def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:
@@ -125,7 +129,9 @@ def _shown(what: str, done: int, of: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Search-R1's retrieval service.")
+    parser = argparse.ArgumentParser(
+        prog="hone serve-retriever", description="Passages for queries, by Search-R1's HTTP API."
+    )
     add_arguments(parser)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     return serve(parser.parse_args(arguments))

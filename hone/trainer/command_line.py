@@ -61,6 +61,7 @@ _MISTAKES = (
     "hone.engine.checkpoint:AnotherBase",
     "hone.engine.checkpoint:CheckpointMissing",
     "hone.engine.saved_state:ForeignState",
+    "hone.retrieval.corpus:CorpusError",
     "hone.rollout.contract:RolloutError",
     "hone.rewards.failures:SetupError",
     "hone.rewards.failures:RewardError",

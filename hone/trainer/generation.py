@@ -1,7 +1,7 @@
 """Responses for a file of prompts: every row's samples appended as they end, one file at the end.
 
 What is drawn depends on (seed, row, sample) only, so a killed run that resumes writes the same file.
-Leaves out agent loops: each response is one completion.
+Each response is one completion, or with `search.url` a conversation with a retrieval service.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hone.agents.agent_data import AgentData
 from hone.agents.loop_thread import run_beside
+from hone.agents.loops.search import STOPS, SearchConversation, client_of
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
 from hone.controller.threads import fix_threads
@@ -43,6 +45,7 @@ from hone.rollout.contract import (
     RolloutError,
     RolloutSpec,
     Sampling,
+    StopReason,
     TokenOutput,
 )
 from hone.tokenizer import Tokenizer
@@ -211,7 +214,7 @@ class Generation:
                 try:
                     outputs = await asyncio.gather(
                         *(
-                            engine.generate(ids, sampling, f"{number}/{i}")
+                            self._respond(engine, ids, sampling, f"{number}/{i}")
                             for i, sampling in requests
                         )
                     )
@@ -227,6 +230,31 @@ class Generation:
             for task in tasks:
                 task.cancel()
             raise
+
+    async def _respond(
+        self, engine: RolloutEngine, ids: list[int], sampling: Sampling, request_id: str
+    ) -> TokenOutput:
+        search, rollout = self.config.search, self.config.rollout
+        if search.url is None:
+            return await engine.generate(ids, sampling, request_id)
+        talk = AgentData([], list(ids), request_id, {})
+        stops = (*sampling.stop, *STOPS)
+
+        async def generate(prompt_ids: list[int], room: int) -> TokenOutput:
+            turn = replace(sampling, max_tokens=min(sampling.max_tokens, room), stop=stops)
+            return await engine.generate(prompt_ids, turn, request_id)
+
+        await SearchConversation(
+            self.tokenizer,
+            client_of(search.url, search.topk, search.timeout_s, search.retries),
+            min(rollout.response_length, rollout.max_total_tokens - len(ids)),
+            search.max_turns + 1,
+            search.max_obs_length,
+        ).run(talk, generate)
+        reason = StopReason(talk.stop_reason)
+        return TokenOutput(
+            talk.prompt_ids[len(ids) :], talk.response_logprobs, talk.versions, reason
+        )
 
     @property
     def _seed(self) -> int:
@@ -287,6 +315,8 @@ class Generation:
             "data": data,
             "seed": self._seed,
         }
+        if config.search.url is not None:
+            facts["search"] = asdict(config.search)
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

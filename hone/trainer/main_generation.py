@@ -25,7 +25,7 @@ MUST_BE_GIVEN = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if arguments is None else arguments
+    given = _with_search(list(sys.argv[1:] if arguments is None else arguments))
     composed = composed_of(given, tree="generation", program="hone generate")
     require_given(composed, MUST_BE_GIVEN)
     config: GenerationConfig = composed.config
@@ -40,6 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         launch(config.world_size, _MODULE, given)
         return
     run(config)
+
+
+def _with_search(given: list[str]) -> list[str]:
+    """`--search URL` as the key that it stands for."""
+    if "--search" not in given:
+        return given
+    at = given.index("--search")
+    if len(given) == at + 1:
+        raise ConfigError(
+            "--search needs the URL of a retrieval service; `hone serve-retriever` is one"
+        )
+    return [*given[:at], f"search.url={given[at + 1]}", *given[at + 2 :]]
 
 
 def run(config: GenerationConfig) -> Path:

@@ -77,7 +77,9 @@ class CollatingRunner(LoopRunner):
 
 @pytest.fixture
 def runner(config: Callable[..., PPOTrainerConfig]) -> Callable[..., LoopRunner]:
-    def build(engine: RolloutEngine, *overrides: str, run_seed: int = 1) -> LoopRunner:
-        return CollatingRunner(config(*overrides), engine, TOKENIZER, run_seed=run_seed)
+    def build(
+        engine: RolloutEngine, *overrides: str, run_seed: int = 1, tokenizer: Any = TOKENIZER
+    ) -> LoopRunner:
+        return CollatingRunner(config(*overrides), engine, tokenizer, run_seed=run_seed)
 
     return build

@@ -228,19 +228,12 @@ def test_an_old_key_with_its_values_becomes_the_new_one(old: str) -> None:
 
 def test_a_retriever_asks_for_searches_unless_they_are_turned_off() -> None:
     url = {"retriever.url": "http://127.0.0.1:8000/retrieve"}
-    with pytest.raises(ConfigError, match="the search loop is not built"):
-        load(url)
-    config = load({**url, "do_search": False}).config
-    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "single_turn_agent"
-    assert load({"retriever.url": None}).config == load({}).config
-
-
-def test_a_search_loop_of_ones_own_is_what_do_search_means() -> None:
-    own = {f"{ROLLOUT}.agent.agent_loop_config_path": "loops.yaml"}
-    config = load({"do_search": True, **own}).config
-    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "search_agent"
-    with pytest.raises(ConfigError, match="the search loop is not built"):
-        load({"do_search": True})
+    for loop, keys in {
+        "search_agent": url,
+        "single_turn_agent": {**url, "do_search": False},
+    }.items():
+        config = load(keys).config
+        assert config.actor_rollout_ref.rollout.agent.default_agent_loop == loop
 
 
 def test_a_rule_refuses_a_value_it_cannot_say() -> None:

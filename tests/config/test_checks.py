@@ -15,12 +15,6 @@ CORRECTION = "algorithm.rollout_correction"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CASES: dict[str, tuple[list[str], str, list[str]]] = {
-    "the search loop is one's own": (
-        [f"{ROLLOUT}.agent.default_agent_loop=search_agent"],
-        f"{ROLLOUT}.agent.default_agent_loop=search_agent: the search loop is not built; use "
-        "single_turn_agent, tool_agent with a search tool, or file.py:Loop of your own",
-        [f"{ROLLOUT}.agent.default_agent_loop=tool_agent"],
-    ),
     "ranks divide the batch": (
         ["trainer.n_gpus_per_node=8", "data.train_batch_size=100"],
         "data.train_batch_size=100 is not divisible by 8 data-parallel ranks; use 96 or 104",
@@ -221,6 +215,7 @@ def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> N
         ([f"{ACTOR}.policy_loss.kl_cov_ratio=0.1"], f"{ACTOR}.policy_loss", "without kl_cov"),
         (["algorithm.filter_groups.metric=acc"], "algorithm.filter_groups.metric", "enable=false"),
         (["reward_model.micro_batch_size=4"], "reward_model.micro_batch_size", "enable=false"),
+        (["retriever.topk=5", "do_search=false"], "retriever.topk", "rows do not search"),
         (["trainer.resume_from_path=x"], "trainer.resume_from_path", "resume_mode=auto"),
         (
             [f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=gspo"],

@@ -1,9 +1,15 @@
-"""A small corpus on disk."""
+"""A small corpus on disk, and the service over it in a thread."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import urllib.request
 from pathlib import Path
+from typing import Any
+
+from hone.retrieval.serve import IndexOptions, open_index
 
 TEXTS = {
     "Owl": "An owl hunts mice at night and turns its head.",
@@ -29,3 +35,41 @@ def write_corpus(folder: Path, *, form: str = "contents") -> Path:
 
 def silent(what: str, done: int, of: int) -> None:
     """Progress that nobody watches."""
+
+
+class Retriever:
+    """`hone serve-retriever` over the small corpus, on a real socket of this process."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self._folder, self._port = folder, port
+        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
+        self.url = ""
+
+    def __enter__(self) -> Retriever:
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        from aiohttp import web
+
+        from hone.retrieval.server import Service
+
+        self._end = asyncio.Event()
+        opened = open_index(IndexOptions(write_corpus(self._folder)), silent)
+        runner = web.AppRunner(Service(*opened, topk=3).application())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/retrieve"
+        self._ready.set()
+        await self._end.wait()
+        await runner.cleanup()
+
+    def answered(self) -> int:
+        with urllib.request.urlopen(self.url.replace("retrieve", "health"), timeout=10) as answer:
+            return int(json.load(answer)["answered"])

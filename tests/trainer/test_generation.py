@@ -418,3 +418,27 @@ def test_a_key_without_a_sensible_default_must_be_given(settings: list[str], key
 def test_an_output_of_an_unknown_kind_is_refused(settings: list[str]) -> None:
     with pytest.raises(GenerationError, match="must end in"):
         generation([*settings, "data.output_path=out.csv"])
+
+
+def test_searches_between_turns_are_answered(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokens are whole actions, so that a random model searches and answers."""
+    from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+    from tests.retrieval.passages import Retriever
+
+    words = ["<search> Italy </search>", "<answer> Rome </answer>"]
+    tokenizer = character_tokenizer(words=words)
+    save_pretrained(tiny_lm(len(tokenizer), hidden=32, mlp=48, seed=3), tokenizer, tmp_path / "m")
+    own = ["rollout.response_length=400", "rollout.max_tokens_per_turn=40", "search.topk=1"]
+    with Retriever(tmp_path) as retriever:
+        main_generation.main(
+            [*settings, f"model.path={tmp_path}/m", *own, "--search", retriever.url]
+        )
+    texts = [text for row in read(tmp_path / "out.parquet") for text in row["responses"]]
+    searched = [text for text in texts if words[0] in text]
+    assert searched
+    found = "on the river Tiber.</information>"
+    assert all(found in text or text.endswith(words[0]) for text in searched)
+    with pytest.raises(ConfigError, match="--search needs the URL"):
+        main_generation.main([*settings, "--search"])

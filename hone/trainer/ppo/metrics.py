@@ -98,7 +98,17 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
         counts = torch.tensor([float(n) for n in facts.get(name, ()) if n is not None])
         metrics |= spread(name, counts)
+    for name in environment_counts(batch):
+        statistics = spread(name, torch.tensor([float(n) for n in facts[name] if n is not None]))
+        actions = name == "env/number_of_actions"
+        metrics |= statistics if actions else {name: statistics[f"{name}/mean"]}
     return metrics
+
+
+def environment_counts(batch: DataProto) -> list[str]:
+    """The columns of numbers that loops wrote under `env/`."""
+    names = [n for n in batch.meta_info.get("loop_facts", ()) if n.startswith("env/")]
+    return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
 
 
 def are_numbers(values: Iterable[JsonValue]) -> bool:

@@ -25,7 +25,6 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
 from hone.config.checks import mini_batch_problems
 from hone.config.errors import did_you_mean, nearest
-from hone.config.rollout import SEARCH_LOOP
 from hone.config.states import topics
 from hone.models.external import import_external
 from hone.plugins import PluginError, Table
@@ -139,7 +138,7 @@ def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
     }
     if config.reward_manager.source == "register":
         tables["reward_manager.name"] = (MANAGERS, config.reward_manager.name)
-    if not rollout.agent.agent_loop_config_path and rollout.default_loop != SEARCH_LOOP:
+    if not rollout.agent.agent_loop_config_path:
         key = "actor_rollout_ref.rollout.agent.default_agent_loop"
         tables[key] = (LOOPS, rollout.default_loop)
     for key, (table, name) in tables.items():

@@ -23,7 +23,7 @@ from hone.ops.at_n import (
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
 from hone.tracking.console import Bar
-from hone.trainer.ppo.metrics import are_numbers, spread
+from hone.trainer.ppo.metrics import are_numbers, environment_counts, spread
 from hone.types import JsonValue
 
 _CORE_STATISTICS = ("mean", "best", "maj")
@@ -40,7 +40,8 @@ class Attempts:
 
     def add(self, batch: DataProto) -> None:
         facts, before = batch.non_tensor_batch, len(self.uids)
-        found = {name: list(facts[name]) for name in batch.meta_info["reward_extra_names"]}
+        names = [*batch.meta_info["reward_extra_names"], *environment_counts(batch)]
+        found = {name: list(facts[name]) for name in names}
         found["reward"] = batch.batch["token_level_scores"].sum(-1).tolist()
         self.sources += list(facts["data_source"])
         self.uids += list(facts["uid"])

@@ -1,0 +1,108 @@
+"""A client of a retrieval service: queries that wait together travel in one request.
+
+A request has a timeout and is retried with growing pauses; queries of a request that failed for good get
+None, and the caller goes on without passages. Only the standard library is used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from hone.text import described
+from hone.types import JsonValue
+
+log = logging.getLogger(__name__)
+
+MAX_TOGETHER = 256
+_FIRST_PAUSE_S = 0.25
+
+
+class RetrievalFailed(RuntimeError):
+    """The service did not answer, or not with passages."""
+
+
+def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> list[list[str]]:
+    """The passages of each query, best first, by one request."""
+    order = {"queries": list(queries), "topk": topk, "return_scores": True}
+    request = urllib.request.Request(
+        url, json.dumps(order).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            result = json.load(answer)["result"]
+        passages = [[_contents(hit) for hit in hits] for hits in result]
+    except Exception as error:  # what a service sends may fail anywhere
+        raise RetrievalFailed(f"{url}: {described(error)}") from error
+    if len(passages) != len(queries):
+        raise RetrievalFailed(f"{url}: {len(queries)} queries got {len(passages)} results")
+    return passages
+
+
+def _contents(hit: JsonValue) -> str:
+    """The text of one hit, in the form with scores or without."""
+    document = hit["document"] if isinstance(hit, dict) and "document" in hit else hit
+    contents = document["contents"] if isinstance(document, dict) else document
+    if not isinstance(contents, str):
+        raise ValueError(f"a passage is no text: {str(document)[:80]}")
+    return contents
+
+
+class RetrievalClient:
+    """Asks one service; its thread runs only while queries wait."""
+
+    def __init__(self, url: str, topk: int, *, timeout_s: float, retries: int) -> None:
+        self._url, self._topk, self._timeout_s, self._retries = url, topk, timeout_s, retries
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[str, Future[list[str] | None]]] = []
+        self._running = False
+        self._reachable = True
+
+    def ask(self, query: str) -> Future[list[str] | None]:
+        """The passages of a query; None where the service failed."""
+        future: Future[list[str] | None] = Future()
+        with self._lock:
+            self._waiting.append((query, future))
+            start, self._running = not self._running, True
+        if start:
+            threading.Thread(target=self._run, name="hone-retrieval", daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                taken = self._waiting[:MAX_TOGETHER]
+                del self._waiting[:MAX_TOGETHER]
+                if not taken:
+                    self._running = False
+                    return
+            batch = [pair for pair in taken if pair[1].set_running_or_notify_cancel()]
+            passages = self._answer([query for query, _ in batch]) if batch else []
+            for (_, future), found in zip(batch, passages, strict=True):
+                future.set_result(found)
+
+    def _answer(self, queries: list[str]) -> Sequence[list[str] | None]:
+        pause_s = _FIRST_PAUSE_S
+        # While the service is down, each request tries once: a step is not held up by pauses.
+        for attempt in range(self._retries + 1 if self._reachable else 1):
+            if attempt:
+                time.sleep(pause_s)
+                pause_s *= 2
+            try:
+                passages = retrieve(self._url, queries, self._topk, self._timeout_s)
+            except RetrievalFailed as error:
+                failure = error
+                continue
+            if not self._reachable:
+                log.warning("the retrieval service answers again: %s", self._url)
+            self._reachable = True
+            return passages
+        if self._reachable:
+            log.warning("retrieval failed, searches find nothing until it answers: %s", failure)
+        self._reachable = False
+        return [None] * len(queries)

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Search-R1 in a closed world: SFT on the tags, then GRPO with a real, an oracle and a random retriever.
+#   run.sh WIKI_CORPUS MODEL OUT   WIKI_CORPUS has passages.jsonl.gz and questions.jsonl.gz; MODEL is SmolLM2-135M
+#   run.sh --small OUT             a made-up world and a fresh model: minutes on two CPU cores
+# Further key=value overrides go to every RL run. The environment may say
+#   SEED    1                      CELLS   "real oracle random"; they run at the same time on one GPU
+#   SFT     key=value overrides of the SFT, apart by spaces
+#   PORT    8101, and those after it for the other retrievers
+# Started again with the same OUT, it does not make again what is finished.
+set -euo pipefail
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+PYTHON=${PYTHON:-python3} SEED=${SEED:-1} CELLS=${CELLS:-real oracle random} PORT=${PORT:-8101}
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+if [ "${1:?WIKI_CORPUS MODEL OUT, or --small OUT}" = --small ]; then
+    OUT=${2:?the folder to write to} MODEL=$OUT/base CORPUS=$OUT/world/passages.jsonl.gz
+    world=(--made-up "$OUT/world" --demonstrations 6000 --topk 1)
+    sft=(data.max_length=128 optim.lr=3e-3 trainer.total_training_steps=1200)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    rl=(data.train_batch_size=32 data.max_prompt_length=16 data.max_response_length=96
+        actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.optim.lr=3e-4
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192
+        actor_rollout_ref.rollout.max_tokens_per_turn=24 retriever.topk=1
+        trainer.total_training_steps=40)
+    shift 2
+else
+    MODEL=${2:?the model folder} OUT=${3:?the folder to write to} CORPUS=$1/passages.jsonl.gz
+    world=("$1" "$OUT/world") sft=() rl=()
+    shift 3
+fi
+
+[ -f "$OUT/world/world.json" ] || "$PYTHON" "$HERE/world.py" "${world[@]}"
+cat "$OUT/world/world.json"
+[ -d "$MODEL" ] || "$PYTHON" "$HERE/small_model.py" "$MODEL"
+"$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name sft \
+    model.path="$MODEL" data.train_files="$OUT/world/sft.jsonl" \
+    trainer.default_local_dir="$OUT/sft" "${sft[@]}" ${SFT:-}
+
+retrievers=()
+trap 'kill "${retrievers[@]}" 2>/dev/null || true' EXIT
+mkdir -p "$OUT/logs"
+port=$PORT cells=() failed=0
+for cell in $CELLS; do
+    CUDA_VISIBLE_DEVICES='' "$PYTHON" "$HERE/retrievers.py" "$cell" --world "$OUT/world" \
+        --corpus "$CORPUS" --port "$port" >"$OUT/logs/retriever-$cell.log" 2>&1 &
+    retrievers+=($!)
+    "$PYTHON" -c "
+import sys, time, urllib.request
+for _ in range(300):
+    try:
+        sys.exit(urllib.request.urlopen('http://127.0.0.1:$port/health', timeout=5).status != 200)
+    except OSError:
+        time.sleep(0.2)
+sys.exit('the retriever did not start; see $OUT/logs/retriever-$cell.log')"
+    "$PYTHON" -m hone.trainer.main_ppo --config-path "$HERE" --config-name closed_world \
+        actor_rollout_ref.model.path="$OUT/sft" \
+        data.train_files="$OUT/world/train.jsonl" data.val_files="$OUT/world/test.jsonl" \
+        retriever.url="http://127.0.0.1:$port/retrieve" trainer.seed="$SEED" \
+        trainer.experiment_name="$cell-$SEED" trainer.default_local_dir="$OUT/$cell-$SEED" \
+        "${rl[@]}" "$@" >"$OUT/logs/$cell-$SEED.log" 2>&1 &
+    cells+=($!)
+    port=$((port + 1))
+done
+for cell in "${cells[@]}"; do wait "$cell" || failed=1; done
+"$PYTHON" "$HERE/cells.py" "$OUT"
+exit "$failed"
