@@ -1,28 +1,32 @@
 """A tokenizer's chat template: code of a model folder, run within limits of time, memory and text.
 
 A template is first tried in a process of its own, which can be ended whatever it does. Then it is
-rendered here, where a call that computes for too long is interrupted.
+rendered here, where a call that computes for too long is interrupted: one thread of the process looks at
+the running calls four times per second and raises an exception in the thread of one that is overdue.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.data import template_trial
-from hone.data.interruption import Overdue, limited
 from hone.text import clean_values
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RENDER_S = 10.0
 """Processor seconds of one rendering."""
@@ -31,14 +35,25 @@ MAX_CHARACTERS = 1 << 26
 """Longest text of one rendering."""
 _TRIAL_WAIT_S = 120.0
 """Wall-clock seconds for a trial, which computes for a tenth of a second: the machine may be busy."""
+_INTERVAL_S = 0.25
+_ARRIVAL_S = 0.1
+"""How long to wait for an interrupt that was sent: it arrives with the next line of Python."""
 
 _trial_lock = threading.Lock()
 _verdicts: dict[str, str | None] = {}
-"""Template → what is wrong with it, or None, of those tried in this process."""
+"""Template -> what is wrong with it, or None, of those tried in this process."""
 
 
 class BrokenTemplate(ValueError):
-    """A chat template that does not end or asks for too much; no row can be rendered with it."""
+    """A chat template that does not end or needs too much; no row can be rendered with it."""
+
+
+def _broken(tokenizer: Tokenizer, what: str) -> BrokenTemplate:
+    name = getattr(tokenizer, "name_or_path", None) or "the tokenizer"
+    return BrokenTemplate(
+        f"the chat template of {name} {what}; repair it, or give another one "
+        "(actor_rollout_ref.model.custom_chat_template; data.chat_template in hone sft)"
+    )
 
 
 def apply_template(
@@ -50,7 +65,15 @@ def apply_template(
     **options: Any,
 ) -> str | list[int]:
     """`tokenizer.apply_chat_template`, within the limits: text, or ids where `tokenize` is true."""
-    _check(messages, tokenizer, tools, options)
+    template = _template_of(tokenizer, tools, options)
+    if template is not None:
+        with _trial_lock:
+            if template not in _verdicts:
+                special = getattr(tokenizer, "special_tokens_map", {})
+                variables = {**special, **options, "messages": messages, "tools": tools}
+                _verdicts[template] = _tried(template, variables)
+        if (what := _verdicts[template]) is not None:
+            raise _broken(tokenizer, what)
 
     def render() -> str | list[int]:
         return tokenizer.apply_chat_template(
@@ -64,9 +87,9 @@ def apply_template(
     try:
         rendered = limited(render, RENDER_S)
     except Overdue:
-        raise BrokenTemplate(_sentence(tokenizer, _no_end())) from None
+        raise _broken(tokenizer, _no_end()) from None
     if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
-        raise BrokenTemplate(_sentence(tokenizer, _too_large()))
+        raise _broken(tokenizer, _too_large())
     return rendered
 
 
@@ -79,33 +102,6 @@ def _too_large() -> str:
         f"writes more than {MAX_CHARACTERS:,} characters, or needs more than "
         f"{TRIAL_BYTES >> 20:,} MiB of memory"
     )
-
-
-def _sentence(tokenizer: Tokenizer, what: str) -> str:
-    name = getattr(tokenizer, "name_or_path", None) or "the tokenizer"
-    return (
-        f"the chat template of {name} {what}; repair it, or give another one "
-        "(actor_rollout_ref.model.custom_chat_template; data.chat_template in hone sft)"
-    )
-
-
-def _check(
-    messages: Sequence[Settings],
-    tokenizer: Tokenizer,
-    tools: Sequence[Settings] | None,
-    options: Settings,
-) -> None:
-    """Try a template that this process has not seen, on the messages at hand."""
-    template = _template_of(tokenizer, tools, options)
-    if template is None:
-        return
-    with _trial_lock:
-        if template not in _verdicts:
-            given = getattr(tokenizer, "special_tokens_map", {})
-            variables = {**given, **options, "messages": messages, "tools": tools}
-            _verdicts[template] = _tried(template, variables)
-    if (what := _verdicts[template]) is not None:
-        raise BrokenTemplate(_sentence(tokenizer, what))
 
 
 def _template_of(
@@ -122,7 +118,7 @@ def _template_of(
 
 
 def _tried(template: str, variables: Settings) -> str | None:
-    """What a trial in another process found wrong, or None."""
+    """What is wrong with a template by a trial in another process, or None."""
     task = {
         "path": sys.path,
         "template": template,
@@ -131,10 +127,9 @@ def _tried(template: str, variables: Settings) -> str | None:
         "bytes": TRIAL_BYTES,
         "characters": MAX_CHARACTERS,
     }
-    command = [sys.executable, "-I", str(Path(template_trial.__file__))]
     try:
         status = subprocess.run(
-            command,
+            [sys.executable, "-I", str(Path(template_trial.__file__))],
             input=json.dumps(task).encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -149,3 +144,100 @@ def _tried(template: str, variables: Settings) -> str | None:
     if status == template_trial.TOO_LARGE:
         return _too_large()
     return f"crashes its interpreter (signal {-status})" if status < 0 else None
+
+
+class Overdue(Exception):
+    """The call computed for longer than it may."""
+
+
+class _Interrupt(BaseException):
+    """Raised in the thread of an overdue call; no Exception, so that the call cannot catch it."""
+
+
+def limited(call: Callable[[], T], seconds: float) -> T:
+    """What the call returns or raises; Overdue after `seconds` of computing (not of waiting)."""
+    thread = threading.get_ident()
+    has_arrived = False
+    try:
+        _watch.begin(thread, seconds)
+        return call()
+    except _Interrupt:
+        has_arrived = True
+        raise Overdue(f"not done after {seconds:g} s") from None
+    finally:
+        _let_arrive(thread, has_arrived)
+
+
+def _let_arrive(thread: int, has_arrived: bool) -> None:
+    """End the watch over a call; an interrupt that was sent and has not arrived does so in here.
+
+    Python cannot take one back: clearing it leaves its interpreter checking for ever.
+    """
+    was_sent = has_arrived
+    while True:
+        try:
+            was_sent = _watch.end(thread) or was_sent
+            until = time.monotonic() + _ARRIVAL_S
+            while was_sent and not has_arrived and time.monotonic() < until:
+                pass
+            return
+        except _Interrupt:
+            has_arrived = True
+
+
+class _Watch:
+    """The running calls by thread, and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[int, float] = {}
+        self._sent: set[int] = set()
+        self._busy = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, thread: int, seconds: float) -> None:
+        with self._lock:
+            self._ends[thread] = _computing_s(thread) + seconds
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
+                self._thread.start()
+        self._busy.set()
+
+    def end(self, thread: int) -> bool:
+        """Send nothing more to a thread; returns whether it was sent an interrupt."""
+        with self._lock:
+            self._ends.pop(thread, None)
+            was_sent = thread in self._sent
+            self._sent.discard(thread)
+        return was_sent
+
+    def _run(self) -> None:
+        interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        while True:
+            self._busy.wait()
+            time.sleep(_INTERVAL_S)
+            with self._lock:
+                for thread, end in self._ends.items():
+                    if _computing_s(thread) > end:
+                        interrupt(ctypes.c_ulong(thread), ctypes.py_object(_Interrupt))
+                        self._sent.add(thread)
+                if not self._ends:
+                    self._busy.clear()
+
+
+def _computing_s(thread: int) -> float:
+    """Processor seconds of a thread; the time of day where the system does not count them."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return time.monotonic()
+
+
+_watch = _Watch()
+
+
+def _after_fork() -> None:
+    global _watch
+    _watch = _Watch()
+
+
+os.register_at_fork(after_in_child=_after_fork)

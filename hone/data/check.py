@@ -3,8 +3,7 @@
 Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that no
 scorer knows, rows on which a given scorer fails, agent loops that are not known by name, prompts longer than
 a given limit. Warnings: duplicate prompts, prompts longer than the usual limit. Files
-for supervised training are known by their columns and asked for an answer in place of a ground truth.
-Leaves out repairing anything.
+for supervised training are recognised by their columns and need an answer in place of a ground truth.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hone.config.data import DataConfig
@@ -31,45 +30,42 @@ from hone.types import Row
 SHOWN = 5
 MEASURED = 8
 """Prompts of up to so many times data.max_prompt_length are measured; longer ones are only counted."""
-_MESSAGES = MultiTurnDataConfig.messages_key
+MESSAGES = MultiTurnDataConfig.messages_key
 _RESPONSES = ("response", SFTDataConfig.response_key)
-"""Columns that supervised training learns, the first of them that a file has."""
 _ANSWERS = {*_RESPONSES, "chosen", "rejected"}
 BAR_WIDTH = 40
 Score = Callable[[Row], float | str]
 """The score of a row's own ground truth as the response, or why the scorer failed."""
 
 
-@dataclass
-class Findings:
-    """What one pass over the rows has seen."""
+@dataclass(frozen=True)
+class Kind:
+    """The program that a file is for, by its columns."""
 
-    known_loops: Collection[str] = BUILT_IN_LOOPS
-    """Agent loops that a row may name."""
-    supervised: bool = False
-    """The rows hold their own answers: nothing will score them."""
-    response_key: str | None = None
-    """The column that is learnt, where a file has one for it."""
-    rows: int = 0
-    columns: dict[str, Counter[str]] = field(default_factory=dict)
-    sources: Counter[str] = field(default_factory=Counter)
-    ruled: set[str] = field(default_factory=set)
-    """Sources with a row that a rule must score."""
-    lengths: list[int] = field(default_factory=list)
-    overlong: list[int] = field(default_factory=list)
-    """Row numbers of prompts that are longer than the limit."""
-    scores: Counter[float] = field(default_factory=Counter)
-    """What a given scorer says of the ground truths themselves."""
-    unscored: dict[int, str] = field(default_factory=dict)
-    """Row number → why the given scorer failed on it."""
-    prompts: dict[str, list[int]] = field(default_factory=dict)
-    without_truth: list[int] = field(default_factory=list)
-    """Row numbers that a rule must score and that have nothing to compare with."""
-    bad: BadRows = field(default_factory=lambda: BadRows("skip"))
+    settings: DataConfig
+    """With the column of the prompt."""
+    supervised: bool
+    """The rows hold their own answers: no scorer is needed."""
+    response_key: str | None
+    """The column of the responses, in a supervised file without conversations."""
 
-    @property
-    def duplicates(self) -> list[list[int]]:
-        return [numbers for numbers in self.prompts.values() if len(numbers) > 1]
+
+def recognised(columns: Collection[str], settings: DataConfig) -> Kind:
+    """The kind of a file with these columns."""
+    names, key = set(columns), settings.prompt_key
+    is_answered = bool(names & _ANSWERS) and not names & {"reward_model", settings.reward_fn_key}
+    if key not in names:
+        if MESSAGES in names:
+            key = MESSAGES
+        elif is_answered and SFTDataConfig.prompt_key in names:
+            key = SFTDataConfig.prompt_key
+    response = next((name for name in _RESPONSES if name in names), None)
+    has_response = is_answered and key != MESSAGES
+    return Kind(
+        dataclasses.replace(settings, prompt_key=key),
+        key == MESSAGES or is_answered,
+        response if has_response else None,
+    )
 
 
 def check_file(
@@ -89,265 +85,228 @@ def check_file(
     settings = config or DataConfig()
     if max_prompt_length is not None:
         settings = dataclasses.replace(settings, max_prompt_length=max_prompt_length)
-    findings = Findings(known_loops=known_loops)
     path = os.path.expanduser(os.fspath(path))
     if not os.path.isfile(path):
         what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
         return 1, f"error: {path} {what}"
+    bad = BadRows("skip")
     try:
-        file = read_file(path, findings.bad)
-    except DataError as error:
+        file = read_file(path, bad)
+        if file is None:
+            return 1, "\n".join(f"error: {message}" for message in bad.examples)
+        kind = recognised(next(iter(file.scan()), {}), settings)
+        check = _Check(kind, known_loops, tokenizer, score, bad)
+        check.read(file)
+    except (DataError, BrokenTemplate) as error:
         return 1, f"error: {error}"
-    if file is None:
-        return 1, "\n".join(f"error: {message}" for message in findings.bad.examples)
-    settings = recognised(set(next(iter(file.rows.scan()), {})), findings, settings)
-    try:
-        _look_at(file, findings, tokenizer, settings, score)
-    except BrokenTemplate as error:
-        return 1, f"error: {error}"
-    errors, warnings = _judged(findings, known_sources, settings)
-    long = _long_prompts(findings, settings) if tokenizer is not None else []
-    errors += long if max_prompt_length is not None else []
-    warnings += long if max_prompt_length is None else []
+    errors, warnings = [*check.errors(known_sources)], [*check.warnings()]
+    if tokenizer is not None and check.overlong:
+        message = (
+            f"{len(check.overlong):,} prompts have more than data.max_prompt_length="
+            f"{settings.max_prompt_length} tokens (rows {_some(check.overlong)})"
+        )
+        (warnings if max_prompt_length is None else errors).append(message)
+    bad_rows = f" ({_counted(bad.total, 'bad row')})" if bad.total else ""
     report = [
-        f"{file.path}: {findings.rows:,} rows",
-        *_described(findings, "tokens" if tokenizer is not None else "characters"),
+        f"{file.path}: {check.rows:,} rows",
+        *check.described(),
         *(f"warning: {message}" for message in warnings),
         *(f"error: {message}" for message in errors),
-        *(f"  {message}" for message in findings.bad.examples[:SHOWN]),
+        *(f"  {message}" for message in bad.examples[:SHOWN]),
+        f"{_counted(len(errors), 'error')}{bad_rows}, {_counted(len(warnings), 'warning')}",
     ]
-    report.append(_summary(len(errors), findings.bad.total, len(warnings)))
     return (1 if errors else 0), "\n".join(report)
 
 
-def recognised(columns: set[str], findings: Findings, settings: DataConfig) -> DataConfig:
-    """Which program the file is for, by its columns; the settings with the prompt's column in it."""
-    key = settings.prompt_key
-    is_answered = bool(columns & _ANSWERS) and not columns & {
-        "reward_model",
-        settings.reward_fn_key,
-    }
-    if key not in columns:
-        if _MESSAGES in columns:
-            key = _MESSAGES
-        elif is_answered and SFTDataConfig.prompt_key in columns:
-            key = SFTDataConfig.prompt_key
-    findings.supervised = key == _MESSAGES or is_answered
-    if findings.supervised and key != _MESSAGES:
-        findings.response_key = next((name for name in _RESPONSES if name in columns), None)
-    return dataclasses.replace(settings, prompt_key=key)
+@dataclass
+class _Check:
+    """One pass over the rows of a file."""
 
+    kind: Kind
+    known_loops: Collection[str]
+    tokenizer: Tokenizer | None
+    score: Score | None
+    bad: BadRows
+    rows: int = 0
+    columns: dict[str, Counter[str]] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
+    ruled: set[str] = field(default_factory=set)
+    """Sources with a row that a rule must score."""
+    lengths: list[int] = field(default_factory=list)
+    overlong: list[int] = field(default_factory=list)
+    """Row numbers of prompts that are longer than the limit."""
+    scores: Counter[float] = field(default_factory=Counter)
+    """The scores of the ground truths themselves."""
+    unscored: dict[int, str] = field(default_factory=dict)
+    """Row number -> why the scorer failed on it."""
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    """Prompt -> the numbers of its rows."""
+    without_truth: list[int] = field(default_factory=list)
+    """Row numbers that a rule must score and that have nothing to compare with."""
 
-def _summary(errors: int, bad_rows: int, warnings: int) -> str:
-    rows = f" ({_counted(bad_rows, 'bad row')})" if bad_rows else ""
-    return f"{_counted(errors, 'error')}{rows}, {_counted(warnings, 'warning')}"
+    def read(self, file: FileRows) -> None:
+        settings = self.kind.settings
+        check = SchemaCheck(settings.prompt_key, settings.prompt_format)
+        for index, row in enumerate(file.scan()):
+            self.rows += 1
+            for name, value in row.items():
+                self.columns.setdefault(name, Counter())[kind_of(value)] += 1
+            problem = check.problem(row) or self._answer_problem(row) or self._loop_problem(row)
+            if problem is not None:
+                self.bad.report(problem.reason, f"{file.where(index)}: {problem}")
+                continue
+            number, prompt = int(file.numbers[index]), row[settings.prompt_key]
+            self.prompts.setdefault(self._identity(row), []).append(number)
+            if not self.kind.supervised:
+                self._read_reward(row, number)
+            try:
+                length = self._length(prompt)
+            except PromptTooLong:
+                self.overlong.append(number)
+                continue
+            except PromptError as error:
+                self.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
+                continue
+            self.lengths.append(length)
+            if length > settings.max_prompt_length:
+                self.overlong.append(number)
+
+    def _answer_problem(self, row: Row) -> Problem | None:
+        """What `hone sft` would report about a row with nothing to learn."""
+        if self.kind.settings.prompt_key == MESSAGES:
+            if any(message["role"] == "assistant" for message in as_messages(row[MESSAGES])):
+                return None
+            message = f"column {MESSAGES!r} has no assistant turn, so nothing to learn"
+            return Problem("no assistant turn", message)
+        key = self.kind.response_key
+        kind = kind_of(row.get(key)) if key is not None else "text"
+        if kind == "null":
+            return Problem("missing response", f"column {key!r} is missing: nothing to learn")
+        return (
+            Problem("wrong type", f"column {key!r} is text, got {kind}") if kind != "text" else None
+        )
+
+    def _loop_problem(self, row: Row) -> Problem | None:
+        """What `hone train` would report about the agent loop that a row names."""
+        name = row.get("agent_name")
+        if not name or self.kind.supervised or name in self.known_loops:
+            return None
+        hint = f"known are {', '.join(self.known_loops)}; name your own with --agent-loop"
+        if ":" in name or "/" in name:
+            hint = "a row names a loop, never a place to import one from"
+        return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {hint}")
+
+    def _read_reward(self, row: Row, number: int) -> None:
+        source = str(row.get(self.kind.settings.reward_fn_key))
+        self.sources[source] += 1
+        reward = row.get("reward_model") or {}
+        if reward.get("style") == "model":
+            return
+        self.ruled.add(source)
+        if self.score is not None:
+            outcome = self.score(row)
+            if isinstance(outcome, str):
+                self.unscored[number] = outcome
+            else:
+                self.scores[outcome] += 1
+            return
+        has_tests = bool((row.get("extra_info") or {}).get("test_cases"))
+        if reward.get("ground_truth") in (None, "") and not has_tests:
+            self.without_truth.append(number)
+
+    def _identity(self, row: Row) -> str:
+        """Hash of a prompt with its images and, where it is learnt, its answer."""
+        settings = self.kind.settings
+        column = row.get(settings.image_key)
+        images = [
+            image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
+            for image in (column if isinstance(column, list) else ())
+        ]
+        answers = [row.get(name) for name in sorted(_ANSWERS) if self.kind.supervised]
+        parts = [row[settings.prompt_key], images, answers]
+        text = json.dumps(parts, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _length(self, prompt: Prompt) -> int:
+        settings = self.kind.settings
+        if self.tokenizer is not None:
+            ids = render_prompt(
+                prompt,
+                self.tokenizer,
+                settings.prompt_format,
+                template_kwargs=settings.apply_chat_template_kwargs,
+                max_tokens=MEASURED * settings.max_prompt_length,
+            )
+            return len(ids)
+        contents = [message["content"] for message in as_messages(prompt)]
+        return sum(
+            len(content)
+            if isinstance(content, str)
+            else sum(len(part.get("text") or "") for part in content)
+            for content in contents
+        )
+
+    def errors(self, known: Collection[str] | Callable[[str], bool] | None) -> Iterator[str]:
+        for reason, count in sorted(self.bad.counts.items()):
+            yield f"{count:,} rows: {reason}"
+        if 0 < len(self.without_truth) < sum(self.sources.values()):
+            yield (
+                f"{len(self.without_truth):,} rows have no reward_model.ground_truth"
+                f" (rows {_some(self.without_truth)}) and others do"
+            )
+        if known is not None:
+            is_known = known if callable(known) else known.__contains__
+            unknown = [repr(name) for name in sorted(self.ruled) if not is_known(name)]
+            if unknown:
+                yield (
+                    f"no scorer knows data_source {', '.join(unknown)}; rename it, or name your"
+                    " score function: --reward FILE.py (in a run, custom_reward_function.path)"
+                )
+        if self.unscored:
+            first = next(iter(self.unscored))
+            yield (
+                f"{len(self.unscored):,} rows cannot be scored (rows {_some(self.unscored)}); "
+                f"row {first}: {self.unscored[first]}"
+            )
+
+    def warnings(self) -> Iterator[str]:
+        if self.without_truth and len(self.without_truth) == sum(self.sources.values()):
+            yield (
+                "no row has reward_model.ground_truth: only a reward model or a"
+                " custom_reward_function can score these"
+            )
+        if repeated := [numbers for numbers in self.prompts.values() if len(numbers) > 1]:
+            extra = sum(len(numbers) - 1 for numbers in repeated)
+            yield f"{extra:,} rows repeat an earlier prompt (such as rows {_some(repeated[0])})"
+
+    def described(self) -> Iterator[str]:
+        yield "columns:"
+        width = max(map(len, self.columns), default=0)
+        for name, kinds in self.columns.items():
+            absent = self.rows - sum(kinds.values()) + kinds["null"]
+            present = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
+            missing = f", missing in {absent:,}" if absent else ""
+            yield f"  {name:<{width}}  {present}{missing}"
+        if self.kind.supervised:
+            yield "for supervised training: the rows hold their answers"
+        else:
+            yield "sources:"
+            yield from (f"  {name}: {count:,}" for name, count in self.sources.most_common())
+        if self.scores:
+            counts = sorted(self.scores.items(), reverse=True)
+            listed = ", ".join(f"{score:g} in {count:,}" for score, count in counts[:SHOWN])
+            more = f" and {len(counts) - SHOWN} values more" if len(counts) > SHOWN else ""
+            yield f"score of the ground truth itself: {listed}{more} rows"
+        yield from histogram(self.lengths, "characters" if self.tokenizer is None else "tokens")
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def _look_at(
-    file: FileRows,
-    findings: Findings,
-    tokenizer: Tokenizer | None,
-    settings: DataConfig,
-    score: Score | None,
-) -> None:
-    check = SchemaCheck(settings.prompt_key, settings.prompt_format)
-    for index, row in enumerate(file.rows.scan()):
-        findings.rows += 1
-        for name, value in row.items():
-            findings.columns.setdefault(name, Counter())[kind_of(value)] += 1
-        problem = check.problem(row) or _answer_problem(row, findings, settings)
-        problem = problem or _loop_problem(row, findings)
-        if problem is not None:
-            findings.bad.report(problem.reason, f"{file.where(index)}: {problem}")
-            continue
-        number = int(file.numbers[index])
-        prompt = row[settings.prompt_key]
-        identity = _identity(row, prompt, settings, findings.supervised)
-        findings.prompts.setdefault(identity, []).append(number)
-        if not findings.supervised:
-            _look_at_reward(row, number, findings, settings, score)
-        try:
-            length = _length(prompt, tokenizer, settings)
-        except PromptTooLong:
-            findings.overlong.append(number)
-            continue
-        except PromptError as error:
-            findings.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
-            continue
-        findings.lengths.append(length)
-        if length > settings.max_prompt_length:
-            findings.overlong.append(number)
-
-
-def _answer_problem(row: Row, findings: Findings, settings: DataConfig) -> Problem | None:
-    """What `hone sft` would say of a row that holds nothing to learn."""
-    if settings.prompt_key == _MESSAGES:
-        if any(message["role"] == "assistant" for message in as_messages(row[_MESSAGES])):
-            return None
-        return Problem(
-            "no assistant turn", f"column {_MESSAGES!r} has no assistant turn, so nothing to learn"
-        )
-    key = findings.response_key
-    kind = kind_of(row.get(key)) if key is not None else "text"
-    if kind == "text":
-        return None
-    if kind == "null":
-        return Problem("missing response", f"column {key!r} is missing: nothing to learn")
-    return Problem("wrong type", f"column {key!r} is text, got {kind}")
-
-
-def _loop_problem(row: Row, findings: Findings) -> Problem | None:
-    """What `hone train` would say of the agent loop that a row names."""
-    name, known = row.get("agent_name"), findings.known_loops
-    if not name or findings.supervised or name in known:
-        return None
-    told = (
-        "a row names a loop, never a place to import one from"
-        if ":" in name or "/" in name
-        else f"known are {', '.join(known)}; name your own with --agent-loop"
-    )
-    return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {told}")
-
-
-def _look_at_reward(
-    row: Row, number: int, findings: Findings, settings: DataConfig, score: Score | None
-) -> None:
-    source = str(row.get(settings.reward_fn_key))
-    findings.sources[source] += 1
-    is_ruled = (row.get("reward_model") or {}).get("style") != "model"
-    if is_ruled:
-        findings.ruled.add(source)
-    if score is None:
-        if _lacks_truth(row):
-            findings.without_truth.append(number)
-    elif is_ruled:
-        outcome = score(row)
-        if isinstance(outcome, str):
-            findings.unscored[number] = outcome
-        else:
-            findings.scores[outcome] += 1
-
-
-def _identity(row: Row, prompt: Prompt, settings: DataConfig, supervised: bool) -> str:
-    """A prompt with its images: the same words about another picture are another prompt. So are
-    those with another answer, where the answer is what is learnt."""
-    listed = row.get(settings.image_key)
-    images = [
-        image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
-        for image in (listed if isinstance(listed, list) else ())
-    ]
-    answers = [row.get(name) for name in sorted(_ANSWERS) if supervised]
-    text = json.dumps([prompt, images, answers], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _lacks_truth(row: Row) -> bool:
-    reward = row.get("reward_model") or {}
-    if reward.get("style") == "model":
-        return False
-    has_tests = bool((row.get("extra_info") or {}).get("test_cases"))
-    return reward.get("ground_truth") in (None, "") and not has_tests
-
-
-def _length(prompt: Prompt, tokenizer: Tokenizer | None, settings: DataConfig) -> int:
-    if tokenizer is not None:
-        ids = render_prompt(
-            prompt,
-            tokenizer,
-            settings.prompt_format,
-            template_kwargs=settings.apply_chat_template_kwargs,
-            max_tokens=MEASURED * settings.max_prompt_length,
-        )
-        return len(ids)
-    return sum(
-        len(message["content"])
-        if isinstance(message["content"], str)
-        else sum(len(part.get("text") or "") for part in message["content"])
-        for message in as_messages(prompt)
-    )
-
-
-def _judged(
-    findings: Findings,
-    known_sources: Collection[str] | Callable[[str], bool] | None,
-    settings: DataConfig,
-) -> tuple[list[str], list[str]]:
-    errors = [f"{count:,} rows: {reason}" for reason, count in sorted(findings.bad.counts.items())]
-    warnings = []
-    if 0 < len(findings.without_truth) < sum(findings.sources.values()):
-        errors.append(
-            f"{len(findings.without_truth):,} rows have no reward_model.ground_truth"
-            f" (rows {_some(findings.without_truth)}) and others do"
-        )
-    elif findings.without_truth:
-        warnings.append(
-            "no row has reward_model.ground_truth: only a reward model or a"
-            " custom_reward_function can score these"
-        )
-    unknown = [name for name in sorted(findings.ruled) if not _is_known(name, known_sources)]
-    if unknown:
-        errors.append(
-            f"no scorer knows data_source {', '.join(map(repr, unknown))}; rename it, or name"
-            " your score function: --reward FILE.py (in a run, custom_reward_function.path)"
-        )
-    if findings.duplicates:
-        extra = sum(len(numbers) - 1 for numbers in findings.duplicates)
-        warnings.append(
-            f"{extra:,} rows repeat an earlier prompt (such as rows {_some(findings.duplicates[0])})"
-        )
-    if findings.unscored:
-        first = next(iter(findings.unscored))
-        errors.append(
-            f"{len(findings.unscored):,} rows cannot be scored (rows {_some(findings.unscored)}); "
-            f"row {first}: {findings.unscored[first]}"
-        )
-    return errors, warnings
-
-
-def _long_prompts(findings: Findings, settings: DataConfig) -> list[str]:
-    if not findings.overlong:
-        return []
-    return [
-        f"{len(findings.overlong):,} prompts have more than data.max_prompt_length="
-        f"{settings.max_prompt_length} tokens (rows {_some(findings.overlong)})"
-    ]
-
-
-def _is_known(name: str, known: Collection[str] | Callable[[str], bool] | None) -> bool:
-    if known is None:
-        return True
-    return known(name) if callable(known) else name in known
-
-
 def _some(numbers: Iterable[int]) -> str:
-    listed = list(numbers)
-    shown = ", ".join(map(str, listed[:SHOWN]))
-    return shown if len(listed) <= SHOWN else f"{shown}, …"
-
-
-def _described(findings: Findings, unit: str) -> list[str]:
-    lines = ["columns:"]
-    width = max(map(len, findings.columns), default=0)
-    for name, kinds in findings.columns.items():
-        absent = findings.rows - sum(kinds.values()) + kinds["null"]
-        shown = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
-        missing = f", missing in {absent:,}" if absent else ""
-        lines.append(f"  {name:<{width}}  {shown}{missing}")
-    if findings.supervised:
-        lines.append("for supervised training: the rows hold their answers")
-    else:
-        lines.append("sources:")
-        lines += [f"  {name}: {count:,}" for name, count in findings.sources.most_common()]
-    if findings.scores:
-        counts = sorted(findings.scores.items(), reverse=True)
-        told = ", ".join(f"{score:g} in {count:,}" for score, count in counts[:SHOWN])
-        more = f" and {len(counts) - SHOWN} values more" if len(counts) > SHOWN else ""
-        lines.append(f"score of the ground truth itself: {told}{more} rows")
-    return [*lines, *histogram(findings.lengths, unit)]
+    names = [str(number) for number in numbers]
+    return ", ".join(names if len(names) <= SHOWN else [*names[:SHOWN], "…"])
 
 
 def histogram(lengths: list[int], unit: str, buckets: int = 8) -> list[str]:
@@ -357,13 +316,10 @@ def histogram(lengths: list[int], unit: str, buckets: int = 8) -> list[str]:
     low, high = min(lengths), max(lengths)
     step = max(-(-(high - low + 1) // buckets), 1)
     counts = Counter((length - low) // step for length in lengths)
-    most = max(counts.values())
     middle = sorted(lengths)[len(lengths) // 2]
     lines = [f"prompt length in {unit}: shortest {low:,}, median {middle:,}, longest {high:,}"]
     for bucket in range(max(counts) + 1):
-        start = low + bucket * step
-        bar = "#" * round(BAR_WIDTH * counts[bucket] / most)
-        lines.append(
-            f"  {start:>7,} to {start + step - 1:>7,}  {counts[bucket]:>8,}  {bar}".rstrip()
-        )
+        start, count = low + bucket * step, counts[bucket]
+        bar = "#" * round(BAR_WIDTH * count / max(counts.values()))
+        lines.append(f"  {start:>7,} to {start + step - 1:>7,}  {count:>8,}  {bar}".rstrip())
     return lines

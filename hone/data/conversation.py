@@ -1,7 +1,7 @@
-"""A conversation as token ids, and which of them the assistant wrote.
+"""A conversation as token ids, with a loss mask over the assistant's turns.
 
 Only the chat template knows how a turn opens and closes: both are read off its renderings, by
-comparing some that differ in the text of one turn. Leaves out rows and files: those are sft.py's.
+comparing some that differ in the text of one turn.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hone.types import Settings
 
 Encoded = tuple[list[int], list[int]]  # (input_ids, loss_mask), one length
 
-STAND_INS = ("0", "1")
-"""Two texts that share no token: what their renderings share, the template wrote."""
+PROBES = ("0", "1")
+"""Two texts that share no token: what their renderings share is the template's own."""
 
 
 def encode_conversation(
@@ -27,59 +27,54 @@ def encode_conversation(
     ignore_mismatch: bool = False,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """What the assistant wrote, with the token that ends its turn, is learnt; all else is shown.
+    """The targets are the assistant's tokens with the one that ends its turn.
 
-    An end token that the template lacks is put where it belongs (`_Template.missing_end`).
+    An end token that the template lacks is added (`_Template.missing_end`).
     A template that rewrites earlier turns (drops their thinking, say) makes the turns differ from
     the whole; that is an error unless `ignore_mismatch`, which then joins the turns as written.
     """
     template = _Template(messages, tokenizer, tools, template_kwargs, max_tokens)
+    # A segment ends with an assistant's turn: in between a template may still change what it wrote
+    # (it closes a block of tool results after the last of them).
+    stops = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    last_answer = stops[-1] if stops else 0
+    if last_answer < len(messages):
+        stops.append(len(messages))
     rendered: list[int] = []
     ids: list[int] = []
     mask: list[int] = []
     between: list[int] = []
-    for start, stop in _stretches(messages):
+    for start, stop in zip([0, *stops], stops, strict=False):
         context, turns = list(messages[:start]), list(messages[start:stop])
-        stretch = template.continued(rendered, context, turns)
-        if stretch is None:
+        segment = template.continued(rendered, context, turns)
+        if segment is None:
             if not ignore_mismatch:
                 raise PromptError(
                     f"the chat template renders what stands before turn {stop} otherwise once that"
                     " turn follows (earlier thinking dropped?); split the conversation into one row"
-                    " a turn, or set data.ignore_input_ids_mismatch=true to learn the turns as"
+                    " per turn, or set data.ignore_input_ids_mismatch=true to learn the turns as"
                     " written"
                 )
-            stretch = template.by_itself(context, turns)
-        rendered += stretch.ids
+            segment = template.by_itself(context, turns)
+        rendered += segment.ids
         end: list[int] = []
         if turns[-1]["role"] == "assistant":
-            end = template.missing_end(
-                is_last=all(m["role"] != "assistant" for m in messages[stop:])
-            )
-        ids += stretch.ids + end
-        mask += [0] * (len(stretch.ids) - stretch.learnt) + [1] * (stretch.learnt + len(end))
-        between = stretch.between
+            end = template.missing_end(is_last=stop >= last_answer)
+        ids += segment.ids + end
+        mask += [0] * (len(segment.ids) - segment.targets) + [1] * (segment.targets + len(end))
+        between = segment.between
     return ids + between, mask + [0] * len(between)
 
 
-def _stretches(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """Up to each assistant turn, and what follows the last: in between a template may still change
-    what it wrote (it closes a block of tool results after the last of them)."""
-    stops = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not stops or stops[-1] < len(messages):
-        stops.append(len(messages))
-    return list(zip([0, *stops], stops, strict=False))
-
-
-class _Stretch(NamedTuple):
+class _Segment(NamedTuple):
     """Turns up to and with one of the assistant's."""
 
     ids: list[int]
     """From the end of the assistant's turn before to the end of this one."""
-    learnt: int
-    """How many of them, at their end, the assistant wrote."""
+    targets: int
+    """How many of them, at their end, are the assistant's."""
     between: list[int]
-    """What the template writes after a turn has ended: a newline, often. Never learnt."""
+    """What the template writes after a turn has ended, often a newline. Never a target."""
 
 
 class _Template:
@@ -97,7 +92,7 @@ class _Template:
         self._max_tokens = max_tokens
         self._tools = tools
         self._kwargs = dict(template_kwargs or {})
-        self._in_parts = {m["role"] for m in messages if isinstance(m["content"], list)}
+        self._roles_in_parts = {m["role"] for m in messages if isinstance(m["content"], list)}
         roles = [message["role"] for message in messages]
         self._ending: list[int] = []
         self._between: list[int] = []
@@ -108,10 +103,10 @@ class _Template:
     def missing_end(self, *, is_last: bool) -> list[int]:
         """The tokenizer's end token, where the template ends the assistant's turn without it.
 
-        A turn that the template closes with nothing gets it each time: asked for any turn, the
-        model must stop. One that closes with words, or a token that is not the end, gets it after
-        the last alone, so that earlier turns stay as generation will show them: as nothing else is
-        ever learnt to follow that closing, the end follows it everywhere.
+        A turn that the template closes with nothing gets it each time: the model must learn to
+        stop after any turn. One that closes with words, or a token that is not the end, gets it
+        after the last turn alone, so that earlier turns stay as generation will show them: as
+        nothing else is ever a target after that closing, the end follows it everywhere.
         """
         eos = self._tokenizer.eos_token_id
         if eos is None or eos in self._ending:
@@ -120,61 +115,59 @@ class _Template:
 
     def continued(
         self, before: list[int], context: list[Message], turns: list[Message]
-    ) -> _Stretch | None:
-        """The turns as they follow `before`, the rendered context; None where it is not so."""
-        shown = self._render([*context, *turns])
+    ) -> _Segment | None:
+        """The turns after `before`, the rendered context; None where the rendering differs."""
+        ids = self._render([*context, *turns])
         start = len(before)
-        if shown[:start] != before:
+        if ids[:start] != before:
             return None
         if turns[-1]["role"] != "assistant":
-            return _Stretch(shown[start:], 0, [])
-        begin = self._opened(context + turns[:-1], shown)
-        return None if begin is None or begin < start else self._stretch(shown, start, begin)
+            return _Segment(ids[start:], 0, [])
+        begin = self._opened(context + turns[:-1], ids)
+        return None if begin is None or begin < start else self._segment(ids, start, begin)
 
-    def by_itself(self, context: list[Message], turns: list[Message]) -> _Stretch:
-        """The turns as they follow any answer, whatever became of the context before them."""
-        if context:
-            before, shown, start = self._after_an_answer(turns)
+    def by_itself(self, context: list[Message], turns: list[Message]) -> _Segment:
+        """The turns as they follow any answer, whatever the rendering of the context."""
+        before: list[Message] = []
+        start = 0
+        if not context:
+            ids = self._render(turns)
         else:
-            before, shown, start = [], self._render(turns), 0
+            user = self._turn("user", "-")
+            before, other = ([user, self._turn("assistant", text)] for text in PROBES)
+            ids = self._render([*before, *turns])
+            # Further turns may change how an answer is shown, never what comes after its text.
+            start = len(ids) - _shared_end(ids, self._render([*other, *turns]))
+            start += _shared_start(self._ending, ids[start:])
         if turns[-1]["role"] != "assistant":
-            return _Stretch(shown[start:], 0, [])
+            return _Segment(ids[start:], 0, [])
         asked = before + turns[:-1]
-        begin = self._opened(asked, shown)
-        return self._stretch(shown, start, self._header(asked, shown) if begin is None else begin)
+        begin = self._opened(asked, ids)
+        return self._segment(ids, start, self._header(asked, ids) if begin is None else begin)
 
-    def _after_an_answer(self, turns: list[Message]) -> tuple[list[Message], list[int], int]:
-        """A short conversation before the turns, all of it rendered, and where its answer ends."""
-        user = self._turn("user", "-")
-        before, other = ([user, self._turn("assistant", text)] for text in STAND_INS)
-        shown = self._render([*before, *turns])
-        # That turns follow may change how an answer is shown, never what comes after its text.
-        start = len(shown) - _shared_end(shown, self._render([*other, *turns]))
-        return before, shown, start + _shared_start(self._ending, shown[start:])
-
-    def _stretch(self, shown: list[int], start: int, begin: int) -> _Stretch:
-        end = len(shown)
-        if self._between and shown[-len(self._between) :] == self._between:
+    def _segment(self, ids: list[int], start: int, begin: int) -> _Segment:
+        end = len(ids)
+        if self._between and ids[-len(self._between) :] == self._between:
             end -= len(self._between)
-        return _Stretch(shown[start:end], max(0, end - begin), shown[end:])
+        return _Segment(ids[start:end], max(0, end - begin), ids[end:])
 
-    def _opened(self, context: list[Message], shown: list[int]) -> int | None:
-        """Where the assistant's own tokens begin: after what opens its turn at generation.
+    def _opened(self, context: list[Message], ids: list[int]) -> int | None:
+        """Where the assistant's own tokens begin: after the generation prompt.
 
         None where the context is rendered otherwise once it is answered.
         """
         if all(message["role"] == "system" for message in context):
-            return self._header(context, shown)  # nothing to answer: many templates refuse that
+            return self._header(context, ids)  # nothing to answer: many templates refuse that
         opened = self._render(context, open_turn=True)
-        begin = _shared_start(opened, shown)
+        begin = _shared_start(opened, ids)
         if begin < len(opened) and begin < _shared_start(opened, self._render(context)):
             return None
         return begin
 
-    def _header(self, context: Sequence[Message], shown: list[int]) -> int:
+    def _header(self, context: Sequence[Message], ids: list[int]) -> int:
         """Where an answer begins: up to there two different ones are rendered alike."""
         one, other = self._answered(context)
-        return min(_shared_start(one, other), _shared_start(one, shown))
+        return min(_shared_start(one, other), _shared_start(one, ids))
 
     def _closing(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
         """What ends a turn (its end token, if any) and what the template writes after that."""
@@ -188,22 +181,20 @@ class _Template:
         eos = self._tokenizer.eos_token_id
         ends = [at + 1 for at, token in enumerate(closing) if token == eos]
         if not ends:  # another token or plain words
-            ends = [at + 1 for at, token in enumerate(closing) if self._is_word(token)]
+            words = (bool(self._tokenizer.decode([token]).strip()) for token in closing)
+            ends = [at + 1 for at, is_word in enumerate(words) if is_word]
         # White space ends a turn only where nothing else can.
         end = ends[-1] if ends else len(closing) if eos is None else 0
         return closing[:end], closing[end:]
 
-    def _is_word(self, token: int) -> bool:
-        return bool(self._tokenizer.decode([token]).strip())
-
     def _answered(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
-        answers = (self._turn("assistant", text) for text in STAND_INS)
+        answers = (self._turn("assistant", text) for text in PROBES)
         one, other = (self._render([*context, answer]) for answer in answers)
         return one, other
 
     def _turn(self, role: str, text: str) -> Message:
-        """A stand-in, in the form that the conversation's own turns of this role have."""
-        in_parts = role in self._in_parts
+        """A turn in the form that the conversation's own turns of this role have."""
+        in_parts = role in self._roles_in_parts
         return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
 
     def _render(self, messages: Sequence[Message], open_turn: bool = False) -> list[int]:

@@ -1,22 +1,16 @@
-"""The prompts of a run: rows in verl's schema, checked, filtered, tokenised and cut.
-
-`RLHFDataset[i]` is one row as a dict; order, batches and uids are loader.py's.
-Leaves out image tensors: images stay in the row for the loop that needs them.
-"""
+"""The prompts of a run: rows in verl's schema, checked, filtered, tokenised and truncated."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import random
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from functools import cached_property
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from hone.config.data import DataConfig
-from hone.data.measuring import token_counts
 from hone.data.prompts import (
     Message,
     PromptError,
@@ -24,13 +18,21 @@ from hone.data.prompts import (
     as_messages,
     prompt_text,
     raw_text,
+    token_counts,
     tokenise,
     truncate,
     without_nulls,
 )
 from hone.data.reading import OverridableReading, settings_of
-from hone.data.rows import BadRows, DataError, Files, SettingError
-from hone.data.schema import COLUMNS, SchemaCheck
+from hone.data.rows import (
+    BadRows,
+    DataError,
+    Files,
+    SettingError,
+    positions_fingerprint,
+    sampled,
+)
+from hone.data.schema import ARGUMENTS, COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Row, Settings
@@ -41,11 +43,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SINGLE_TURN_AGENT = "single_turn_agent"
-PLACEHOLDERS = {"<image>": "image", "<video>": "video"}
 
 
 class RLHFDataset(OverridableReading):
-    """Prompt rows from one or many files, or given as dicts.
+    """Prompt rows from one or many files, or given as dicts; `dataset[i]` is one row as a dict.
 
     A row holds raw_prompt, prompt_ids (cut to data.max_prompt_length), data_source, reward_model,
     extra_info, agent_name (None where the data name none), tools_kwargs, interaction_kwargs,
@@ -77,12 +78,21 @@ class RLHFDataset(OverridableReading):
         self.added: list[Row] = []
         self.overlong_rows = 0
         self._lengths: list[int] | None = None
-        kept = self._checked_positions()
-        kept = self._sampled(kept, max_samples)
-        self.positions = self._filtered(kept) if settings.filter_overlong_prompts else kept
-        if len(self.positions) != len(self.store):
+        positions = self._checked_positions()
+        positions = sampled(positions, max_samples, shuffle=settings.shuffle, seed=settings.seed)
+        if settings.filter_overlong_prompts:
+            positions = self._filtered(positions)
+        self.positions = positions
+        if len(positions) != len(self.store):
             self._frame = None  # the rows that are left
-        self._report(len(kept))
+        if self.bad_rows.total:
+            counts = sorted(self.bad_rows.counts.items())
+            logger.warning(
+                "skipped %d bad rows or files (%s), such as: %s",
+                self.bad_rows.total,
+                ", ".join(f"{reason}: {count}" for reason, count in counts),
+                self.bad_rows.examples[0],
+            )
 
     def __len__(self) -> int:
         return len(self.positions) + len(self.added)
@@ -97,7 +107,7 @@ class RLHFDataset(OverridableReading):
         return row
 
     def raw_row(self, index: int) -> Row:
-        """The row as its file (or on_batch_end) gave it."""
+        """The row as it is in its file, or as on_batch_end returned it."""
         if index < len(self.positions):
             return self.store[self.positions[index]]
         return self.added[index - len(self.positions)]
@@ -106,8 +116,7 @@ class RLHFDataset(OverridableReading):
         """How many tokens each row's prompt has before it is truncated, or why it has none."""
         if self._lengths is not None and not self.added:
             return iter(self._lengths)
-        rows = map(self.raw_row, range(len(self)))
-        return token_counts(map(self._rendering, rows), self.tokenizer, self._max_tokens)
+        return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
 
     def where(self, index: int) -> str:
         if index < len(self.positions):
@@ -121,7 +130,7 @@ class RLHFDataset(OverridableReading):
         return f"{self.store.fingerprint}+added", index - len(self.positions)
 
     def groups(self) -> list[list[int]]:
-        """Row indices by data file, in the order of data.train_files: what weights mix."""
+        """Row indices by data file, in the order of data.train_files."""
         groups: list[list[int]] = [[] for _ in self.store.files]
         for index, position in enumerate(self.positions):
             groups[self.store.file_of(position)].append(index)
@@ -129,9 +138,8 @@ class RLHFDataset(OverridableReading):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the files' content and which of their rows were kept."""
-        kept = array("q", self.positions).tobytes()
-        return hashlib.blake2b(self.store.fingerprint.encode() + kept, digest_size=16).hexdigest()
+        """Hash of the files' content and of the rows in use."""
+        return positions_fingerprint(self.store, self.positions)
 
     def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
         """Called after each step with the finished batch; rows it returns join the data set.
@@ -142,7 +150,7 @@ class RLHFDataset(OverridableReading):
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add rows in verl's schema; a bad one is reported like any other."""
-        check = SchemaCheck(self.settings.prompt_key, self.settings.prompt_format)
+        check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
         for row in rows:
             problem = check.problem(row)
             if problem is None:
@@ -169,11 +177,10 @@ class RLHFDataset(OverridableReading):
 
     def _checked_positions(self) -> list[int]:
         positions = []
-        columns = (self.settings.prompt_key, *COLUMNS)
         position = 0
         for file in self.store.files:
-            check = SchemaCheck(self.settings.prompt_key, self.settings.prompt_format)
-            for row in file.rows.scan(columns):
+            check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
+            for row in file.scan((self.prompt_key, *COLUMNS)):
                 problem = check.problem(row)
                 if problem is None:
                     positions.append(position)
@@ -185,149 +192,107 @@ class RLHFDataset(OverridableReading):
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
         return positions
 
-    def _sampled(self, positions: list[int], max_samples: int) -> list[int]:
-        if max_samples <= 0 or max_samples >= len(positions):
-            return positions
-        if not self.settings.shuffle:
-            return positions[:max_samples]
-        drawn = random.Random(f"max_samples:{self.settings.seed}").sample(positions, max_samples)
-        return sorted(drawn)
-
     def _filtered(self, positions: list[int]) -> list[int]:
-        limit = self.settings.max_prompt_length
-        wanted = set(positions)
-        scanned = enumerate(self.store.scan((self.settings.prompt_key, "agent_name")))
-        rows = (row for position, row in scanned if position in wanted)
-        kept, lengths = [], []
-        counts = token_counts(map(self._rendering, rows), self.tokenizer, limit)
-        for position, length in zip(positions, counts, strict=True):
+        """The positions of prompts that fit; the others are counted and logged."""
+        limit, in_use = self.max_prompt_length, set(positions)
+        scan = enumerate(self.store.scan((self.prompt_key, "agent_name")))
+        rows = (row for position, row in scan if position in in_use)
+        short, lengths = [], []
+        for position, length in zip(positions, self._count_tokens(rows, limit), strict=True):
             if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
                 self.overlong_rows += 1
             elif isinstance(length, PromptError):
                 message = f"{self.store.where(position)}: {length}"
                 self.bad_rows.report("cannot be rendered", message)
             else:
-                kept.append(position)
+                short.append(position)
                 lengths.append(length)
-        if not kept:
+        if not short:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
                 f"{limit} tokens; raise it"
             )
-        self._lengths = lengths
-        return kept
-
-    def _report(self, before_filter: int) -> None:
         if self.overlong_rows:
-            logger.info(
-                "%d of %d prompts have more than %d tokens and were left out",
-                self.overlong_rows,
-                before_filter,
-                self.settings.max_prompt_length,
-            )
-        if self.bad_rows.total:
-            logger.warning(
-                "skipped %d bad rows or files (%s), such as: %s",
-                self.bad_rows.total,
-                ", ".join(f"{reason}: {n}" for reason, n in sorted(self.bad_rows.counts.items())),
-                self.bad_rows.examples[0],
-            )
+            message = "%d of %d prompts have more than %d tokens and were left out"
+            logger.info(message, self.overlong_rows, len(positions), limit)
+        self._lengths = lengths
+        return short
 
-    def _tools_of(self, row: Row) -> Sequence[Settings] | None:
-        if not self.tools or row.get("agent_name") == SINGLE_TURN_AGENT:
-            return None
-        return self.tools
+    def _count_tokens(
+        self, rows: Iterable[Row], max_tokens: int | None
+    ) -> Iterator[int | PromptError]:
+        renderings = (partial(self._rendered, row) for row in rows)
+        return token_counts(renderings, self.tokenizer, max_tokens)
 
     @property
     def _max_tokens(self) -> int | None:
-        """Tokens of a prompt, where a longer one is refused and not cut."""
-        return self.settings.max_prompt_length if self.settings.truncation == "error" else None
+        """Tokens of a prompt, where a longer one is refused and not truncated."""
+        return self.max_prompt_length if self.settings.truncation == "error" else None
 
     def _rendered(self, row: Row) -> str | list[int]:
         return prompt_text(
-            row[self.settings.prompt_key],
+            row[self.prompt_key],
             self.tokenizer,
             self.settings.prompt_format,
-            tools=self._tools_of(row),
+            tools=None if row.get("agent_name") == SINGLE_TURN_AGENT else self.tools or None,
             template_kwargs=self.settings.apply_chat_template_kwargs,
         )
-
-    def _rendering(self, row: Row) -> Callable[[], str | list[int]]:
-        return lambda: self._rendered(row)
 
     def _prepared(self, row: Row) -> Row:
         text = self._rendered(row)
         ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
-        row["prompt_ids"] = truncate(ids, self.settings.max_prompt_length, self.settings.truncation)
+        row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
         row["raw_prompt"] = self._raw_prompt(row)
-        if self.settings.prompt_key != "raw_prompt":
-            del row[self.settings.prompt_key]
+        if self.prompt_key != "raw_prompt":
+            del row[self.prompt_key]
         extra_info = row.get("extra_info") or {}
         row["extra_info"] = extra_info
         row["data_source"] = row.get("data_source") or "unknown"
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")
-        for name in ("tools_kwargs", "interaction_kwargs"):
+        for name in ARGUMENTS:
             row[name] = without_nulls(row.get(name) or extra_info.get(name) or {})
         return row
 
     def _raw_prompt(self, row: Row) -> str | list[Message]:
-        prompt = row[self.settings.prompt_key]
+        prompt = row[self.prompt_key]
         if self.settings.prompt_format == "raw":
             return raw_text(prompt)
         messages = as_messages(prompt)
         if self.processor is None:
             return messages
-        return with_typed_parts(messages, row, self.settings.image_key, self.settings.video_key)
+        return with_typed_parts(messages, row, self.image_key, self.video_key)
 
 
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
     """Split `<image>` and `<video>` in the text into typed parts, as many as the row holds."""
-    expected = {
-        kind: len(_media(row, key)) for kind, key in (("image", image_key), ("video", video_key))
-    }
-    found = dict.fromkeys(expected, 0)
+    marks: Counter[str] = Counter()
     typed: list[Message] = []
     for message in messages:
-        content = message["content"]
-        parts = _split(content) if isinstance(content, str) else content
-        for part in parts:
-            if part.get("type") in found:
-                found[part["type"]] += 1
-        has_media = any(part.get("type") in found for part in parts)
-        typed.append({**message, "content": parts} if has_media else dict(message))
-    for kind, count in expected.items():
-        if count and found[kind] != count:
+        parts = message["content"]
+        if isinstance(parts, str):
+            pieces = re.split("<(image|video)>", parts)  # text and kinds in turn
+            parts = [
+                {"type": piece} if i % 2 else {"type": "text", "text": piece}
+                for i, piece in enumerate(pieces)
+                if piece
+            ]
+        media = [part["type"] for part in parts if part.get("type") in ("image", "video")]
+        marks.update(media)
+        typed.append({**message, "content": parts} if media else dict(message))
+    for kind, key in (("image", image_key), ("video", video_key)):
+        column = row.get(key)
+        if column is not None and hasattr(column, "tolist"):
+            column = column.tolist()
+        if column is not None and not isinstance(column, list | tuple):
+            raise PromptError(f"column {key!r} is a list, got {shown(column)}")
+        if column and marks[kind] != len(column):
             raise PromptError(
-                f"the prompt names <{kind}> {found[kind]} times, the row holds {count} of them"
+                f"the prompt names <{kind}> {marks[kind]} times, the row holds {len(column)} of them"
             )
     return typed
-
-
-def _media(row: Row, key: str) -> Sized:
-    media = row.get(key)
-    if media is not None and hasattr(media, "tolist"):
-        media = media.tolist()
-    if media is not None and not isinstance(media, list | tuple):
-        raise PromptError(f"column {key!r} is a list, got {shown(media)}")
-    return media or ()
-
-
-def _split(text: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    while text:
-        at, mark = min(
-            ((text.find(mark), mark) for mark in PLACEHOLDERS if mark in text),
-            default=(len(text), ""),
-        )
-        if at:
-            parts.append({"type": "text", "text": text[:at]})
-        if mark:
-            parts.append({"type": PLACEHOLDERS[mark]})
-        text = text[at + len(mark) :]
-    return parts
 
 
 def load_tool_schemas(config: DataConfig) -> list[Settings] | None:

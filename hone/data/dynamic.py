@@ -1,8 +1,4 @@
-"""New rows while training: a user's generator asked after each batch (data.datagen).
-
-A data set class of one's own may override `on_batch_end` instead (data.custom_cls).
-Leaves out when rows join: loader.py draws them from the next epoch on.
-"""
+"""Classes of the user's own, and rows that one of them adds while training (data.datagen)."""
 
 from __future__ import annotations
 
@@ -10,19 +6,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hone.config.data import CustomClassConfig, DataConfig
+from hone.config.data import CustomClassConfig
 from hone.data.dataset import RLHFDataset
-from hone.data.objects import load_object
 from hone.data.rows import DataError
 from hone.data.samplers import Stateful
-from hone.types import Row, Settings
+from hone.plugins import PluginError, load_extern_object
+from hone.plugins import load_object as load_named
+from hone.types import Function, Row, Settings
 
 if TYPE_CHECKING:
     from hone.protocol import DataProto
 
 
+def load_object(path: str, name: str | None, key: str) -> Function:
+    """Object `name` of a file (`dir/file.py`) or a module (`pkg.mod` or `pkg://pkg.mod`).
+
+    Without a name, the path ends with it: `dir/file.py:Class` or `pkg.mod:Class`. Errors name `key`.
+    """
+    if not name and ":" not in path.removeprefix("pkg://").removeprefix("file://"):
+        raise DataError(f"{key}: {path} needs the name of the class in it; write {path}:Class")
+    try:
+        return load_extern_object(path, name) if name else load_named(path)
+    except PluginError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
 class AbstractDataGenerator(ABC):
-    """Makes rows from the data set as it stands; may keep `state_dict`/`load_state_dict`."""
+    """Makes rows from the data set as it is; may have `state_dict`/`load_state_dict`."""
 
     def __init__(self, config: CustomClassConfig) -> None:
         self.config = config
@@ -33,11 +43,19 @@ class AbstractDataGenerator(ABC):
 
 
 class DynamicGenDataset(RLHFDataset):
-    """RLHFDataset whose rows grow by what data.datagen's generator makes after each batch."""
+    """RLHFDataset to which the generator of data.datagen adds rows after each batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.generator = _generator(self.settings)
+        datagen = self.settings.datagen
+        if not datagen.path:
+            raise DataError(
+                "data.datagen needs path, a file or module with the class, or file.py:Class"
+            )
+        self.generator = load_object(datagen.path, datagen.name, "data.datagen")(datagen)
+        if not hasattr(self.generator, "generate"):
+            name = datagen.name or datagen.path
+            raise DataError(f"data.datagen: {name} needs a method generate(dataset) -> rows")
         self.last_batch: DataProto | None = None
 
     def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
@@ -52,15 +70,3 @@ class DynamicGenDataset(RLHFDataset):
         super().load_state_dict(state)
         if state["generator"] is not None and isinstance(self.generator, Stateful):
             self.generator.load_state_dict(state["generator"])
-
-
-def _generator(config: DataConfig) -> AbstractDataGenerator:
-    path, name = config.datagen.path, config.datagen.name
-    if not path:
-        raise DataError(
-            "data.datagen needs path, a file or module with the class, or file.py:Class"
-        )
-    generator = load_object(path, name, "data.datagen")(config.datagen)
-    if not hasattr(generator, "generate"):
-        raise DataError(f"data.datagen: {name or path} needs a method generate(dataset) -> rows")
-    return generator

@@ -45,8 +45,8 @@ def copy_to_local(
     target = get_local_temp_path(src, cache_dir or tempfile.gettempdir())
     if always_recopy and os.path.isdir(target):
         shutil.rmtree(target)
-    elif always_recopy and os.path.exists(target):
-        os.remove(target)
+    elif always_recopy:
+        Path(target).unlink(missing_ok=True)
     if not os.path.exists(target):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         copy(str(src), target)
@@ -58,10 +58,8 @@ copy_local_path_from_hdfs = copy_to_local
 
 def copy(src: StrPath, dst: StrPath) -> bool:
     """Copy a file or folder; both sides may be on HDFS. Into an existing folder, files are replaced."""
-    if is_non_local(src) and is_non_local(dst):
-        _hdfs("-cp", "-f", src, dst)
-    elif is_non_local(src):
-        _hdfs("-get", "-f", src, dst)
+    if is_non_local(src):
+        _hdfs("-cp" if is_non_local(dst) else "-get", "-f", src, dst)
     elif is_non_local(dst):
         _hdfs("-put", "-f", src, dst)
     elif os.path.isdir(src):
@@ -81,15 +79,13 @@ def makedirs(name: StrPath, mode: int = 0o777, exist_ok: bool = False) -> None:
 
 def exists(path: StrPath) -> bool:
     """Whether there is a file or folder."""
-    if not is_non_local(path):
-        return os.path.exists(path)
-    return (
-        subprocess.run([_command(), "dfs", "-test", "-e", str(path)], check=False).returncode == 0
-    )
+    if is_non_local(path):
+        return _run_hdfs("-test", "-e", path).returncode == 0
+    return os.path.exists(path)
 
 
 def local_mkdir_safe(path: StrPath) -> str:
-    """Make a local folder, which may be there already."""
+    """Make a local folder unless it exists."""
     os.makedirs(path, exist_ok=True)
     return str(path)
 
@@ -99,24 +95,23 @@ def resolve_config_path(config_path: str) -> str:
     if os.path.isabs(config_path):
         return config_path
     places = (Path.cwd(), Path(__file__).resolve().parents[2])
-    found = [place / config_path for place in places if (place / config_path).exists()]
-    if not found:
-        raise FileNotFoundError(
-            f"{config_path!r} is neither in {places[0]} nor in {places[1]}; give an absolute path"
-        )
-    return str(found[0])
+    for place in places:
+        if (place / config_path).exists():
+            return str(place / config_path)
+    raise FileNotFoundError(
+        f"{config_path!r} is neither in {places[0]} nor in {places[1]}; give an absolute path"
+    )
 
 
 def _hdfs(*arguments: StrPath) -> None:
-    done = subprocess.run(
-        [_command(), "dfs", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    done = _run_hdfs(*arguments)
     if done.returncode:
         raise OSError(f"hdfs dfs {' '.join(map(str, arguments))} failed: {done.stderr.strip()}")
 
 
-def _command() -> str:
-    found = shutil.which("hdfs")
-    if found is None:
+def _run_hdfs(*arguments: StrPath) -> subprocess.CompletedProcess[str]:
+    command = shutil.which("hdfs")
+    if command is None:
         raise OSError("the path is on HDFS, but there is no `hdfs` command on PATH; install Hadoop")
-    return found
+    line = [command, "dfs", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)

@@ -1,10 +1,8 @@
-"""Reading a data set from the Hugging Face hub. The only file that imports `datasets`.
-
-Leaves out caching and credentials: `datasets` has its own.
-"""
+"""Data sets of the Hugging Face hub. The only file that imports `datasets`."""
 
 from __future__ import annotations
 
+import io
 from typing import Any, TypeVar
 
 from hone.data.rows import DataError
@@ -29,7 +27,10 @@ def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
             f"{name} could not be read from the hub: {error}; give --source_dir, a folder with its"
             " files, where there is no network"
         ) from error
-    return {split: [plain(row) for row in rows] for split, rows in loaded.items()}
+    return {
+        split: [{column: _encoded(value) for column, value in row.items()} for row in rows]
+        for split, rows in loaded.items()
+    }
 
 
 def framed(rows: list[Row]) -> Any:
@@ -41,17 +42,11 @@ def framed(rows: list[Row]) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def plain(row: Row) -> Row:
-    """Decoded images become {bytes, path} again, as parquet keeps them."""
-    return {name: _encoded(value) for name, value in row.items()}
-
-
 def _encoded(value: _T) -> _T | Row | list[Any]:
+    """The value with decoded images as {bytes, path} again, as in parquet."""
     if isinstance(value, list):
         return [_encoded(item) for item in value]
     if hasattr(value, "save") and hasattr(value, "size"):
-        import io
-
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")
         return {"bytes": buffer.getvalue(), "path": None}

@@ -1,7 +1,7 @@
 """Batches of prompts, for ever, in an order that a seed fixes and a checkpoint resumes exactly.
 
-Holds the uid law: a uid is a hash of (data set, row, epoch, occurrence), never random.
-Leaves out worker processes and prefetching: rows are small, and a curriculum must see each step.
+A uid is a hash of (data set, row, epoch, occurrence), never random. There are no worker processes and
+no prefetching: rows are small, and a curriculum must see each step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Dataset(Protocol):
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands, in plain values."""
+    """The position of a loader, in plain values."""
 
     version: int
     order: str
@@ -71,7 +71,6 @@ class PromptLoader:
     """Batches of rows by epochs; `next_batch()` never ends, `one_epoch()` does.
 
     Without a sampler the order is the file's, or a permutation drawn from (seed, epoch).
-    A sampler from samplers.py or of the user's own decides the order otherwise.
     """
 
     def __init__(
@@ -87,21 +86,18 @@ class PromptLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.sampler: Sampler = (
-            sampler if sampler is not None else (Shuffled(seed) if shuffle else Ordered())
-        )
-        self.epoch = 0
-        self._drawn = 0
+        default = Shuffled(seed) if shuffle else Ordered()
+        self.sampler: Sampler = sampler if sampler is not None else default
+        self._order = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
         self._past: list[int] = []  # length of each finished epoch
-        self._counts: Counter[int] = Counter()  # draws of each row in this epoch
-        self._indices: Iterator[int] | None = None
-        self._epoch_rows = self._rows_of_an_epoch()
-        self._check_sizes()
+        self._counts: Counter[int]  # draws of each row in this epoch
+        self._indices: Iterator[int] | None
+        self._start_epoch(0)
         if hasattr(self.sampler, "update") and not isinstance(sampler, Stateful):
             logger.warning(
                 "%s learns from batches but has no state_dict(): a resumed run will not draw the"
                 " rows that an uninterrupted one would",
-                _name(self.sampler),
+                self._order,
             )
 
     @property
@@ -116,33 +112,36 @@ class PromptLoader:
     def next_batch(self) -> Batch:
         """The next batch, from the next epoch when this one has none left."""
         if self._is_epoch_over():
+            self._past.append(self._epoch_rows)
             self._start_epoch(self.epoch + 1)
         if self._indices is None:
-            self._indices = self._begin_pass()
+            # A sampler restored at the end of an epoch may first yield the empty rest of it; the
+            # pass after that is the new epoch's.
+            indices = self._iterate_epoch(self.epoch)
+            if (first := next(indices, None)) is not None:
+                self._indices = chain([first], indices)
+            else:
+                self._indices = self._iterate_epoch(self.epoch)
         size = min(self.batch_size, self._epoch_rows - self._drawn)
-        indices = [int(index) for index in islice(self._indices, size)]
-        if len(indices) < size:
+        drawn = [int(index) for index in islice(self._indices, size)]
+        if len(drawn) < size:
             raise DataError(
-                f"the sampler {_name(self.sampler)} ended after {self._drawn + len(indices)} rows,"
+                f"the sampler {self._order} ended after {self._drawn + len(drawn)} rows,"
                 f" its length says {self._epoch_rows}"
             )
-        batch = self._collated(indices, self.epoch, self._counts)
+        batch = self._collated(drawn, self.epoch, self._counts)
         self._drawn += size
         if self._is_epoch_over():
             self._end_pass()
         return batch
 
     def one_epoch(self, epoch: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, beside and without touching the loader's own position."""
+        """The batches of one epoch; the loader's own position stays."""
         counts: Counter[int] = Counter()
-        pending: list[int] = []
-        for index in self._iterate_epoch(epoch):
-            pending.append(int(index))
-            if len(pending) == self.batch_size:
-                yield self._collated(pending, epoch, counts)
-                pending = []
-        if pending and not self.drop_last:
-            yield self._collated(pending, epoch, counts)
+        indices = map(int, self._iterate_epoch(epoch))
+        while batch := list(islice(indices, self.batch_size)):
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield self._collated(batch, epoch, counts)
 
     def on_batch_end(self, batch: DataProto) -> int:
         """Tell sampler and data set about a finished batch; returns how many rows were added."""
@@ -162,11 +161,11 @@ class PromptLoader:
         return len(dataset) - before
 
     def state_dict(self) -> LoaderState:
-        """Plain values: everything needed to go on with the row after the last one handed out."""
+        """Plain values: all that is needed to go on with the row after the last one drawn."""
         sampler = self.sampler if isinstance(self.sampler, Stateful) else None
         return {
             "version": STATE_VERSION,
-            "order": _name(self.sampler),
+            "order": self._order,
             "epoch": self.epoch,
             "drawn": self._drawn,
             "past": list(self._past),
@@ -180,10 +179,10 @@ class PromptLoader:
         """Go on where `state_dict` was taken, also with another batch size."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
-        if state["order"] != _name(self.sampler):
+        if state["order"] != self._order:
             raise DataError(
                 f"the checkpoint drew its rows by {state['order']}, this run by"
-                f" {_name(self.sampler)}; keep data.shuffle, data.seed, data.dataset_weights and"
+                f" {self._order}; keep data.shuffle, data.seed, data.dataset_weights and"
                 " data.sampler as they were"
             )
         if state["dataset"] is not None and isinstance(self.dataset, Stateful):
@@ -196,15 +195,11 @@ class PromptLoader:
             self.sampler.load_state_dict(state["sampler"])
             self._counts = Counter(dict(state["counts"] or ()))
             self._indices = None if self._is_epoch_over() else self._iterate_epoch(self.epoch)
-        else:
-            self._replay()
-
-    def _replay(self) -> None:
-        """Draw again, without reading rows, what was drawn before the checkpoint."""
-        if not hasattr(self.sampler, "epoch_order"):  # ours need no past: order follows from epoch
+            return
+        # Draw again, without reading rows. Our own orders follow from the epoch and need no past.
+        if not hasattr(self.sampler, "epoch_order"):
             for epoch, rows in enumerate(self._past):
-                passed = self._iterate_epoch(epoch)
-                deque(islice(passed, rows + 1), maxlen=0)  # +1: let the pass end
+                _exhaust(self._iterate_epoch(epoch), rows)
         self._indices = self._iterate_epoch(self.epoch)
         self._counts = Counter(islice(self._indices, self._drawn))
         if self._is_epoch_over():
@@ -217,74 +212,52 @@ class PromptLoader:
             self.sampler.set_epoch(epoch)
         return iter(self.sampler)
 
-    def _rows_of_an_epoch(self) -> int:
-        if hasattr(self.sampler, "epoch_order"):
-            return len(self.dataset)
-        return len(self.sampler)
-
     def _is_epoch_over(self) -> bool:
         left = self._epoch_rows - self._drawn
         return left <= 0 or (self.drop_last and left < self.batch_size)
 
     def _start_epoch(self, epoch: int) -> None:
-        self._past.append(self._epoch_rows)
         self.epoch = epoch
         self._drawn = 0
         self._counts = Counter()
         self._indices = None
-        self._epoch_rows = self._rows_of_an_epoch()
-        self._check_sizes()
-
-    def _begin_pass(self) -> Iterator[int]:
-        """A pass of the sampler. One restored at the end of an epoch may first yield the empty
-        rest of it; the pass after that is the new epoch's."""
-        indices = self._iterate_epoch(self.epoch)
-        first = next(indices, None)
-        if first is None:
-            return self._iterate_epoch(self.epoch)
-        return chain([first], indices)
-
-    def _end_pass(self) -> None:
-        """Let the sampler run to the end of its pass, with the tail that fills no batch, so that
-        its state at the end of an epoch never points into the middle of one."""
-        left = self._epoch_rows - self._drawn
-        if self._indices is not None:
-            deque(islice(self._indices, left + 1), maxlen=0)
-        self._indices = None
-
-    def _collated(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
-        rows = []
-        for index in indices:
-            row = dict(self.dataset[index])
-            name, number = self._key(index)
-            row["uid"] = row_uid(name, number, epoch, counts[index])
-            row["dataset_index"] = index
-            counts[index] += 1
-            rows.append(row)
-        return collate_fn(rows)
-
-    def rows_again(self, places: Sequence[tuple[int, str]]) -> Batch:
-        """Rows that were drawn before, by their index and with the uid of that time."""
-        rows = [{**self.dataset[i], "uid": uid, "dataset_index": i} for i, uid in places]
-        return collate_fn(rows)
-
-    def _key(self, index: int) -> tuple[str, int]:
-        if hasattr(self.dataset, "key"):
-            name, number = self.dataset.key(index)
-            return str(name), int(number)
-        return type(self.dataset).__qualname__, index
-
-    def _check_sizes(self) -> None:
+        if hasattr(self.sampler, "epoch_order"):
+            self._epoch_rows = len(self.dataset)
+        else:
+            self._epoch_rows = len(self.sampler)
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
         if self._epoch_rows == 0:
-            raise DataError(f"the sampler {_name(self.sampler)} or the data set has no rows")
+            raise DataError(f"the sampler {self._order} or the data set has no rows")
         if self.batches_per_epoch == 0:
             raise DataError(
                 f"the data set has {self._epoch_rows} rows, fewer than one batch of"
                 f" {self.batch_size} (data.train_batch_size); use at most {self._epoch_rows}"
             )
 
+    def _end_pass(self) -> None:
+        """Let the sampler run to the end of its pass, through the rows that fill no batch.
 
-def _name(sampler: Sampler) -> str:
-    return str(sampler.name) if hasattr(sampler, "name") else type(sampler).__qualname__
+        Its state at the end of an epoch then never points into the middle of one.
+        """
+        if self._indices is not None:
+            _exhaust(self._indices, self._epoch_rows - self._drawn)
+        self._indices = None
+
+    def _collated(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
+        places = []
+        for index in indices:
+            name, number = type(self.dataset).__qualname__, index
+            if hasattr(self.dataset, "key"):
+                name, number = self.dataset.key(index)
+            places.append((index, row_uid(str(name), int(number), epoch, counts[index])))
+            counts[index] += 1
+        return self.rows_again(places)
+
+    def rows_again(self, places: Sequence[tuple[int, str]]) -> Batch:
+        """The batch of rows with these indices and uids."""
+        return collate_fn([{**self.dataset[i], "uid": u, "dataset_index": i} for i, u in places])
+
+
+def _exhaust(indices: Iterator[int], rows: int) -> None:
+    deque(islice(indices, rows + 1), maxlen=0)  # +1: let the pass end

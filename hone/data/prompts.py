@@ -1,40 +1,39 @@
 """From a row's prompt to token ids: chat messages, a plain string, or text rendered beforehand.
 
 `prompt_text` is the one place where a prompt is rendered, `truncate` the one where it is cut.
-Leaves out images: a row keeps them, and a processor renders them with the model that needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any, TypeAlias
 
+from hone.cores import usable_cores
 from hone.data.chat_template import BrokenTemplate, apply_template
 from hone.text import described, flaw_of, shown
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
 Message: TypeAlias = dict[str, Any]
-"""One chat message: `role`, `content`, and what else a template knows."""
+"""One chat message: `role`, `content`, and further keys of the template."""
 Prompt: TypeAlias = str | Sequence[Message] | None
-"""What a row has for a prompt: text, or messages (or the typed parts of one)."""
+"""The prompt of a row: text, or messages (or the typed parts of one)."""
 Tools: TypeAlias = Sequence[Settings]
 """The schemas that a chat template shows to the model."""
 
-PROMPT_FORMATS = ("chat", "raw")
-TRUNCATIONS = ("left", "right", "middle", "error")
-
-
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
-"""Roles that chat templates know. Any other is a misspelling."""
-
-
+"""The roles of chat templates; any other is a misspelling."""
 TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
-"""Options of a chat template that concern the tokens: these are made by the tokenizer itself."""
-
-
+"""Template options that concern the tokens: the tokenizer itself makes the ids then."""
+Rendered = str | list[int]
+"""A rendered prompt: text, or ids where only the tokenizer can make these."""
+BATCH = 64
+PROBE = "What is 6 × 7?\n<think> 42 </think>"
 FAR_CHARACTERS = 32
-"""Characters per token that fits beyond which a text is looked at in parts."""
+"""Characters per token that fits beyond which a text is tokenised in parts."""
 
 
 class PromptError(ValueError):
@@ -42,18 +41,16 @@ class PromptError(ValueError):
 
 
 class PromptTooLong(PromptError):
-    """A text that has more tokens than fit by far: it is refused before all of it is tokenised."""
+    """A text far longer than fits, refused before all of it is tokenised."""
 
     reason = "too long"
 
 
 def as_messages(raw_prompt: Prompt) -> list[Message]:
-    """A string is one user turn; a list of typed parts is one user turn; messages stay."""
+    """A string or a list of typed parts is one user turn; messages stay."""
     if isinstance(raw_prompt, str):
         return [{"role": "user", "content": raw_prompt}]
-    if raw_prompt is not None and hasattr(
-        raw_prompt, "tolist"
-    ):  # a column that has been through numpy
+    if raw_prompt is not None and hasattr(raw_prompt, "tolist"):  # a column of numpy
         raw_prompt = raw_prompt.tolist()
     if not isinstance(raw_prompt, Sequence) or not raw_prompt:
         raise PromptError(
@@ -76,7 +73,12 @@ def _as_message(part: Message) -> Message:
         message["content"] = ""
     elif not isinstance(content, (str, list)):
         raise PromptError(f"a message's 'content' is text or a list of parts: {shown(part)}")
-    elif isinstance(content, list) and not all(map(_is_part, content)):
+    elif isinstance(content, list) and not all(
+        isinstance(item, Mapping)
+        and isinstance(item.get("type", ""), str)
+        and isinstance(item.get("text", ""), str)
+        for item in content
+    ):
         raise PromptError(
             "every part of a message's 'content' is an object with a 'type', and its 'text' is "
             f"text: {shown(part)}"
@@ -84,16 +86,8 @@ def _as_message(part: Message) -> Message:
     return message
 
 
-def _is_part(part: Message) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and isinstance(part.get("type", ""), str)
-        and isinstance(part.get("text", ""), str)
-    )
-
-
 def refuse_unknown_roles(messages: Sequence[Message]) -> None:
-    """A role that no template knows is a bad row."""
+    """Raise for a role that no chat template knows."""
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise PromptError(
@@ -102,19 +96,8 @@ def refuse_unknown_roles(messages: Sequence[Message]) -> None:
             )
 
 
-def refuse_media(messages: Sequence[Message]) -> None:
-    """A tokenizer's template would leave a picture out, or write its name: such a prompt is a bad row."""
-    for number, message in enumerate(messages):
-        parts = message["content"] if isinstance(message["content"], list) else ()
-        for part in parts:
-            if part.get("type", "text") != "text":
-                raise PromptError(
-                    f"message {number} has a part of type {shown(part['type'])}; only text is read here"
-                )
-
-
 def without_nulls(value: Any) -> Any:
-    """Parquet fills every key that any row has; a template must not see those fillings."""
+    """The value without the null entries that parquet fills in: a template must not see them."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -132,15 +115,14 @@ def render_prompt(
 ) -> list[int]:
     """Token ids of a prompt, ready for the model to continue.
 
-    With `max_tokens` a text that is longer by far raises PromptTooLong; one that is a little longer
-    is returned whole.
+    With `max_tokens` a text far longer raises PromptTooLong; one a little longer is returned whole.
     """
     text = prompt_text(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
     return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
 
 
 def initialize_system_prompt(tokenizer: Any, **apply_chat_template_kwargs: Any) -> list[int]:
-    """Token ids that the chat template writes before the first turn: two turns less twice one turn."""
+    """Token ids that the chat template writes before the first turn, under verl's name."""
     turn = {"role": "user", "content": ""}
     options = {**apply_chat_template_kwargs, "add_generation_prompt": False}
     one, two = (
@@ -156,21 +138,20 @@ def prompt_text(
     tools: Tools | None = None,
     template_kwargs: Settings | None = None,
 ) -> str | list[int]:
-    """The text of a prompt that is tokenised, or its ids where only the tokenizer can make these.
+    """The text of a prompt, or its ids where only the tokenizer can make these.
 
     `chat`: the tokenizer's chat template with the generation prompt. A plain string given to a
-    tokenizer without a template is tokenised as it is: one user turn has nothing to mark it.
+    tokenizer without a template stays as it is: one user turn has nothing to mark it.
     `raw`: text rendered beforehand (a string, or one message's content), no special tokens added.
     """
     if prompt_format == "raw":
         return raw_text(raw_prompt)
     if prompt_format != "chat":
         raise PromptError(
-            f"data.prompt_format={prompt_format!r} is not known; use one of {PROMPT_FORMATS}"
+            f"data.prompt_format={prompt_format!r} is not known; use one of ('chat', 'raw')"
         )
-    if not getattr(tokenizer, "chat_template", None) and "chat_template" not in (
-        template_kwargs or {}
-    ):
+    options = {"add_generation_prompt": True, **(template_kwargs or {})}
+    if not getattr(tokenizer, "chat_template", None) and "chat_template" not in options:
         if isinstance(raw_prompt, str) and not tools:
             return raw_prompt
         raise PromptError(
@@ -179,31 +160,25 @@ def prompt_text(
             " chat template"
         )
     messages = as_messages(raw_prompt)
-    refuse_media(messages)
-    rendered = _rendered(messages, tokenizer, tools, template_kwargs)
-    return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
-
-
-def _rendered(
-    messages: list[Message],
-    tokenizer: Tokenizer,
-    tools: Tools | None,
-    template_kwargs: Settings | None,
-) -> str | list[int]:
-    """The template's text, or its ids where only the tokenizer can make these."""
-    options = {"add_generation_prompt": True, **(template_kwargs or {})}
+    for number, message in enumerate(messages):
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part.get("type", "text") != "text":  # the template would leave a picture out
+                raise PromptError(
+                    f"message {number} has a part of type {shown(part['type'])}; only text is read here"
+                )
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
     is_own = not hasattr(tokenizer, "get_chat_template")  # such as that of mistral-common
     tokenize = is_own or bool(TOKENIZER_OPTIONS & options.keys())
     try:
-        return apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
+        rendered = apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
     except BrokenTemplate:
         raise
     except Exception as error:  # a template is foreign code
         raise PromptError(
             f"the tokenizer's chat template cannot render {shown(messages)}: {described(error)}"
         ) from error
+    return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
 
 
 def raw_text(raw_prompt: Prompt) -> str:
@@ -221,10 +196,10 @@ def raw_text(raw_prompt: Prompt) -> str:
 
 
 def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
-    """Token ids of a text, without special tokens; PromptTooLong as `render_prompt` says."""
+    """Token ids of a text, without special tokens; PromptTooLong as in `render_prompt`."""
     if flaw := flaw_of(text, allow_nul=True):
         raise PromptError(f"the text of the row {flaw}")
-    if max_tokens is not None:
+    if max_tokens is not None and is_far_too_long(text, max_tokens):
         _refuse_far_too_long(text, tokenizer, max_tokens)
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
@@ -235,7 +210,7 @@ def is_far_too_long(text: str, max_tokens: int) -> bool:
 
 
 def _refuse_far_too_long(text: str, tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Tokenise ever longer beginnings of a long text until one alone has twice what fits.
+    """Tokenise ever longer beginnings of the text until one alone has twice what fits.
 
     Twice: a cut inside a word may give it more tokens than it has in the whole text.
     """
@@ -252,21 +227,86 @@ def _refuse_far_too_long(text: str, tokenizer: Tokenizer, max_tokens: int) -> No
 
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
     """At most `max_length` ids. `left` drops the start, `right` the end, `middle` the middle."""
-    if truncation not in TRUNCATIONS:
+    heads = {"left": 0, "right": max_length, "middle": max_length // 2, "error": 0}
+    if truncation not in heads:
         raise PromptError(
-            f"data.truncation={truncation!r} is not known; use one of {', '.join(TRUNCATIONS)}"
+            f"data.truncation={truncation!r} is not known; use one of {', '.join(heads)}"
         )
     if len(ids) <= max_length:
         return list(ids)
-    if truncation == "left":
-        return list(ids[len(ids) - max_length :])
-    if truncation == "right":
-        return list(ids[:max_length])
-    if truncation == "middle":
-        head = max_length // 2
-        tail = max_length - head
-        return [*ids[:head], *ids[len(ids) - tail :]]
-    raise PromptError(
-        f"the prompt has {len(ids)} tokens, data.max_prompt_length={max_length}; raise it, set"
-        " data.filter_overlong_prompts=true, or data.truncation=left|right|middle"
-    )
+    if truncation == "error":
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens, data.max_prompt_length={max_length}; raise it, set"
+            " data.filter_overlong_prompts=true, or data.truncation=left|right|middle"
+        )
+    head = heads[truncation]
+    return [*ids[:head], *ids[len(ids) - (max_length - head) :]]
+
+
+def token_counts(
+    prompts: Iterable[Callable[[], Rendered]], tokenizer: Tokenizer, max_tokens: int | None = None
+) -> Iterator[int | PromptError]:
+    """For each prompt, in order, how many tokens it has, or why it cannot be rendered or tokenised.
+
+    A prompt is a call that renders it. `max_tokens` is that of `render_prompt`.
+    """
+    rest = iter(prompts)
+    alone = len(tokenise(PROBE, tokenizer))  # settles the tokenizer's options at its first use
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+
+    def count_together(texts: Sequence[str]) -> list[int]:
+        assert backend is not None
+        return [len(ids) for ids in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    # A tokenizer may do more than its backend: then its own method is called for each text.
+    if backend is not None and count_together([PROBE]) != [alone]:
+        backend = None
+
+    def count(batch: Sequence[Rendered | PromptError]) -> list[int | PromptError]:
+        counts: list[int | PromptError] = []
+        plain: dict[int, str] = {}
+        for prompt in batch:
+            if isinstance(prompt, str) and backend is not None and _is_plain(prompt, max_tokens):
+                plain[len(counts)] = prompt
+                counts.append(0)
+            else:
+                counts.append(_count_alone(prompt, tokenizer, max_tokens))
+        for index, tokens in zip(
+            plain, count_together([*plain.values()]) if plain else (), strict=True
+        ):
+            counts[index] = tokens
+        return counts
+
+    running: deque[Future[list[int | PromptError]]] = deque()
+    threads = usable_cores()
+    with ThreadPoolExecutor(threads, thread_name_prefix="count tokens") as pool:
+        while batch := [_rendered(render) for render in islice(rest, BATCH)]:
+            running.append(pool.submit(count, batch))
+            if len(running) > 2 * threads:
+                yield from running.popleft().result()
+        while running:
+            yield from running.popleft().result()
+
+
+def _rendered(render: Callable[[], Rendered]) -> Rendered | PromptError:
+    try:
+        return render()
+    except PromptError as error:
+        return error
+
+
+def _is_plain(text: str, max_tokens: int | None) -> bool:
+    """Whether a text may be tokenised in a batch: valid Unicode of a usual length."""
+    is_far = max_tokens is not None and is_far_too_long(text, max_tokens)
+    return not is_far and flaw_of(text, allow_nul=True) is None
+
+
+def _count_alone(
+    prompt: Rendered | PromptError, tokenizer: Tokenizer, max_tokens: int | None
+) -> int | PromptError:
+    if isinstance(prompt, PromptError):
+        return prompt
+    try:
+        return len(prompt if isinstance(prompt, list) else tokenise(prompt, tokenizer, max_tokens))
+    except PromptError as error:
+        return error

@@ -1,7 +1,6 @@
 """How `RLHFDataset` gets its rows, in the steps that a subclass may override in verl.
 
-Each step is called where a subclass writes it; the rows of `self.dataframe` are then checked, filtered and
-tokenised as those of a file are.
+The rows of `self.dataframe` are checked, filtered and tokenised as those of a file are.
 """
 
 from __future__ import annotations
@@ -22,29 +21,26 @@ from hone.types import Row, Settings
 if TYPE_CHECKING:
     from hone.data.loader import Dataset
 
-Files = Sequence[str | os.PathLike[str] | Row]
-
 
 def settings_of(config: DataConfig | Settings) -> DataConfig:
-    """The data settings of a config in verl's form, of which a program may give a few keys only."""
+    """The data settings of a config in verl's form, which may have a few keys only."""
     if isinstance(config, DataConfig):
         return config
-    known = {field.name for field in dataclasses.fields(DataConfig)}
-    given = {name: value for name, value in config.items() if name in known}
+    names = {field.name for field in dataclasses.fields(DataConfig)}
+    values = {name: value for name, value in config.items() if name in names}
     unset = {"tool_config_path": None, "trust_remote_code": False}
-    return dataclasses.replace(DataConfig(), **{**unset, **given})
+    return dataclasses.replace(DataConfig(), **{**unset, **values})
 
 
-def rows_of(given: Dataset) -> list[Row] | None:
+def rows_of(data: Dataset) -> list[Row] | None:
     """The rows of a list, an Arrow table, a Hugging Face data set or a frame; None for a data set."""
-    if isinstance(given, (list, tuple)):
-        return list(given)
-    if hasattr(given, "to_pylist"):
-        return list(given.to_pylist())
-    if hasattr(given, "to_list"):
-        return list(given.to_list())
-    if hasattr(given, "to_dict") and hasattr(given, "columns"):
-        return list(given.to_dict("records"))
+    if isinstance(data, (list, tuple)):
+        return list(data)
+    for method in ("to_pylist", "to_list"):
+        if hasattr(data, method):
+            return list(getattr(data, method)())
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        return list(data.to_dict("records"))
     return None
 
 
@@ -62,9 +58,9 @@ def collate_tensors(data_list: Sequence[Row]) -> Row:
 
 
 class OverridableReading:
-    """The steps; `read_all` takes them."""
+    """The steps; `read_all` calls them."""
 
-    data_files: Files
+    data_files: Sequence[str | os.PathLike[str] | Row]
     bad_rows: BadRows
     prompt_key: str
     store: RowStore
@@ -81,17 +77,15 @@ class OverridableReading:
         if self._overrides("_build_messages"):
             takes_key = "key" in inspect.signature(self._build_messages).parameters
             key = {"key": self.prompt_key} if takes_key else {}
-            rows = list(self.store.scan())
-            built = [self._build_messages(dict(row), **key) for row in rows]
             self.dataframe = [
-                {**row, self.prompt_key: messages}
-                for row, messages in zip(rows, built, strict=True)
+                {**row, self.prompt_key: self._build_messages(dict(row), **key)}
+                for row in self.store.scan()
             ]
 
     def _download(self, use_origin_parquet: bool = False) -> None:
-        """Bring remote files here; they become `self.data_files`."""
-        if any(isinstance(file, str) and is_non_local(file) for file in self.data_files):
-            files = self.data_files
+        """Copy remote files here; the copies become `self.data_files`."""
+        files = self.data_files
+        if any(isinstance(file, str) and is_non_local(file) for file in files):
             self.data_files = [f if isinstance(f, dict) else copy_to_local(f) for f in files]
 
     def _read_files_and_tokenize(self) -> None:
@@ -101,37 +95,34 @@ class OverridableReading:
             self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Dataset) -> Dataset:
-        """The rows themselves: `data.filter_overlong_prompts` leaves long ones out when all are read."""
+        """The rows themselves: `data.filter_overlong_prompts` is applied when all are read."""
         return dataframe
 
     def _build_messages(self, example: Row, key: str | None = None) -> list[Message]:
-        """The messages of a row; they leave it."""
+        """Take the messages out of a row."""
         return as_messages(example.pop(key or self.prompt_key))
 
     @property
     def dataframe(self) -> Dataset:
         """The rows as a Hugging Face data set (a list without that package); setting it replaces them."""
         if self._frame is None:
-            rows = [self.raw_row(index) for index in range(len(self))] if self._is_read() else None
-            self._frame = framed(list(self.store.scan()) if rows is None else rows)
+            is_read = hasattr(self, "positions")
+            rows = [self.raw_row(i) for i in range(len(self))] if is_read else self.store.scan()
+            self._frame = framed(list(rows))
         return self._frame
 
     @dataframe.setter
-    def dataframe(self, given: Dataset) -> None:
-        rows = rows_of(given)
+    def dataframe(self, data: Dataset) -> None:
+        rows = rows_of(data)
         if not rows:
-            raise DataError(f"self.dataframe of {type(self).__name__} has no rows: {type(given)}")
-        self._frame = given
+            raise DataError(f"self.dataframe of {type(self).__name__} has no rows: {type(data)}")
+        self._frame = data
         self.store = read_rows(rows, self.bad_rows)
 
     def _overrides(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(OverridableReading, name)
 
-    def _is_read(self) -> bool:
-        return hasattr(self, "positions")
-
     def raw_row(self, index: int) -> Row:
-        """The row of an index."""
         return self.store[index]
 
     def __len__(self) -> int:

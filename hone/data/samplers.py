@@ -1,7 +1,7 @@
 """In which order rows are drawn: by file, shuffled, mixed by weights, or by the user's own rule.
 
 Ours are pure functions of (seed, epoch), so a resumed run repeats them; a user's sampler keeps
-state by `state_dict`. Leaves out batching and uids: loader.py.
+state by `state_dict`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Shuffled:
 class Mixture:
     """Rows of several data sets in given proportions.
 
-    Each draw takes the data set that is furthest behind its share, so that every stretch of k
-    draws has within one row of weight·k from each. Inside a data set each row comes once before any
+    Each draw takes the data set that is furthest behind its share, so that any k consecutive
+    draws have within one row of weight·k from each. Inside a data set each row comes once before any
     comes again; a data set that is used up starts over with a new permutation.
     """
 
@@ -55,7 +55,18 @@ class Mixture:
         shuffle: bool,
         seed: int | None,
     ) -> None:
-        check_weights(groups, weights)
+        if len(groups) != len(weights):
+            raise DataError(
+                f"data.dataset_weights has {len(weights)} numbers for {len(groups)} data files; give"
+                " one weight per file of data.train_files"
+            )
+        if any(weight < 0 for weight in weights) or sum(weights) <= 0:
+            raise DataError(f"data.dataset_weights={list(weights)}: not negative, and not all zero")
+        for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+            if weight > 0 and not group:
+                raise DataError(
+                    f"data.dataset_weights[{number}]={weight}, but that file has no usable rows"
+                )
         total = float(sum(weights))
         self.groups = [list(group) for group in groups]
         self.shares = [weight / total for weight in weights]
@@ -64,23 +75,17 @@ class Mixture:
         self.name = f"mixture {[round(share, 6) for share in self.shares]} with seed {seed}"
 
     def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
-        chosen = self._chosen(rows)
-        taken = [epoch * chosen.count(number) for number in range(len(self.groups))]
-        sources = [self._from(number, start) for number, start in enumerate(taken)]
-        return (next(sources[number]) for number in chosen)
-
-    def _chosen(self, rows: int) -> list[int]:
-        """Which data set each draw of an epoch takes: the same in every epoch."""
         drawn = [0] * len(self.groups)
-        chosen = []
+        order = []  # the data set of each draw, the same in every epoch
         for k in range(1, rows + 1):
             behind = [share * k - n for share, n in zip(self.shares, drawn, strict=True)]
             number = behind.index(max(behind))
             drawn[number] += 1
-            chosen.append(number)
-        return chosen
+            order.append(number)
+        sources = [self._rows_from(number, epoch * count) for number, count in enumerate(drawn)]
+        return (next(sources[number]) for number in order)
 
-    def _from(self, number: int, start: int) -> Iterator[int]:
+    def _rows_from(self, number: int, start: int) -> Iterator[int]:
         """The rows of one data set, lap after lap, from the `start`-th draw of the run on."""
         lap, offset = divmod(start, max(len(self.groups[number]), 1))
         while True:
@@ -98,24 +103,9 @@ def permutation(values: Sequence[int], seed: str) -> list[int]:
     return shuffled
 
 
-def check_weights(groups: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-    if len(groups) != len(weights):
-        raise DataError(
-            f"data.dataset_weights has {len(weights)} numbers for {len(groups)} data files; give"
-            " one weight a file of data.train_files"
-        )
-    if any(weight < 0 for weight in weights) or sum(weights) <= 0:
-        raise DataError(f"data.dataset_weights={list(weights)}: not negative, and not all zero")
-    for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
-        if weight > 0 and not group:
-            raise DataError(
-                f"data.dataset_weights[{number}]={weight}, but that file has no usable rows"
-            )
-
-
 @runtime_checkable
 class Stateful(Protocol):
-    """A sampler, data set or generator that keeps state; plain values go into the checkpoint."""
+    """A sampler, data set or generator with state of plain values, which goes into the checkpoint."""
 
     def state_dict(self) -> Row: ...
 
@@ -123,7 +113,7 @@ class Stateful(Protocol):
 
 
 class UserSampler(Iterable[int], Sized, Protocol):
-    """What the loader needs of a user's sampler; `AbstractSampler` is the easy way to one."""
+    """The user's sampler as the loader sees it."""
 
 
 Sampler: TypeAlias = Ordered | Shuffled | Mixture | UserSampler
@@ -154,4 +144,4 @@ class AbstractCurriculumSampler(AbstractSampler):
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Take note of a finished batch: scores, advantages, whatever the rule reads."""
+        """Read the scores, advantages or other columns of a finished batch."""

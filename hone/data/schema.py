@@ -1,12 +1,8 @@
-"""What a row must look like before anything is made of it.
-
-One check, used when a data set is loaded and by `hone data check`.
-Leaves out whether a data source has a scorer: rewards know that, and are told to `check_file`.
-"""
+"""The check of a row, used when a data set is loaded and by `hone data check`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from hone.data.prompts import PromptError, as_messages, raw_text, refuse_unknown_roles
@@ -14,9 +10,10 @@ from hone.text import clean_text, flaw_of
 from hone.types import JsonValue, Row
 
 NAMES = ("data_source", "agent_name")
-OBJECTS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
+ARGUMENTS = ("tools_kwargs", "interaction_kwargs")
+OBJECTS = ("reward_model", "extra_info", *ARGUMENTS)
 COLUMNS = (*NAMES, *OBJECTS)
-"""Columns, beside the prompt, that a check reads."""
+"""The columns, beside the prompt, that the check reads."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +29,10 @@ class Problem:
 
 def kind_of(value: JsonValue) -> str:
     """The JSON kind of a value: schemas may differ in numbers' types, not in kind."""
+    kinds = ((bool, "boolean"), ((int, float), "number"), (str, "text"), (Mapping, "object"))
     if value is None:
         return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, Mapping):
-        return "object"
-    return "list"
+    return next((kind for types, kind in kinds if isinstance(value, types)), "list")
 
 
 class SchemaCheck:
@@ -58,7 +48,7 @@ class SchemaCheck:
         return (
             text_problem(row, (self.prompt_key, *NAMES))
             or self._prompt_problem(row)
-            or self._type_problem(row)
+            or next(_type_problems(row), None)
             or self._kind_problem(row)
         )
 
@@ -70,34 +60,21 @@ class SchemaCheck:
                 f"column {self.prompt_key!r} (data.prompt_key) is missing or empty;"
                 f" the row has {', '.join(map(str, row)) or 'no columns'}",
             )
+        reason = "wrong type"
         try:
             if self.prompt_format == "raw":
                 raw_text(prompt)
             messages = as_messages(prompt)
-        except PromptError as error:
-            return Problem("wrong type", str(error))
-        try:
+            reason = "unknown role"
             refuse_unknown_roles(messages)
         except PromptError as error:
-            return Problem("unknown role", str(error))
+            return Problem(reason, str(error))
         return None
 
-    def _type_problem(self, row: Row) -> Problem | None:
-        for name in OBJECTS:
-            kind = kind_of(row.get(name))
-            if kind not in ("object", "null"):
-                return Problem("wrong type", f"column {name!r} is an object of fields, got {kind}")
-        for name in NAMES:
-            kind = kind_of(row.get(name))
-            if kind not in ("text", "null"):
-                return Problem("wrong type", f"column {name!r} is text, got {kind}")
-        return _arguments_problem(row)
-
     def _kind_problem(self, row: Row) -> Problem | None:
-        ground_truth = (row.get("reward_model") or {}).get("ground_truth")
         values = {
             f"column {self.prompt_key!r}": row[self.prompt_key],
-            "reward_model.ground_truth": ground_truth,
+            "reward_model.ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
         }
         kinds = {name: kind_of(value) for name, value in values.items() if value is not None}
         for name, kind in kinds.items():
@@ -117,17 +94,20 @@ def text_problem(row: Row, plain: Collection[str]) -> Problem | None:
     return None
 
 
-def _arguments_problem(row: Row) -> Problem | None:
-    """Arguments of tools and interactions, at the top of the row or in extra_info."""
-    extra_info = row.get("extra_info") or {}
-    for place, fields in (("", row), ("extra_info.", extra_info)):
-        for name in ("tools_kwargs", "interaction_kwargs"):
-            given = fields.get(name)
-            values = {f"{place}{name}": given}
-            if name == "tools_kwargs" and isinstance(given, Mapping):
-                values |= {f"{place}{name}.{tool}": inner for tool, inner in given.items()}
+def _type_problems(row: Row) -> Iterator[Problem]:
+    for names, kind, phrase in (
+        (OBJECTS, "object", "an object of fields"),
+        (NAMES, "text", "text"),
+    ):
+        for name in names:
+            if (got := kind_of(row.get(name))) not in (kind, "null"):
+                yield Problem("wrong type", f"column {name!r} is {phrase}, got {got}")
+    for place, fields in (("", row), ("extra_info.", row.get("extra_info") or {})):
+        for name in ARGUMENTS:
+            arguments = fields.get(name)
+            values = {f"{place}{name}": arguments}
+            if name == "tools_kwargs" and isinstance(arguments, Mapping):
+                values |= {f"{place}{name}.{tool}": inner for tool, inner in arguments.items()}
             for where, value in values.items():
-                if kind_of(value) not in ("object", "null"):
-                    got = kind_of(value)
-                    return Problem("wrong type", f"{where} is an object of arguments, got {got}")
-    return None
+                if (got := kind_of(value)) not in ("object", "null"):
+                    yield Problem("wrong type", f"{where} is an object of arguments, got {got}")

@@ -42,14 +42,13 @@ def atomic_write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """UTF-8, line ends as given. What UTF-8 cannot hold (lone surrogates) is written escaped."""
+    """Write UTF-8 with line ends as they are; lone surrogates are escaped."""
     return atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     """Delete the files killed writers left in `folder`, not below; call it when no writer runs."""
-    found = Path(folder).glob(f".*{LEFTOVER_SUFFIX}")
-    leftovers = sorted(path for path in found if path.is_file())
+    leftovers = sorted(p for p in Path(folder).glob(f".*{LEFTOVER_SUFFIX}") if p.is_file())
     for file in leftovers:
         file.unlink(missing_ok=True)
     return leftovers
@@ -71,8 +70,7 @@ def rename_folder(source: Path, target: Path) -> None:
     """Rename a folder whose whole content is on the disk before, and whose new name is after."""
     grant_by_umask(source)
     for parent, _, files in os.walk(source, topdown=False):
-        for name in files:
-            file = Path(parent, name)
+        for file in (Path(parent, name) for name in files):
             if not file.is_symlink():
                 sync(file)
         sync(Path(parent))
@@ -85,13 +83,11 @@ def grant_by_umask(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".mode") as probe:
         (Path(probe) / "file").touch()  # the umask itself cannot be read without setting it
         granted = (Path(probe) / "file").stat().st_mode & 0o666
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            file = Path(parent, name)
-            mode = file.lstat().st_mode
-            if not file.is_symlink() and mode & granted != granted:
-                with contextlib.suppress(PermissionError):  # another user's, or no permissions here
-                    file.chmod((mode | granted) & 0o7777)
+    for file in folder.rglob("*"):
+        mode = file.lstat().st_mode
+        if file.is_file() and not file.is_symlink() and mode & granted != granted:
+            with contextlib.suppress(PermissionError):  # another user's, or no permissions here
+                file.chmod((mode | granted) & 0o7777)
 
 
 def sync(path: Path) -> None:

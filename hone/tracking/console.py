@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line, bars for every long wait, plain text.
+"""What a terminal shows while a run goes on: a live line, bars for every long wait, plain text.
 
 On a terminal all of it shares one live region at the bottom. Elsewhere (a file, a pipe, CI) a
 step is one short line, and a wait is reported only when it gets long. `trainer.console=full` prints
@@ -39,7 +39,7 @@ LASTING = ("val-core/", "val/")  # results that stay on the terminal above the l
 
 
 class Bar:
-    """A wait in progress: how much of it is done, out of how much, and a word beside it."""
+    """A wait in progress: the amount done, the total, and a note."""
 
     def __init__(self, description: str, total: float | None, show: Callable[[Bar], None]) -> None:
         self.description, self.total, self.done, self.note = description, total, 0.0, ""
@@ -56,7 +56,7 @@ class Bar:
 
 
 class Screen:
-    """The one place of a process that draws: bars and the live line on a terminal, lines else."""
+    """Everything that a process draws: bars and the live line on a terminal, lines elsewhere."""
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -77,7 +77,7 @@ class Screen:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def line(self, text: str) -> None:
-        """One line of plain text, neither wrapped nor coloured; above the live region if any."""
+        """Write one line of plain text, neither wrapped nor coloured; above the live region if any."""
         text = printable(text, self.console.encoding)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -86,13 +86,13 @@ class Screen:
             self.console.file.flush()
 
     def say(self, *renderables: RenderableType) -> None:
-        """Tables, panels and text for the reader, above the live region if any."""
+        """Write tables, panels and text, above the live region if any."""
         for item in renderables:
             shown = printable(item, self.console.encoding) if isinstance(item, str) else item
             self.console.print(shown, markup=False)
 
     def status(self, text: str | None) -> None:
-        """Set the live line (terminals only); None takes it away."""
+        """Set the live line (terminals only); None removes it."""
         with self._lock:
             self._status = text
             self._start_or_stop()
@@ -101,38 +101,29 @@ class Screen:
     def bar(
         self, description: str, total: float | None, *, beside_status: bool = False
     ) -> Iterator[Bar]:
-        """`beside_status`: the live line, or the lines of the steps, tell how far it is."""
-        opened: contextlib.AbstractContextManager[Bar]
-        if self.is_terminal:
-            opened = self._live_bar(description, total, shows_eta=not beside_status)
-        elif beside_status:
-            opened = contextlib.nullcontext(silent_bar(description))
-        else:
-            opened = self._plain_bar(description, total)
-        with opened as bar:
-            yield bar
-
-    @contextlib.contextmanager
-    def _live_bar(self, description: str, total: float | None, shows_eta: bool) -> Iterator[Bar]:
+        """A bar for a wait; with `beside_status` the live line or the lines of the steps show its ETA."""
+        if not self.is_terminal:
+            show = (lambda bar: None) if beside_status else self._plain_reports()
+            yield Bar(description, total, show)
+            return
         with self._lock:
             self._open_bars += 1
             live = self._start_or_stop()
             assert live is not None
-            task = live.add_task(description, total=total, note="", shows_eta=shows_eta)
-
-        def show(bar: Bar) -> None:
-            live.update(task, completed=bar.done, total=bar.total, note=bar.note)
-
+            task = live.add_task(description, total=total, note="", shows_eta=not beside_status)
         try:
-            yield Bar(description, total, show)
+            yield Bar(
+                description,
+                total,
+                lambda bar: live.update(task, completed=bar.done, total=bar.total, note=bar.note),
+            )
         finally:
             with self._lock:
                 live.remove_task(task)
                 self._open_bars -= 1
                 self._start_or_stop()
 
-    @contextlib.contextmanager
-    def _plain_bar(self, description: str, total: float | None) -> Iterator[Bar]:
+    def _plain_reports(self) -> Callable[[Bar], None]:
         start = last = self.clock()
 
         def show(bar: Bar) -> None:
@@ -142,15 +133,15 @@ class Screen:
                 last = now
                 self.line(_plain_report(bar, now - start))
 
-        yield Bar(description, total, show)
+        return show
 
     def _start_or_stop(self) -> Progress | None:
-        wanted = self.is_terminal and (self._open_bars > 0 or self._status is not None)
-        if wanted and self._live is None:
+        is_needed = self.is_terminal and (self._open_bars > 0 or self._status is not None)
+        if is_needed and self._live is None:
             self._live = _live_region(self)
             self._live.start()
             atexit.register(self._live.stop)  # the terminal gets its cursor back
-        elif not wanted and self._live is not None:
+        elif not is_needed and self._live is not None:
             self._live.stop()
             atexit.unregister(self._live.stop)
             self._live = None
@@ -171,15 +162,11 @@ def _live_region(screen: Screen) -> Progress:
                 yield self.make_tasks_table(self.tasks)
 
     class Remaining(rich_progress.TimeRemainingColumn):
-        """The time left, where it can be known and nothing else tells it."""
-
         def render(self, task: rich_progress.Task) -> Text:
-            known = task.fields["shows_eta"] and task.time_remaining is not None
-            return super().render(task) if known else Text()
+            is_known = task.fields["shows_eta"] and task.time_remaining is not None
+            return super().render(task) if is_known else Text()
 
     class Counted(rich_progress.MofNCompleteColumn):
-        """`3/8`; a wait of unknown length shows no count."""
-
         def render(self, task: rich_progress.Task) -> Text:
             return super().render(task) if task.total is not None else Text()
 
@@ -213,16 +200,14 @@ def screen() -> Screen:
     return Screen()
 
 
-@contextlib.contextmanager
 def progress(
     description: str, total: float | None = None, *, beside_status: bool = False
-) -> Iterator[Bar]:
+) -> contextlib.AbstractContextManager[Bar]:
     """A bar for a long wait: `with progress("generate", 128) as bar: ...; bar.advance()`.
 
-    `beside_status`: the lines of the steps tell how far it is; the bar is for terminals alone.
+    `beside_status`: the bar is for terminals alone, as the lines of the steps show the progress.
     """
-    with screen().bar(description, total, beside_status=beside_status) as bar:
-        yield bar
+    return screen().bar(description, total, beside_status=beside_status)
 
 
 def silent_bar(description: str) -> Bar:
@@ -232,14 +217,13 @@ def silent_bar(description: str) -> Bar:
 
 def duration(seconds: float) -> str:
     """`0:43`, `12:05`, `3:20:00`."""
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def plain_line(metrics: Mapping[str, Number], step: int) -> str:
-    """verl's log line, keys in the order given."""
+    """verl's log line, keys in the order of the metrics."""
     return " - ".join([f"step:{step}", *(f"{key}:{value:.6g}" for key, value in metrics.items())])
 
 
@@ -250,57 +234,42 @@ class ConsoleTracker(Tracker):
         super().__init__(run)
         self.screen = on or screen()
         start = (run.resumed_from or 0, self.screen.clock())
-        self._seen: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
+        self._steps: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
         self._shown: dict[str, Number] = {}
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
-        if step > self._seen[-1][0]:
-            self._seen.append((step, self.screen.clock()))
+        if step > self._steps[-1][0]:
+            self._steps.append((step, self.screen.clock()))
         lasting = {
             key: value
             for key, value in metrics.items()
             if key.startswith(LASTING) and not key.endswith("/std")
         }
+        live: dict[str, Number] = {}
+        for label, keys in LIVE_LINE.items():
+            if key := next((key for key in keys if key in metrics), None):
+                live[label] = metrics[key]
         if self.run.prints_everything:
             self.screen.line(plain_line(metrics, step))
         elif not self.screen.is_terminal:
-            self.screen.line(self._short_line(step, _live_values(metrics) | lasting))
+            self.screen.line(self._short_line(step, live | lasting))
         elif lasting:
             self.screen.line(self._short_line(step, lasting, with_eta=False))
-        # A validation says nothing of reward or length: the last known values stay.
-        self._shown |= _live_values(metrics)
+        self._shown |= live  # a validation has no reward or length: the last values stay
         if self.screen.is_terminal:
             self.screen.status(self._short_line(step, self._shown))
 
     def finish(self) -> None:
         if self.screen.is_terminal and self._shown:
-            self.screen.line(self._short_line(self._seen[-1][0], self._shown))
+            self.screen.line(self._short_line(self._steps[-1][0], self._shown))
             self.screen.status(None)
 
     def _short_line(self, step: int, values: Mapping[str, Number], *, with_eta: bool = True) -> str:
         total = self.run.total_steps
         parts = [f"step {step}/{total}" if total else f"step {step}"]
-        parts += [f"{label} {_short(value)}" for label, value in values.items()]
-        if with_eta and (seconds := self._seconds_left()):
-            parts.append(f"ETA {duration(seconds)}")
+        for label, value in values.items():
+            parts.append(f"{label} {value:,.0f}" if abs(value) >= 1000 else f"{label} {value:.3g}")
+        (first, since), (last, now) = self._steps[0], self._steps[-1]
+        if with_eta and total and first < last < total and now > since:
+            parts.append(f"ETA {duration((total - last) * (now - since) / (last - first))}")
         return " · ".join(parts)
-
-    def _seconds_left(self) -> float | None:
-        (first, since), (last, now) = self._seen[0], self._seen[-1]
-        if not self.run.total_steps or last <= first:
-            return None
-        return max(0, self.run.total_steps - last) * (now - since) / (last - first)
-
-
-def _live_values(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """The values of the short line that these metrics have, by label."""
-    values: dict[str, Number] = {}
-    for label, keys in LIVE_LINE.items():
-        present = [metrics[key] for key in keys if key in metrics]
-        if present:
-            values[label] = present[0]
-    return values
-
-
-def _short(value: Number) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

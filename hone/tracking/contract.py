@@ -1,7 +1,4 @@
-"""What a tracker is: something that takes the numbers of a step, and sometimes sample rows.
-
-The backends stand in their own files; this one holds what they share, and imports none of them.
-"""
+"""What a tracker is: an object that takes the metrics of a step, and sometimes sample rows."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class Scalar(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Who is tracking: handed to every backend when it is made."""
+    """The run that is tracked; every backend gets it when it is made."""
 
     project_name: str
     experiment_name: str
@@ -43,7 +40,7 @@ class RunInfo:
 
 
 class Tracker:
-    """A backend. Only `log` must be written; the rest may stay as it is."""
+    """A backend; a subclass must define `log`."""
 
     is_the_record = False
     """True where a failure to write must stop the run; others are counted and the run goes on."""
@@ -62,7 +59,7 @@ class Tracker:
 
 
 class TrackerError(ValueError):
-    """A tracker that does not exist, is not installed, or was handed what it cannot log."""
+    """A tracker that does not exist, is not installed, or got what it cannot log."""
 
 
 def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
@@ -71,15 +68,14 @@ def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
 
 
 def _as_number(key: str, value: Number | Scalar) -> Number:
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if hasattr(value, "item"):
+    plain: Number | Scalar = value
+    if hasattr(value, "item") and not isinstance(value, int | float):
         with contextlib.suppress(ValueError, TypeError, RuntimeError):  # more than one element
             plain = value.item()
-            if isinstance(plain, int | float):
-                return _as_number(key, plain)
+    if isinstance(plain, int):
+        return int(plain)
+    if isinstance(plain, float):
+        return float(plain)
     raise TrackerError(
         f"metric {key!r} is {type(value).__name__} {str(value)[:60]!r}, not a number; "
         "reduce it to one number before logging"

@@ -2,7 +2,7 @@
 
 The file is made by a hard link, which NFS makes atomically, and its holder touches it every few seconds. A
 holder on this machine is live while its process runs; one on another machine while the file is touched.
-Leaves out flock: not every network file system has it between machines.
+`flock` is not used: not every network file system has it between machines.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 BEAT_S = 5.0
 SILENT_S = 60.0
-"""A holder on another machine that has not touched its lock for so long is dead."""
+"""A holder on another machine that has not touched its lock for this long is dead."""
 _UNKNOWN = "unknown"
-"""Stands for the start of a process that exists and shows no more."""
+"""The start time of a process of which only the existence is visible."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -52,23 +52,24 @@ class Holder:
     token: str
     host: str = ""
     boot: str = ""
-    """Identifies one start of one machine."""
+    """Identifies one boot of one machine."""
     process_space: str = ""
-    """The PID namespace: the same number is another process in another container."""
+    """The PID namespace: the same PID is another process in another container."""
     pid: int = 0
     started: str = ""
-    """When the kernel started the process: a PID is used again."""
+    """When the kernel started the process: PIDs are reused."""
     command: str = ""
     since: str = ""
 
     @staticmethod
     def here() -> Holder:
         program = [Path(sys.argv[0]).name, *sys.argv[1:2]] if sys.argv else ["python"]
+        host, boot, process_space = _machine()
         return Holder(
             token=uuid.uuid4().hex,
-            host=platform.node(),
-            boot=_boot(),
-            process_space=_process_space(),
+            host=host,
+            boot=boot,
+            process_space=process_space,
             pid=os.getpid(),
             started=_started(os.getpid()) or "",
             command=" ".join(word for word in program if "=" not in word),
@@ -77,14 +78,12 @@ class Holder:
 
     @property
     def is_on_this_machine(self) -> bool:
-        mine = (platform.node(), _boot(), _process_space())
-        return self.pid > 0 and (self.host, self.boot, self.process_space) == mine
+        return self.pid > 0 and (self.host, self.boot, self.process_space) == _machine()
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there, for a holder on this machine."""
-        started = _started(self.pid)
-        return started is not None and started in (self.started, _UNKNOWN)
+        """Whether the process exists, for a holder on this machine."""
+        return _started(self.pid) in (self.started, _UNKNOWN)
 
     def __str__(self) -> str:
         if not self.pid:
@@ -93,7 +92,7 @@ class Holder:
 
 
 class FolderLock:
-    """While entered, no other process enters the same lock; this process may do so again."""
+    """While entered, no other process enters the same lock; this process may enter it again."""
 
     def __init__(self, file: Path, subject: Path) -> None:
         self.file, self.subject = file, subject
@@ -102,7 +101,6 @@ class FolderLock:
         self._entered = 0
         self._created: list[Path] = []
         self._ended = threading.Event()
-        self._beats: threading.Thread | None = None
 
     def __enter__(self) -> FolderLock:
         held = _held.setdefault(self.file, self)
@@ -117,7 +115,7 @@ class FolderLock:
 
     def __exit__(self, *exc: object) -> None:
         held = _held.get(self.file)
-        if held is None:  # a forked child leaves what its parent entered
+        if held is None:  # a forked child exits the context that its parent entered
             return
         held._entered -= 1
         if held._entered == 0:
@@ -128,76 +126,59 @@ class FolderLock:
         self.holder = Holder.here()
         draft = self._named(self.holder.token)
         try:
-            self._write_draft(draft)
-            while not _claim(draft, self.file):
-                other = _read(self.file)
-                if other is not None:
-                    self._refuse_live(other[0], self.file, draft)
-                    if self._replace(self.file, other[0], draft):
-                        break
+            self._write_draft(draft, self.holder)
+            self._claim(draft, self.file)
         except BaseException:
             self._remove_created()
             raise
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-        self._remove_leftovers()
-        self._beats = threading.Thread(target=self._beat, name="folder-lock", daemon=True)
-        self._beats.start()
+        for path in self.file.parent.glob(f"{self.file.name}-*"):  # drafts of killed processes
+            other, _ = _read(path)
+            if other is not None and other.is_on_this_machine and not other.is_running:
+                path.unlink(missing_ok=True)
+        threading.Thread(target=self._beat, name="folder-lock", daemon=True).start()
 
-    def _write_draft(self, draft: Path) -> None:
-        text = json.dumps(asdict(self.holder)) if self.holder is not None else ""
+    def _write_draft(self, draft: Path, holder: Holder) -> None:
         for attempt in range(5):
             self._created = make_folder(self.file.parent) or self._created
             try:
-                draft.write_text(text, encoding="utf-8")
+                draft.write_text(json.dumps(asdict(holder)), encoding="utf-8")
                 return
             except FileNotFoundError:  # another process removed the folder that it had made
                 if attempt == 4:
                     raise
 
-    def _replace(self, path: Path, dead: Holder, draft: Path) -> bool:
-        """Put this process in a dead one's place; False when another process was faster.
+    def _claim(self, draft: Path, target: Path) -> None:
+        """Make `target` a link to the draft, in place of a dead holder's; refuse a live holder's."""
+        while not _link(draft, target):
+            other, _ = _read(target)
+            if other is None:
+                continue
+            if _is_live(other, target, draft):
+                raise FolderLocked(
+                    f"{self.subject} is in use by {other}; nothing was changed. Wait until it ends, "
+                    "stop it, or name another folder"
+                )
+            # Only the process that made the dead holder's `.next` file may replace its lock, and
+            # there is one of those.
+            following = self._named(f"{other.token}.next")
+            self._claim(draft, following)
+            current, _ = _read(target)
+            if current is not None and current.token == other.token:
+                log.warning("%s: the lock of %s is stale and was removed", self.subject, other)
+                os.rename(following, target)
+                return
+            following.unlink(missing_ok=True)  # another process was faster
 
-        Only the process that made the dead holder's `.next` file may do so, and there is one of those.
-        """
-        following = self._named(f"{dead.token}.next")
-        while not _claim(draft, following):
-            rival = _read(following)
-            if rival is not None:
-                self._refuse_live(rival[0], following, draft)
-                if self._replace(following, rival[0], draft):
-                    break
-        current = _read(path)
-        if current is None or current[0].token != dead.token:
-            following.unlink(missing_ok=True)
-            return False
-        log.warning("%s: the lock of %s is stale and was removed", self.subject, dead)
-        os.rename(following, path)
-        return True
-
-    def _refuse_live(self, other: Holder, path: Path, draft: Path) -> None:
-        if _is_live(other, path, draft):
-            raise FolderLocked(
-                f"{self.subject} is in use by {other}; nothing was changed. Wait until it ends, stop "
-                "it, or name another folder"
-            )
-
-    def _named(self, rest: str) -> Path:
-        return self.file.with_name(f"{self.file.name}-{rest}")
-
-    def _remove_leftovers(self) -> None:
-        """Delete what processes that were killed while they asked for the lock left behind."""
-        for path in self.file.parent.glob(f"{self.file.name}-*"):
-            found = _read(path)
-            if found is not None and found[0].is_on_this_machine and not found[0].is_running:
-                path.unlink(missing_ok=True)
+    def _named(self, suffix: str) -> Path:
+        return self.file.with_name(f"{self.file.name}-{suffix}")
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
             try:
-                found = _read(self.file)
-                if found is None or found[0] != self.holder:
+                if _read(self.file)[0] != self.holder:
                     self.is_lost = True
                     log.error("%s", self._lost_sentence())
                     return
@@ -221,13 +202,12 @@ class FolderLock:
         if self.holder is None or self.holder.pid != os.getpid():
             return
         with contextlib.suppress(OSError):
-            found = _read(self.file)
-            if found is not None and found[0] == self.holder:
+            if _read(self.file)[0] == self.holder:
                 self.file.unlink()
         self._remove_created()
 
     def _remove_created(self) -> None:
-        """A folder that was made for the lock alone goes with it."""
+        """Remove the folders that were made for the lock and are still empty."""
         for folder in self._created:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -239,8 +219,7 @@ os.register_at_fork(after_in_child=_held.clear)
 
 def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:
     """The lock of a folder, inside it."""
-    path = Path(folder).expanduser().resolve()
-    return FolderLock(path / LOCK, Path(folder))
+    return FolderLock(Path(folder).expanduser().resolve() / LOCK, Path(folder))
 
 
 def lock_target(target: str | os.PathLike[str]) -> FolderLock:
@@ -256,83 +235,73 @@ def require_lock(folder: str | os.PathLike[str]) -> None:
         held.require()
 
 
-def _claim(draft: Path, target: Path) -> bool:
+def _link(draft: Path, target: Path) -> bool:
     """Make `target`, a link to the draft, unless it exists: one of many callers succeeds."""
     try:
-        os.link(draft, target)
+        try:
+            os.link(draft, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with target.open("xb") as file:
+                file.write(draft.read_bytes())
     except FileExistsError:
         return draft.stat().st_nlink > 1  # NFS: the link was made and the answer lost
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return _claim_without_links(draft, target)
     return True
 
 
-def _claim_without_links(draft: Path, target: Path) -> bool:
-    try:
-        with target.open("xb") as file:
-            file.write(draft.read_bytes())
-    except FileExistsError:
-        return False
-    return True
-
-
-def _read(path: Path) -> tuple[Holder, int] | None:
-    """The holder and when it last touched the file; None where there is no file."""
+def _read(path: Path) -> tuple[Holder | None, int]:
+    """The holder and when it last touched the file; (None, 0) where there is no file."""
     try:
         with path.open("rb") as file:  # opening asks the file server: attributes alone are cached
             content, touched = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
-        return None
-    names = {field.name: field.type for field in fields(Holder)}
+        return None, 0
+    kinds = {field.name: int if field.name == "pid" else str for field in fields(Holder)}
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(content)
-        if isinstance(record, dict) and record.keys() == names.keys():
-            texts = all(isinstance(record[n], int if n == "pid" else str) for n in names)
-            if texts and record["token"].isalnum():
+        if isinstance(record, dict) and record.keys() == kinds.keys():
+            is_typed = all(isinstance(record[name], kind) for name, kind in kinds.items())
+            if is_typed and record["token"].isalnum():
                 return Holder(**record), touched
-    # Half written, or no record: its content stands for it.
+    # A file that is half written or holds no record is identified by its content.
     return Holder(token=f"unreadable{zlib.crc32(content):x}"), touched
 
 
 def _is_live(holder: Holder, path: Path, draft: Path) -> bool:
-    """Whether the holder runs; of one on another machine, whether it touches its file."""
+    """Whether the holder runs; for one on another machine, whether it touches its file."""
     if holder.is_on_this_machine:
         return holder.is_running
-    before, began = _read(path), time.monotonic()
-    told = False
-    while before is not None and before[0] == holder:
+    (current, touched), began = _read(path), time.monotonic()
+    is_first = True
+    while current == holder:
         os.utime(draft)
-        age_s = (draft.stat().st_mtime_ns - before[1]) / 1e9  # both by the file server's clock
+        age_s = (draft.stat().st_mtime_ns - touched) / 1e9  # both by the file server's clock
         if age_s > SILENT_S or time.monotonic() - began > SILENT_S:
             return False
-        if not told:
+        if is_first:
             log.warning(
                 "%s is held by %s, last seen %.0f s ago; looking for up to %.0f s whether it still runs",
                 path.parent, holder, max(age_s, 0.0), SILENT_S,
             )  # fmt: skip
-            told = True
+        is_first = False
         time.sleep(BEAT_S / 5)
-        now = _read(path)
-        if now is not None and now[0] == holder and now[1] != before[1]:
+        before, (current, touched) = touched, _read(path)
+        if current == holder and touched != before:
             return True
-        before = now
-    return False  # released, or another's by now: the caller looks again
+    return False  # released, or another holder's by now: the caller looks again
 
 
-def _boot() -> str:
+def _machine() -> tuple[str, str, str]:
+    """Host name, boot and PID namespace of this process."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return f"{uuid.getnode():x}"
-
-
-def _process_space() -> str:
+        boot = f"{uuid.getnode():x}"
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return platform.node(), boot, os.readlink("/proc/self/ns/pid")
     except OSError:
-        return ""
+        return platform.node(), boot, ""
 
 
 def _started(pid: int) -> str | None:
@@ -341,10 +310,9 @@ def _started(pid: int) -> str | None:
         facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if facts[0] in "ZX" else facts[19]
     except OSError:  # no such process, no /proc, or another user's process that is hidden
-        try:
-            os.kill(pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return None
-        except PermissionError:
-            return _UNKNOWN
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except (ProcessLookupError, OverflowError):
+                return None
         return _UNKNOWN

@@ -1,7 +1,4 @@
-"""The seal of a checkpoint folder: size and checksum of every file in it.
-
-Whoever is about to use a checkpoint asks `damage`; which other one to take then is its own affair.
-"""
+"""The manifest of a checkpoint folder: size and checksum of every file in it."""
 
 from __future__ import annotations
 
@@ -16,26 +13,23 @@ from hone.types import JsonValue
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"global_step_\d+")
-_BLOCK = 1 << 20
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest of all that lies in the folder."""
+    """Write the manifest of all files in the folder."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    sizes_and_checksums = {
-        str(p.relative_to(folder)): [p.stat().st_size, _checksum(p)] for p in files
-    }
-    atomic_write_text(folder / MANIFEST, json.dumps(sizes_and_checksums, indent=1))
+    entries = {str(p.relative_to(folder)): [p.stat().st_size, _checksum(p)] for p in files}
+    atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
 
 
 def checkpoint_of(folder: Path) -> Path | None:
-    """The `global_step_N` that a folder is, or lies in: at most an export of a role deep."""
+    """The `global_step_N` that a folder is, or is in: at most two levels up."""
     folder = folder.resolve()  # "." has no name
     return next((p for p in (folder, *folder.parents[:2]) if _STEP.fullmatch(p.name)), None)
 
 
 def damage(folder: Path, within: Path | None = None) -> str | None:
-    """What is wrong with a checkpoint, or None; `within` looks at the files of one folder in it."""
+    """What is wrong with a checkpoint, or None; `within` limits the check to one folder in it."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -44,62 +38,50 @@ def damage(folder: Path, within: Path | None = None) -> str | None:
         return f"its manifest cannot be read: {error}"
     except RecursionError:
         return f"its manifest cannot be read: {MANIFEST} is nested too deeply"
-    if not _is_manifest(manifest):
+    if not isinstance(manifest, dict) or not manifest or not all(map(_is_entry, manifest.items())):
         return f"its manifest cannot be read: {MANIFEST} is no table of files"
-    inside = _parts_within(folder, within)
+    try:
+        inside = (within or folder).resolve().relative_to(folder.resolve()).parts
+    except ValueError:  # a link that leads out of the checkpoint: all files are checked
+        inside = ()
     names = [name for name in manifest if Path(name).parts[: len(inside)] == inside]
     if not names:
         return f"its manifest names no file in {'/'.join(inside)}"
-    for name in names:
-        if (problem := _damage_of(folder / name, manifest[name])) is not None:
-            return f"{name} {problem}"
-    return None
+    problems = (_damage_of(folder, name, *manifest[name]) for name in names)
+    return next(filter(None, problems), None)
 
 
-def _parts_within(folder: Path, within: Path | None) -> tuple[str, ...]:
-    try:
-        return (within or folder).resolve().relative_to(folder.resolve()).parts
-    except ValueError:  # a link that leads out of the checkpoint: all of it is looked at
-        return ()
+def _is_entry(item: tuple[str, JsonValue]) -> bool:
+    """A file name inside the folder with a size and a checksum."""
+    path, entry = Path(item[0]), item[1]
+    is_inside = not path.is_absolute() and ".." not in path.parts
+    is_pair = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
+    return is_inside and is_pair
 
 
-def _is_manifest(value: JsonValue) -> bool:
-    """File names inside the folder, each with a size and a checksum."""
-    return (
-        isinstance(value, dict)
-        and len(value) > 0
-        and all(
-            isinstance(entry, list)
-            and len(entry) == 2
-            and all(isinstance(number, int) for number in entry)
-            and not Path(name).is_absolute()
-            and ".." not in Path(name).parts
-            for name, entry in value.items()
-        )
-    )
-
-
-def _damage_of(file: Path, expected: list[int]) -> str | None:
+def _damage_of(folder: Path, name: str, size: int, checksum: int) -> str | None:
+    file = folder / name
     try:
         if not file.is_file():
-            return "is missing"
-        size, time = file.stat().st_size, file.stat().st_mtime_ns
-        whole = size == expected[0] and _remembered(file, size, time) == expected[1]
+            return f"{name} is missing"
+        stat = file.stat()
+        if stat.st_size == size and _cached_checksum(file, size, stat.st_mtime_ns) == checksum:
+            return None
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        return f"cannot be read: {error}"
-    return None if whole else "is not what was written"
+        return f"{name} cannot be read: {error}"
+    return f"{name} is not what was written"
 
 
 @functools.lru_cache(maxsize=1024)
-def _remembered(file: Path, size: int, mtime_ns: int) -> int:
-    """One process asks for the same model several times: its tokenizer, its config, its weights."""
+def _cached_checksum(file: Path, size: int, mtime_ns: int) -> int:
+    """One process checks the same model several times: its tokenizer, its config, its weights."""
     return _checksum(file)
 
 
 def _checksum(file: Path) -> int:
-    """Against truncation and bit rot, cheap to make."""
+    """A cheap checksum against truncation and bit rot."""
     checksum = 0
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
+        while block := stream.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
     return checksum

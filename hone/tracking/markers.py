@@ -1,12 +1,13 @@
-"""Timers, markers and loggers under verl's names, for loops and workers that were written for it.
+"""Timers, profiler markers and loggers under verl's names, for loops and workers written for it.
 
-`simple_timer` measures. Markers of profilers and traces change nothing: `global_profiler` and the run
-folder hold what verl's write elsewhere.
+`simple_timer` measures. Markers of profilers and traces change nothing: `global_profiler` records
+profiles, and the run folder keeps every trajectory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -16,8 +17,6 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from hone.types import Function, JsonValue, Settings
-
-_ELSEWHERE = "the run folder keeps every trajectory, and hone report shows them"
 
 F = TypeVar("F", bound=Function)
 P = ParamSpec("P")
@@ -41,21 +40,32 @@ def marked_timer(
     domain: str | None = None,
     category: str | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """`simple_timer`; what a profiler would draw of it is left out."""
+    """`simple_timer`, without a mark in the profile."""
     return simple_timer(name, timing_raw)
 
 
 def mark_start_range(message: str | None = None, **options: JsonValue) -> None:
-    """Nothing: ranges are drawn by the profiler of `global_profiler`."""
+    """Does nothing: the profiler of `global_profiler` marks ranges."""
 
 
 def mark_end_range(range_id: str | None = None) -> None:
-    """Nothing, as `mark_start_range`."""
+    """Does nothing, like `mark_start_range`."""
 
 
 def mark_annotate(message: str | None = None, **options: JsonValue) -> Callable[[F], F]:
-    """Decorator: the function itself."""
-    return lambda function: function
+    """Decorator that returns the function itself."""
+    return rollout_trace_op
+
+
+def rollout_trace_op(function: F) -> F:
+    """Decorator that returns the function itself."""
+    return function
+
+
+@contextlib.contextmanager
+def rollout_trace_attr(**attributes: JsonValue) -> Iterator[None]:
+    """Does nothing around the block."""
+    yield
 
 
 @dataclass(frozen=True)
@@ -68,11 +78,10 @@ class ProfilerConfig:
     ranks: list[int] = field(default_factory=list)
     save_path: str | None = None
     tool_config: Settings | None = None
-    global_tool_config: Settings | None = None
 
 
 class DistProfiler:
-    """A profiler of one worker, which is off; the profiler of `global_profiler` draws all workers."""
+    """verl's profiler of one worker, always off; `global_profiler` records all workers."""
 
     def __init__(
         self,
@@ -87,30 +96,16 @@ class DistProfiler:
             )
 
     def start(self, **options: JsonValue) -> None:
-        """Nothing: it is off."""
+        """Does nothing."""
 
     def stop(self) -> None:
-        """Nothing: it is off."""
+        """Does nothing."""
 
-    @staticmethod
-    def annotate(message: str | None = None, **options: JsonValue) -> Callable[[F], F]:
-        """Decorator: the method itself."""
-        return mark_annotate(message, **options)
-
-
-def rollout_trace_op(function: F) -> F:
-    """Decorator: the function itself; the run folder keeps every trajectory."""
-    return function
-
-
-@contextlib.contextmanager
-def rollout_trace_attr(**attributes: JsonValue) -> Iterator[None]:
-    """Nothing around the block."""
-    yield
+    annotate = staticmethod(mark_annotate)
 
 
 class RolloutTraceConfig:
-    """Where verl sends traces of rollouts; here nowhere, and `init` says so once it is asked for."""
+    """verl's trace backend; traces are sent nowhere here, and `init` warns about it."""
 
     @classmethod
     def init(
@@ -123,28 +118,24 @@ class RolloutTraceConfig:
     ) -> None:
         if backend is not None:
             logging.getLogger(__name__).warning(
-                "traces are not sent to %s; %s", backend, _ELSEWHERE
+                "traces are not sent to %s; the run folder keeps every trajectory, and hone report "
+                "shows them",
+                backend,
             )
 
     @staticmethod
     def get_backend() -> None:
         return None
 
-    @staticmethod
-    def get_client() -> None:
-        return None
+    get_client = reset = get_backend
 
     @staticmethod
     def enable_token2text() -> bool:
         return False
 
-    @staticmethod
-    def reset() -> None:
-        """Nothing is kept."""
-
 
 class LocalLogger:
-    """Writes a step's numbers on one line."""
+    """Writes the metrics of a step on one line."""
 
     def __init__(self, print_to_console: bool = True) -> None:
         self.print_to_console = print_to_console
@@ -153,22 +144,25 @@ class LocalLogger:
         """Every line is written at once."""
 
     def log(self, data: Mapping[str, JsonValue], step: int) -> None:
-        numbers = [
-            f"{name}:{value}" for name, value in data.items() if isinstance(value, int | float)
-        ]
         if self.print_to_console:
-            _line(" - ".join([f"step:{step}", *numbers]))
+            numbers = [f"{k}:{v}" for k, v in data.items() if isinstance(v, int | float)]
+            _print(" - ".join([f"step:{step}", *numbers]))
 
 
 def print_rank_0(message: str) -> None:
-    """One line, from rank 0 alone."""
+    """Print one line, on rank 0 only."""
     print_with_rank(message, int(os.environ.get("RANK", "0")), log_only_rank_0=True)
 
 
 def print_with_rank(message: str, rank: int = 0, log_only_rank_0: bool = False) -> None:
-    """One line that begins with the rank."""
+    """Print one line that begins with the rank."""
     if rank == 0 or not log_only_rank_0:
-        _line(message if log_only_rank_0 else f"[Rank {rank}] {message}")
+        _print(message if log_only_rank_0 else f"[Rank {rank}] {message}")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def log_with_rank(
@@ -178,20 +172,15 @@ def log_with_rank(
     level: int = logging.INFO,
     log_only_rank_0: bool = False,
 ) -> None:
-    """A record of the logger that begins with the rank."""
+    """Log a message that begins with the rank."""
     if rank == 0 or not log_only_rank_0:
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-def _line(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def log_gpu_memory_usage(
     head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int = 0
 ) -> None:
-    """Log how much memory of the CUDA device is used; nothing without one."""
+    """Log the memory in use on the CUDA device; nothing without one."""
     import torch
 
     if torch.cuda.is_available():
@@ -201,7 +190,7 @@ def log_gpu_memory_usage(
 
 
 class GPUMemoryLogger:
-    """Decorator: log the memory of the CUDA device before and after a method."""
+    """Decorator that logs the memory of the CUDA device before and after a method."""
 
     def __init__(
         self,
@@ -213,8 +202,6 @@ class GPUMemoryLogger:
         self._role, self._logger, self._level = role, logger, level
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        import functools
-
         @functools.wraps(function)
         def logged(*arguments: P.args, **options: P.kwargs) -> R:
             where = f"{self._role} {function.__name__}"

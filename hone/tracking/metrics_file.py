@@ -1,6 +1,6 @@
-"""`metrics.jsonl`: one JSON object a line, with "step" and sorted keys; the record of a run.
+"""`metrics.jsonl`: one JSON object per line, with "step" and sorted keys; the record of a run.
 
-Lines are only ever appended, except by `cut_back`, which a resumed run calls to forget the steps
+Lines are only ever appended, except by `cut_back`, which a resumed run calls to remove the steps
 after its checkpoint. No clock is read here: the same run writes the same bytes, timings aside.
 """
 
@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hone.tracking.atomic import atomic_write_bytes
-from hone.tracking.contract import Number, Scalar, as_numbers
+from hone.tracking.contract import Number, RunInfo, Scalar, Tracker, TrackerError, as_numbers
+from hone.tracking.lock import require_lock
 from hone.types import JsonObject, Row
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def decode_line(line: str | bytes) -> Row | None:
         return None
     strange = row.pop(NONFINITE, None)
     for key, value in strange.items() if isinstance(strange, dict) else ():
-        with contextlib.suppress(ValueError, TypeError):  # what it was is lost: it stays null
+        with contextlib.suppress(ValueError, TypeError):  # an unreadable note: the value stays null
             row[key] = float(value)
     return row
 
@@ -64,9 +65,8 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(self.path, "ab", buffering=0) as file:
-                # A killed writer may have left half a line; it must not swallow this one.
-                torn = self._ends_torn()
-                file.write(b"\n" + line if torn else line)
+                # The half line of a killed writer must not swallow this one.
+                file.write(b"\n" + line if self._ends_torn() else line)
         except OSError as error:
             reason = f"cannot append step {step} ({error.strerror}): free space or fix access"
             raise OSError(error.errno, reason, str(self.path)) from error
@@ -93,11 +93,10 @@ class MetricsFile:
         if not self.path.exists():
             return 0
         lines = [line for line in self.path.read_bytes().split(b"\n") if line.strip()]
-        rows = [decode_line(line) for line in lines]
-        kept = [line for line, row in zip(lines, rows, strict=True) if row and row[STEP] <= step]
-        if len(kept) < len(lines) or self._ends_torn():
-            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in kept))
-        return len(lines) - len(kept)
+        earlier = [line for line in lines if (row := decode_line(line)) and row[STEP] <= step]
+        if len(earlier) < len(lines) or self._ends_torn():
+            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in earlier))
+        return len(lines) - len(earlier)
 
     def _ends_torn(self) -> bool:
         with open(self.path, "rb") as file:
@@ -129,3 +128,19 @@ def series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
     by_step = {row[STEP]: float(row[key]) for row in rows if row.get(key) is not None}
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]
+
+
+class JsonlTracker(Tracker):
+    """Writes each step to `metrics.jsonl` in the run folder; a failed write stops the run."""
+
+    is_the_record = True
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        if run.folder is None:
+            raise TrackerError("tracker 'jsonl' needs a run folder to write metrics.jsonl to")
+        self.file = MetricsFile(run.folder / "metrics.jsonl")
+
+    def log(self, metrics: Mapping[str, Number], step: int) -> None:
+        require_lock(self.file.path.parent)
+        self.file.append(metrics, step)

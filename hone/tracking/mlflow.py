@@ -1,7 +1,7 @@
 """The MLflow tracker.
 
 Writes to $MLFLOW_TRACKING_URI, or to `mlruns/` in the run folder when that is not set. MLflow
-allows fewer characters in names than we use: `@` and the like are spelled out.
+allows fewer characters in names than our metrics have: `@` reads `_at_`, others `_`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, flatten, require
-from hone.tracking.run_folder import RunFolder
+from hone.tracking.run_folder import keep_id, resumed_id
 from hone.types import Row
 
-PARAMS_AT_ONCE = 100  # MLflow's limits on one call and on one value
+PARAMS_PER_CALL = 100  # MLflow's limits on one call and on one value
 PARAM_CHARACTERS = 500
 
 
@@ -31,14 +31,15 @@ class MlflowTracker(Tracker):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self.mlflow.set_tracking_uri((run.folder / "mlruns").resolve().as_uri())
         self.mlflow.set_experiment(run.project_name)
-        folder = RunFolder(run.folder) if run.folder is not None else None
-        known = folder.tracker_id("mlflow") if folder and run.resumed_from is not None else None
-        active = self.mlflow.start_run(run_id=known, run_name=run.experiment_name)
+        earlier = resumed_id(run, "mlflow")
+        active = self.mlflow.start_run(run_id=earlier, run_name=run.experiment_name)
         self.run_id: str = active.info.run_id
-        if folder is not None:
-            folder.keep_tracker_id("mlflow", self.run_id)
-        if known is None:  # MLflow takes each parameter once
-            self._log_config()
+        keep_id(run, "mlflow", self.run_id)
+        if earlier is None:  # MLflow takes each parameter once
+            flat = flatten(run.config)
+            params = ((allowed_name(key), str(v)[:PARAM_CHARACTERS]) for key, v in flat)
+            while some := dict(itertools.islice(params, PARAMS_PER_CALL)):
+                self.mlflow.log_params(some, run_id=self.run_id)
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         named = {allowed_name(key): float(value) for key, value in metrics.items()}
@@ -46,16 +47,10 @@ class MlflowTracker(Tracker):
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         text = json.dumps([dict(row) for row in rows], indent=1, default=str)
-        file = f"{allowed_name(name)}/step_{step}.json"
-        self.mlflow.log_text(text, file, run_id=self.run_id)
+        self.mlflow.log_text(text, f"{allowed_name(name)}/step_{step}.json", run_id=self.run_id)
 
     def finish(self) -> None:
         self.mlflow.end_run()
-
-    def _log_config(self) -> None:
-        flat = ((allowed_name(k), str(v)[:PARAM_CHARACTERS]) for k, v in flatten(self.run.config))
-        while some := dict(itertools.islice(flat, PARAMS_AT_ONCE)):
-            self.mlflow.log_params(some, run_id=self.run_id)
 
 
 def allowed_name(key: str) -> str:

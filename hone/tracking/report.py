@@ -1,7 +1,7 @@
-"""`hone report RUN…`: one HTML page for a run, or for several laid over each other.
+"""`hone report RUN…`: one HTML page for a run, or for several runs over each other.
 
-The page is self-contained (nothing is loaded, from disk or network) and safe to open: model text
-is escaped, and its content policy allows only the script and style that are part of it.
+The page is self-contained and safe to open: the template (`report.html`) escapes all text, and the
+content policy of the page allows only its own script (`report.js`) and style (`report.css`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,42 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from hone.tracking import report_chart as geometry
-from hone.tracking import report_page as page
 from hone.tracking.atomic import atomic_write_text
-from hone.tracking.report_chart import ChartData
 from hone.tracking.report_data import RunData, labels_of, load_run
-from hone.tracking.report_style import SCRIPT, style
-from hone.tracking.smoothing import DEFAULT_WEIGHT
+from hone.tracking.smoothing import DEFAULT_WEIGHT, bucket_means, drawn_as_is, envelope
+from hone.tracking.timing import PREFIX
+from hone.types import JsonObject, JsonValue
+
+CHARACTERS_SHOWN = 4000
+POINTS_DRAWN = 500
+OVERVIEW = re.compile(
+    r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
+    r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
+    r"|perf/throughput|(train|val)/loss"
+)
+"""The charts that are open at first; the others are grouped by the first part of their name."""
+SUMMARY = re.compile(r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss")
+BESIDE_THE_STEP = ("testing", "save_checkpoint")
+"""Timers that `timing_s/step` does not include."""
+RUN_COLOURS = (
+    *("#2f6f9f", "#c2553a", "#3f8f6b", "#db2777"),
+    *("#7c3aed", "#0891b2", "#65a30d", "#dc2626"),
+)
+PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
+GOLDEN_ANGLE = 137.508
+"""Degrees of hue between the colours of further runs."""
+
+# Control characters, and the marks that make text run backwards, hide or mislead.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 
 
 def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
@@ -32,70 +57,182 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
 
 def render(runs: Sequence[RunData]) -> str:
     """The whole page as text."""
-    curves, charts = page.curves_section(runs)
-    sections = {
-        "Summary": page.summary_section(runs),
-        "Curves": curves,
-        "Time": page.timing_section(runs),
-        "Validation samples": page.validation_section(runs),
-        "Best and worst responses": page.extremes_section(runs),
-        "Config": page.config_section(runs),
-    }
-    body = "".join(
-        f'<section id="{_anchor(title)}"><h2>{title}</h2>{html}</section>'
-        for title, html in sections.items()
+    from jinja2 import Environment, FileSystemLoader
+
+    folder = Path(__file__).parent
+    pages = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    *others, last = (run.label for run in runs)
-    title = page.shown(f"{', '.join(others)} and {last}" if others else last)
-    css, script = style(len(runs)), SCRIPT
+    pages.filters |= {"shown": shown, "number": number}
+    css = (folder / "report.css").read_text(encoding="utf-8") + _colours(len(runs))
+    script = (folder / "report.js").read_text(encoding="utf-8")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"style-src '{_hash(css)}'; script-src '{_hash(script)}'"
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{css}</style></head><body><h1>{title}</h1>"
-        f"{_navigation(runs, list(sections))}{body}"
-        f'<script type="application/json" id="data">{_chart_data(runs, charts)}</script>'
-        f"<script>{script}</script></body></html>\n"
+    names = sorted({key for run in runs for key in run.metric_names()})
+    summary = [key for key in names if SUMMARY.fullmatch(key)]
+    groups = _groups(runs, names)
+    charts = [_curves(key, runs) for keys in groups.values() for key in keys]
+    data = json.dumps({"runs": [run.label for run in runs], "charts": charts}, allow_nan=False)
+    *others, last = (run.label for run in runs)
+    return pages.get_template("report.html").render(
+        runs=runs,
+        title=f"{', '.join(others)} and {last}" if others else last,
+        policy=policy,
+        css=css,
+        script=script,
+        # Inside a script element only `<` can end the element or open a comment.
+        chart_data=data.replace("<", "\\u003c"),
+        weight=DEFAULT_WEIGHT,
+        summary_keys=summary,
+        result_of=result_of,
+        headline=lambda run: _headline(run, summary),
+        curve_groups=groups,
+        time_of=time_of,
+        settings=_settings(runs),
     )
 
 
-def _navigation(runs: Sequence[RunData], titles: Sequence[str]) -> str:
-    links = "".join(f'<a href="#{_anchor(title)}">{title}</a>' for title in titles)
-    toggles = "".join(
-        f'<label><input type="checkbox" data-run="{i}" checked> '
-        f"{page.run_name(i, run.label)}</label>"
-        for i, run in enumerate(runs)
-    )
-    slider = (
-        '<label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
-        f'value="{DEFAULT_WEIGHT}"></label>'
-    )
-    search = '<input type="search" placeholder="filter curves" data-filter=".chart">'
-    return f'<nav>{links}<span class="break"></span>{toggles}{slider}{search}</nav>'
+def shown(text: str, limit: int = CHARACTERS_SHOWN) -> str:
+    """The text with invisible characters made visible, cut at `limit`; the template escapes it."""
+    whole = text.replace("\r\n", "\n")
+    visible = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", whole[:limit])
+    more = len(whole) - limit
+    return visible + (f" … {more:,} more characters" if more > 0 else "")
 
 
-def _chart_data(runs: Sequence[RunData], charts: list[ChartData]) -> str:
-    box = {
-        "total": geometry.WIDTH,
-        "left": geometry.LEFT,
-        "top": geometry.TOP,
-        "width": geometry.WIDTH - geometry.LEFT - geometry.RIGHT,
-        "height": geometry.HEIGHT - geometry.TOP - geometry.BOTTOM,
-    }
-    data = {"box": box, "runs": [run.label for run in runs], "charts": charts}
-    text = json.dumps(data, allow_nan=False)
-    # Inside a script element only `<` can end the element or open a comment.
-    return text.replace("<", "\\u003c")
-
-
-def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
 
 
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return "sha256-" + base64.b64encode(digest).decode("ascii")
+
+
+def _colours(run_count: int) -> str:
+    further = (f"hsl({i * GOLDEN_ANGLE % 360:.0f} 55% 45%)" for i in range(8, run_count))
+    runs = "".join(
+        f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"
+        f"body.hide-{i} .of{i}{{display:none}}"
+        for i, c in enumerate([*RUN_COLOURS[:run_count], *further])
+    )
+    parts = (
+        f"rect.t{i}{{fill:{c}}}.key.t{i}{{background:{c}}}" for i, c in enumerate(PART_COLOURS)
+    )
+    return runs + "".join(parts)
+
+
+class Result(NamedTuple):
+    """First, last and best value of a metric in a run."""
+
+    key: str
+    first: float
+    last: float
+    best: float
+    best_step: int
+
+
+def result_of(run: RunData, key: str) -> Result | None:
+    """The result of a run in a metric; None where it has no finite value."""
+    steps, values = run.metrics.of(key).finite()
+    if not len(values):
+        return None
+    at = values.argmin() if key.endswith("loss") else values.argmax()
+    return Result(key, values[0], values[-1], values[at], steps[at])
+
+
+def _headline(run: RunData, keys: Sequence[str]) -> Result | None:
+    """The result shown large: a held-out one where there is one."""
+    by_rank = sorted(keys, key=lambda key: (not key.startswith("val"), key))
+    return next(filter(None, (result_of(run, key) for key in by_rank)), None)
+
+
+def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
+    """Metric names by group; of overview metrics that are equal throughout, the first is one."""
+    overview = [key for key in names if OVERVIEW.fullmatch(key)]
+    overview.sort(key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key)))
+    by_values: dict[tuple[bytes, ...], str] = {}
+    for key in overview:
+        values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.of(key))
+        by_values.setdefault(values, key)
+    groups = {"overview": list(by_values.values())}
+    for key in names:
+        if key not in groups["overview"]:
+            groups.setdefault(key.partition("/")[0], []).append(key)
+    return groups
+
+
+def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
+    """What the script draws the chart of a metric from, a curve per run.
+
+    A long curve is the means of its buckets, and `raw` their lowest and highest values.
+    """
+    curves: list[JsonObject] = []
+    for index, run in enumerate(runs):
+        steps, values = run.metrics.of(key)
+        if not len(steps):
+            continue
+        curve: JsonObject = {"run": index, "as_is": drawn_as_is(key, len(steps))}
+        if len(steps) > POINTS_DRAWN:
+            buckets = POINTS_DRAWN // 2
+            curve["raw"] = _points(*envelope(steps, values, buckets - 1))
+            means = bucket_means(steps, values, buckets)
+            curve |= {"counts": list(means.counts), **_points(means.steps, means.values)}
+        else:
+            curve |= _points(steps.tolist(), values.tolist())
+        curves.append(curve)
+    return curves
+
+
+def _points(steps: list[int], values: list[float]) -> dict[str, JsonValue]:
+    finite: list[JsonValue] = [value if math.isfinite(value) else None for value in values]
+    return {"steps": list(steps), "values": finite}
+
+
+def time_of(run: RunData) -> list[dict[str, Any]]:
+    """Total seconds by part; what `timing_s/step` has beyond its parts is "other"."""
+    # Deeper names (`timing_s/agent_loop/…`) and `gen_max` are details of a part that is counted.
+    timers = [key for key in run.metric_names() if re.fullmatch(f"{PREFIX}[^/]+", key)]
+    spent = {key.removeprefix(PREFIX): run.metrics.of(key).finite().values for key in timers}
+    spent.pop("gen_max", None)
+    whole = float(sum(spent.pop("step", [])))
+    if whole:
+        whole += sum(float(sum(spent.get(name, []))) for name in BESIDE_THE_STEP)
+    totals = {name: float(sum(values)) for name, values in spent.items() if len(values)}
+    ordered = sorted(totals, key=lambda name: (totals[name], name), reverse=True)
+    inside = sum(totals.values())
+    if totals and whole > inside:
+        totals["other"] = whole - inside
+        ordered.append("other")
+    parts, start = [], 0.0
+    for name in ordered:
+        share = totals[name] / (max(whole, inside) or 1.0)
+        parts.append(
+            {
+                "name": name,
+                "seconds": totals[name],
+                "share": share,
+                "start": start,
+                "times": len(spent.get(name, [])),
+                "overlap": whole and inside > whole * 1.02,
+            }
+        )
+        start += 1000 * share
+    return parts
+
+
+def _settings(runs: Sequence[RunData]) -> list[tuple[str, bool, list[tuple[str, str]]]]:
+    """Every config key, whether the runs differ in it, and its value and origin in each."""
+
+    def cell(run: RunData, key: str) -> tuple[str, str]:
+        if key not in run.config:
+            return "–", ""
+        return run.config[key], "" if run.origins is None else str(run.origins.get(key, "default"))
+
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    return [
+        (key, len({run.config.get(key) for run in runs}) > 1, [cell(run, key) for run in runs])
+        for key in keys
+    ]

@@ -1,29 +1,64 @@
-"""What a report shows of one run, read from its folder: metrics, config, samples, extremes.
+"""What a report shows of one run, read from its folder: metrics, config, samples.
 
-Tolerant by design: a run still going, killed or half copied gives a report, and what is missing or
-cannot be read is left out and named in its notes. Only a folder without metrics is refused.
+What is missing or cannot be read is left out and named in the notes; only a folder without metrics
+is refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hone.tracking.contract import flatten
-from hone.tracking.metrics_file import metrics_at
-from hone.tracking.report_metrics import RunMetrics, load_metrics
+from hone.tracking.metrics_file import STEP, MetricsFile, metrics_at
 from hone.tracking.report_samples import Sample, StepFiles, extremes, read_samples
 from hone.tracking.run_folder import RunFolder, step_files
+from hone.types import Row
 
 PROMPTS_SHOWN = 6
 VALIDATIONS_SHOWN = 12
+HUGE = 1e300
+"""Larger values are shown as infinite: their sums and differences would no longer be numbers."""
+LARGEST_STEP = 2**62
 NO_ROLLOUTS = (
     "no responses of training steps are here (rollouts/step_N.parquet): "
     "trainer.rollout_steps_to_keep or trainer.rollout_data_dir keeps them"
 )
+
+
+class Series(NamedTuple):
+    """The values of one key in order of steps; a step logged again counts once, the last."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    def finite(self) -> Series:
+        finite = np.isfinite(self.values)
+        return Series(self.steps[finite], self.values[finite])
+
+
+NOTHING = Series(np.empty(0, np.int64), np.empty(0))
+
+
+@dataclass
+class RunMetrics:
+    """Every series of a run by key, and the first and last step that any line has."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    steps: tuple[int, int] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, key: str) -> Series:
+        return self.series.get(key, NOTHING)
 
 
 @dataclass
@@ -34,7 +69,7 @@ class RunData:
     metrics: RunMetrics
     config: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value as JSON text."""
-    origins: dict[str, str] | None = None
+    origins: Row | None = None
     """Dotted key -> where it was set; a key not in it has its default. None: not recorded."""
     validation: dict[str, list[Sample]] = field(default_factory=dict)
     """Prompt -> its response at each validation, oldest first."""
@@ -54,11 +89,13 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     run = RunData(label, metrics, notes=list(metrics.notes))
     if metrics.steps is None:
         run.notes.append("metrics.jsonl holds no step: the run has not finished a step")
-    run.config = _config(folder, run.notes)
-    run.origins = _origins(folder, run.notes)
-    validations = _kept(folder.validation, run.config, "trainer.validation_data_dir", run.notes)
+    if not folder.config_file.exists():
+        run.notes.append(f"no {folder.config_file.name}")
+    run.config = _keys(folder.config_file, folder.read_config, _flat, run.notes) or {}
+    run.origins = _keys(folder.origins_file, folder.read_origins, dict, run.notes)
+    validations = _samples(folder.validation, run, "trainer.validation_data_dir")
     run.validation = _validation_by_prompt(validations, run.notes)
-    rollouts = _kept(folder.rollouts, run.config, "trainer.rollout_data_dir", run.notes)
+    rollouts = _samples(folder.rollouts, run, "trainer.rollout_data_dir")
     run.best, run.worst = extremes(rollouts, run.notes)
     if not rollouts:
         run.notes.append(NO_ROLLOUTS)
@@ -77,77 +114,121 @@ def labels_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     return labels
 
 
-def _config(folder: RunFolder, notes: list[str]) -> dict[str, str]:
-    """Dotted key -> value as JSON text; empty, with a note, where there is no config to be read."""
+def _flat(config: Row) -> Row:
+    return {key: json.dumps(value, default=str) for key, value in flatten(config)}
+
+
+def _keys(
+    file: Path, read: Callable[[], Row], make: Callable[[Row], Row], notes: list[str]
+) -> Row | None:
+    """The keys of a file; None where there is none, and with a note where it cannot be read."""
     import yaml
 
-    name = folder.config_file.name
-    if not folder.config_file.exists():
-        notes.append(f"no {name}")
-        return {}
-    try:
-        config = folder.read_config()
-        if isinstance(config, dict):
-            return {key: json.dumps(value, default=str) for key, value in flatten(config)}
-        notes.append(f"{name} is left out: it holds no keys")
-    except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
-        notes.append(f"{name} cannot be read and is left out: {_short(error)}")
-    return {}
-
-
-def _origins(folder: RunFolder, notes: list[str]) -> dict[str, str] | None:
-    name = folder.origins_file.name
-    if not folder.origins_file.exists():
+    if not file.exists():
         return None
     try:
-        origins = folder.read_origins()
-        if isinstance(origins, dict):
-            return origins
-        notes.append(f"{name} is left out: it holds no keys")
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{name} cannot be read and is left out: {_short(error)}")
+        keys = read()
+        if isinstance(keys, dict):
+            return make(keys)
+        notes.append(f"{file.name} is left out: it holds no keys")
+    except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
+        notes.append(f"{file.name} cannot be read and is left out: {_short(error)}")
     return None
 
 
-def _kept(inside: Path, config: dict[str, str], key: str, notes: list[str]) -> StepFiles:
+def _samples(inside: Path, run: RunData, key: str) -> StepFiles:
     """Sample files in the run folder, or where the run's config put them instead."""
-    elsewhere = json.loads(config.get(key, "null"))
+    elsewhere = json.loads(run.config.get(key, "null"))
     folders = [inside, Path(elsewhere)] if isinstance(elsewhere, str) else [inside]
     for folder in folders:
         try:
-            files = step_files(folder)
+            if files := step_files(folder):
+                return files
         except OSError as error:
-            notes.append(f"{folder.name}/ cannot be read and is left out: {_short(error)}")
-            continue
-        if files:
-            return files
+            run.notes.append(f"{folder.name}/ cannot be read and is left out: {_short(error)}")
     return []
 
 
 def _validation_by_prompt(files: StepFiles, notes: list[str]) -> dict[str, list[Sample]]:
-    """The first prompts of the last validation, each through all (or evenly chosen) validations."""
-    chosen = _evenly(files, VALIDATIONS_SHOWN)
-    by_file = [read_samples(step, path, notes) for step, path in chosen]
+    """The first prompts of the last validation, each through all (or evenly spaced) validations."""
+    if len(files) > VALIDATIONS_SHOWN:
+        gap = (len(files) - 1) / (VALIDATIONS_SHOWN - 1)
+        files = [files[round(i * gap)] for i in range(VALIDATIONS_SHOWN)]
+    by_file = [read_samples(step, path, notes) for step, path in files]
     if not by_file:
         return {}
     prompts = list(dict.fromkeys(sample.prompt for sample in by_file[-1]))[:PROMPTS_SHOWN]
-    story: dict[str, list[Sample]] = {prompt: [] for prompt in prompts}
-    for samples in by_file:
-        first: dict[str, Sample] = {}
-        for sample in samples:
-            first.setdefault(sample.prompt, sample)
-        for prompt in prompts:
-            if prompt in first:
-                story[prompt].append(first[prompt])
-    return story
-
-
-def _evenly(files: StepFiles, at_most: int) -> StepFiles:
-    if len(files) <= at_most:
-        return files
-    last = len(files) - 1
-    return [files[round(i * last / (at_most - 1))] for i in range(at_most)]
+    # Of several responses to a prompt the first is shown.
+    firsts = [{sample.prompt: sample for sample in reversed(samples)} for samples in by_file]
+    return {prompt: [first[prompt] for first in firsts if prompt in first] for prompt in prompts}
 
 
 def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
+
+
+def load_metrics(file: Path) -> RunMetrics:
+    """Read a `metrics.jsonl` line by line, so that a long run is never in memory as dictionaries."""
+    torn: list[int] = []
+
+    def rows() -> Iterator[Row]:
+        for number, row in MetricsFile(file).lines():
+            if row is None:
+                torn.append(number)
+            else:
+                yield row
+
+    metrics = metrics_of(rows())
+    if torn:
+        amount = f"{_lines(len(torn))}, the first being line {torn[0]}"
+        metrics.notes.append(f"{file.name}: left out what is no metrics line ({amount})")
+    return metrics
+
+
+def metrics_of(rows: Iterable[Row]) -> RunMetrics:
+    """The series of rows as `decode_line` gives them."""
+    steps_of: dict[str, array[int]] = defaultdict(lambda: array("q"))
+    values_of: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    refused: Counter[str] = Counter()
+    metrics, far = RunMetrics(), 0
+    for row in rows:
+        step = row[STEP]
+        if abs(step) > LARGEST_STEP:
+            far += 1
+            continue
+        first, last = metrics.steps or (step, step)
+        metrics.steps = min(first, step), max(last, step)
+        for key, value in row.items():
+            if key == STEP:
+                continue
+            try:
+                values_of[key].append(value)
+            except (TypeError, OverflowError):  # null, text, a list; an integer beyond floats
+                refused[key] += 1
+            else:
+                steps_of[key].append(step)
+    if far:
+        metrics.notes.append(f"{_lines(far)} left out: the step is beyond ±2^62")
+    for key in sorted(values_of):
+        if refused[key]:
+            metrics.notes.append(f"{key}: left out where it is no number ({_lines(refused[key])})")
+        if values_of[key]:
+            values = np.array(values_of.pop(key))
+            huge = np.isfinite(values) & (np.abs(values) > HUGE)
+            if huge.any():
+                values[huge] = np.copysign(np.inf, values[huge])
+                amount = _lines(int(huge.sum()))
+                metrics.notes.append(f"{key}: not drawn where it is beyond ±{HUGE:.0e} ({amount})")
+            metrics.series[key] = _ordered(np.array(steps_of.pop(key)), values)
+    return metrics
+
+
+def _ordered(steps: NDArray[np.int64], values: NDArray[np.float64]) -> Series:
+    order = np.argsort(steps, kind="stable")
+    steps, values = steps[order], values[order]
+    last = np.append(steps[1:] != steps[:-1], True)
+    return Series(steps[last], values[last])
+
+
+def _lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count:,} lines"

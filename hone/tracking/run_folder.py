@@ -1,7 +1,4 @@
-"""A run is a folder: its config, its metrics, its rollouts and its checkpoints, by fixed names.
-
-Knows where things lie and how they are written safely; what is in them is their writers' matter.
-"""
+"""A run is a folder: its config, its metrics, its rollouts and its checkpoints, by fixed names."""
 
 from __future__ import annotations
 
@@ -9,26 +6,23 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from hone.tracking.atomic import atomic_write_bytes, atomic_write_text, remove_leftovers
+from hone.tracking.contract import RunInfo
 from hone.tracking.metrics_file import MetricsFile
 from hone.types import Row, Settings
 
-_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
-_CHECKPOINT = re.compile(r"global_step_(\d+)")
-
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
-    """The file that names the latest checkpoint of a run."""
+    """The file that names the latest checkpoint of a run, under verl's name."""
     return str(RunFolder(root_path).latest_file)
 
 
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
     """The folder of the latest checkpoint, under verl's name; None where there is none."""
-    file = None if path is None else RunFolder(path).latest_file
-    if path is None or file is None or not file.is_file():
+    if path is None or not (file := RunFolder(path).latest_file).is_file():
         return None
     folder = Path(path) / directory_format.format(int(file.read_text(encoding="utf-8")))
     return str(folder) if folder.exists() else None
@@ -55,9 +49,6 @@ class RunFolder:
     def metrics(self) -> MetricsFile:
         return MetricsFile(self.metrics_file)
 
-    def rollout_file(self, step: int) -> Path:
-        return self.rollouts / f"step_{step}.parquet"
-
     def validation_file(self, step: int) -> Path:
         return self.validation / f"step_{step}.parquet"
 
@@ -66,29 +57,21 @@ class RunFolder:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Step and folder of every finished checkpoint, oldest first."""
-        found = ((_CHECKPOINT.fullmatch(p.name), p) for p in _entries(self.path) if p.is_dir())
-        return sorted((int(match[1]), path) for match, path in found if match)
-
-    def rollout_files(self) -> list[tuple[int, Path]]:
-        return step_files(self.rollouts)
-
-    def validation_files(self) -> list[tuple[int, Path]]:
-        return step_files(self.validation)
+        entries = _numbered(self.path, r"global_step_(\d+)")
+        return [(step, path) for step, path in entries if path.is_dir()]
 
     def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
-        """Keep the resolved config, and where each dotted key came from (file, argument, default).
+        """Write the resolved config, and the origin of each dotted key (file, argument, default).
 
-        A resumed run whose config differs keeps the earlier one as `config.1.yaml`, `.2`, …: the
-        steps before were made with it.
+        An earlier config that differs is kept as `config.1.yaml`, `.2`, …: the steps before were
+        made with it.
         """
         import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        if self.config_file.exists():
-            before = self.config_file.read_bytes()  # whatever it holds, it is kept
-            if before != text.encode():
-                earlier = len(list(self.path.glob("config.*.yaml"))) + 1
-                atomic_write_bytes(self.path / f"config.{earlier}.yaml", before)
+        if self.config_file.exists() and (before := self.config_file.read_bytes()) != text.encode():
+            earlier = len(list(self.path.glob("config.*.yaml"))) + 1
+            atomic_write_bytes(self.path / f"config.{earlier}.yaml", before)
         atomic_write_text(self.config_file, text)
         if origins is not None:
             atomic_write_text(self.origins_file, json.dumps(dict(origins), indent=1))
@@ -102,7 +85,7 @@ class RunFolder:
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
     def earlier_config(self) -> Row:
-        """The resolved config where it can be read, else nothing: it is looked at, not relied on."""
+        """The resolved config, or nothing where it cannot be read."""
         import yaml
 
         try:
@@ -117,14 +100,11 @@ class RunFolder:
         return json.loads(self.origins_file.read_text(encoding="utf-8"))
 
     def cut_back(self, step: int) -> None:
-        """Forget everything logged after `step`: what a run resumed from its checkpoint redoes.
-
-        Checkpoints are left alone: the caller that resumes judges which of them is sound.
-        """
+        """Remove all metrics, rollouts and validations after `step`; checkpoints stay."""
         for folder in (self.path, self.rollouts, self.validation):
             remove_leftovers(folder)
         self.metrics.cut_back(step)
-        for at, file in (*self.rollout_files(), *self.validation_files()):
+        for at, file in (*step_files(self.rollouts), *step_files(self.validation)):
             if at > step:
                 file.unlink(missing_ok=True)
 
@@ -144,11 +124,25 @@ class RunFolder:
         return {}
 
 
+def resumed_id(run: RunInfo, tracker: str) -> str | None:
+    """The id of the remote run that this run continues; None for a fresh run."""
+    if run.folder is None or run.resumed_from is None:
+        return None
+    return RunFolder(run.folder).tracker_id(tracker)
+
+
+def keep_id(run: RunInfo, tracker: str, run_id: str) -> None:
+    """Write down the id of the remote run, where there is a run folder."""
+    if run.folder is not None:
+        RunFolder(run.folder).keep_tracker_id(tracker, run_id)
+
+
 def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Step and path of every `step_N.parquet` in a folder, in order of steps."""
-    found = ((_STEP_FILE.fullmatch(p.name), p) for p in _entries(folder))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    return _numbered(folder, r"step_(\d+)\.parquet")
 
 
-def _entries(folder: Path) -> Iterator[Path]:
-    return folder.iterdir() if folder.is_dir() else iter(())
+def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    entries = folder.iterdir() if folder.is_dir() else ()
+    matches = ((re.fullmatch(pattern, path.name), path) for path in entries)
+    return sorted((int(match[1]), path) for match, path in matches if match)

@@ -1,4 +1,4 @@
-"""Smoothing and thinning of a curve before it is drawn; the numbers on disk stay as they are."""
+"""Smoothing and downsampling of a curve before it is drawn; the numbers on disk stay as they are."""
 
 from __future__ import annotations
 
@@ -12,95 +12,70 @@ from numpy.typing import NDArray
 
 DEFAULT_WEIGHT = 0.6
 FEW_POINTS = 12
-"""Curves this short are drawn as they are, with their points marked."""
+"""Curves this short are drawn unsmoothed, with their points marked."""
 MEASUREMENTS = ("val-core/", "val-aux/", "val/")
-"""Metrics whose every point is a measurement on held-out rows: they are never smoothed."""
+"""Metrics measured on held-out rows are never smoothed."""
 
 Steps = Sequence[int] | NDArray[np.int64]
 Values = Sequence[float] | NDArray[np.float64]
 
 
 def drawn_as_is(key: str, points: int) -> bool:
-    """Whether a curve is drawn through its points, without smoothing."""
+    """Whether a curve is drawn without smoothing."""
     return points <= FEW_POINTS or key.startswith(MEASUREMENTS)
 
 
-def smooth(
-    values: Sequence[float], weight: float, counts: Sequence[int] | None = None
-) -> list[float]:
-    """Exponential moving average without the pull towards zero at the start.
+def smooth(values: Sequence[float], weight: float) -> list[float]:
+    """Exponential moving average, bias-corrected at the start; weight 0 leaves the curve as it is.
 
-    Point i is the average of points 0..i, each step back counting `weight` times less; weight 0
-    leaves the curve as it is. A value that is not finite is passed on and otherwise left out.
-    With `counts`, value i stands for that many equal ones.
+    A value that is not finite is passed on and does not enter the average.
     """
     if not 0 <= weight < 1:
         raise ValueError(f"smoothing weight must be in [0, 1), got {weight}")
     smoothed: list[float] = []
     total = mass = 0.0
-    for i, value in enumerate(values):
-        if not math.isfinite(value):
-            smoothed.append(value)
-            continue
-        kept = weight ** (counts[i] if counts else 1)
-        total = kept * total + (1 - kept) * value
-        mass = kept * mass + (1 - kept)
-        smoothed.append(total / mass)
+    for value in values:
+        if math.isfinite(value):
+            total = weight * total + (1 - weight) * value
+            mass = weight * mass + (1 - weight)
+            value = total / mass
+        smoothed.append(value)
     return smoothed
 
 
 class Means(NamedTuple):
-    """A curve cut into stretches: the step in the middle of each, its mean, how many it holds."""
+    """A curve in buckets of consecutive points: the middle step, the mean and the size of each."""
 
     steps: list[int]
     values: list[float]
-    counts: list[int] | None
-    """None: every stretch is one point, the curve itself."""
+    counts: list[int]
 
 
-def stretch_means(steps: Steps, values: Values, at_most: int) -> Means:
-    """A curve of more than `at_most` points as the means of half as many stretches.
-
-    The mean height of the curve stays what it is. Values that are not finite are left out; a
-    stretch of nothing else is a gap.
-    """
+def bucket_means(steps: Steps, values: Values, buckets: int) -> Means:
+    """The mean of each bucket over its finite values; a bucket without any is a gap (NaN)."""
     numbers = np.asarray(values, np.float64)
-    if len(numbers) <= at_most:
-        return Means(np.asarray(steps).tolist(), numbers.tolist(), None)
-    middles, means, counts = [], [], []
-    for start, stop in _stretches(len(numbers), max(1, at_most // 2)):
+    means = Means([], [], [])
+    for start, stop in _buckets(len(numbers), buckets):
         inside = numbers[start:stop]
         finite = inside[np.isfinite(inside)]
-        middles.append(int(steps[(start + stop) // 2]))
-        means.append(float(finite.mean()) if len(finite) else math.nan)
-        counts.append(len(finite))
-    return Means(middles, means, counts)
+        means.steps.append(int(steps[(start + stop) // 2]))
+        means.values.append(float(finite.mean()) if len(finite) else math.nan)
+        means.counts.append(len(finite))
+    return means
 
 
-def thin(steps: Steps, values: Values, at_most: int) -> tuple[list[int], list[float]]:
-    """At most about `at_most` of the points, keeping each stretch's lowest and highest.
-
-    Peaks and dips survive, unlike with every n-th point; the first and last point always do. What
-    is kept is an envelope: its mean says nothing about the curve's (`stretch_means` does).
-    """
+def envelope(steps: Steps, values: Values, buckets: int) -> tuple[list[int], list[float]]:
+    """The first and last point, and the lowest and highest of each bucket: peaks survive."""
     numbers, at = np.asarray(values, np.float64), np.asarray(steps)
-    count = len(numbers)
-    if count <= at_most:
-        return at.tolist(), numbers.tolist()
-    kept = {0, count - 1}
-    for start, stop in _stretches(count, max(1, at_most // 2 - 1)):
+    points = {0, len(numbers) - 1}
+    for start, stop in _buckets(len(numbers), buckets):
         inside = numbers[start:stop]
         finite = np.flatnonzero(np.isfinite(inside))
-        if len(finite):
-            kept |= {
-                start + finite[inside[finite].argmin()],
-                start + finite[inside[finite].argmax()],
-            }
-        else:
-            kept.add(start)
-    order = sorted(kept)
+        extremes = (inside[finite].argmin(), inside[finite].argmax()) if len(finite) else ()
+        points |= {start + finite[i] for i in extremes} or {start}
+    order = sorted(points)
     return at[order].tolist(), numbers[order].tolist()
 
 
-def _stretches(count: int, amount: int) -> Iterator[tuple[int, int]]:
-    return itertools.pairwise(i * count // amount for i in range(amount + 1))
+def _buckets(count: int, buckets: int) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise(i * count // buckets for i in range(buckets + 1))

@@ -6,33 +6,26 @@ Libraries wrap the system's error in their own; the cause is looked for in the w
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_REASONS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file is larger than the file system or `ulimit -f` allows",
-    errno.EIO: "the disk failed (input/output error)",
-    errno.EROFS: "the file system is read-only",
-    errno.ESTALE: "the network file system lost the file (stale file handle)",
+_FAILURES = {
+    errno.ENOSPC: ("the disk is full", "free space"),
+    errno.EDQUOT: ("the disk quota is used up", "free space or raise the quota"),
+    errno.EFBIG: (
+        "the file is larger than the file system or `ulimit -f` allows",
+        "raise the limit",
+    ),
+    errno.EIO: ("the disk failed (input/output error)", "check the disk"),
+    errno.EROFS: ("the file system is read-only", "mount it writable or name another folder"),
+    errno.ESTALE: (
+        "the network file system lost the file (stale file handle)",
+        "check the mount",
+    ),
 }
-_REMEDIES = {
-    errno.ENOSPC: "free space",
-    errno.EDQUOT: "free space or raise the quota",
-    errno.EFBIG: "raise the limit",
-    errno.EIO: "check the disk",
-    errno.EROFS: "mount it writable or name another folder",
-    errno.ESTALE: "check the mount",
-}
-_TEXTS = {
-    "No space left on device": errno.ENOSPC,
-    "Disk quota exceeded": errno.EDQUOT,
-    "File too large": errno.EFBIG,
-    "Input/output error": errno.EIO,
-    "Read-only file system": errno.EROFS,
-}
+"""System error -> what is wrong, and what to do about it."""
 
 
 def storage_failure(error: BaseException | None) -> int | None:
@@ -40,16 +33,15 @@ def storage_failure(error: BaseException | None) -> int | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in _REASONS:
+        if isinstance(error, OSError) and error.errno in _FAILURES:
             return error.errno
         failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: one per rank
         for failure in failures.values() if isinstance(failures, dict) else ():
             cause = failure[0] if isinstance(failure, tuple) else failure
             if isinstance(cause, BaseException) and (number := storage_failure(cause)) is not None:
                 return number
-        text = str(error)
-        for words, number in _TEXTS.items():
-            if words in text:
+        for number in _FAILURES:
+            if os.strerror(number) in str(error):
                 return number
         error = error.__cause__ or error.__context__
     return None
@@ -68,12 +60,12 @@ def naming(file: Path) -> Iterator[None]:
 
 def reason(number: int) -> str:
     """What is wrong, as the beginning of a sentence."""
-    return _REASONS[number]
+    return _FAILURES[number][0]
 
 
 def remedy(number: int) -> str:
     """What to do about it."""
-    return _REMEDIES[number]
+    return _FAILURES[number][1]
 
 
 def storage_sentence(error: BaseException) -> str | None:
@@ -81,9 +73,8 @@ def storage_sentence(error: BaseException) -> str | None:
     number = storage_failure(error)
     if number is None:
         return None
-    file = getattr(error, "filename", None)
-    where = f": {file} could not be written" if file else ": a file could not be written"
+    file = getattr(error, "filename", None) or "a file"
     return (
-        f"{reason(number)}{where}. What was saved before is untouched; {remedy(number)} and start "
-        "the same command again"
+        f"{reason(number)}: {file} could not be written. What was saved before is untouched; "
+        f"{remedy(number)} and start the same command again"
     )

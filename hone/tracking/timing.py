@@ -1,7 +1,4 @@
-"""Timers: where the seconds of a step go, as `timing_s/<name>`.
-
-Wall time only, summed per name until drained; asynchronous device work is the caller's to wait for.
-"""
+"""Timers: where the seconds of a step go, as `timing_s/<name>`, in wall time."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ PREFIX = "timing_s/"
 
 
 class Timers:
-    """Named stopwatches: `with timers.timer("gen"): ...`, then `timers.drain()` once a step."""
+    """Named stopwatches: `with timers.timer("gen"): ...`, then `timers.drain()` once per step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -29,7 +26,7 @@ class Timers:
             self.add(name, self._clock() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds that someone else measured (a worker, say)."""
+        """Add seconds that another process measured."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:

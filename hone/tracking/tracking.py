@@ -1,7 +1,6 @@
-"""`Tracking`: one call to log a step, any number of places it goes to.
+"""`Tracking`: one call to log a step, any number of trackers.
 
-Names map to classes in one table; a user's own tracker is `"pkg.mod:Class"`. Metrics are numbers
-here already: what they mean and how they were reduced is the trainer's matter.
+Names map to classes in one table; a user's own tracker is `"pkg.mod:Class"`.
 """
 
 from __future__ import annotations
@@ -24,16 +23,20 @@ TRACKERS: Table[Callable[[RunInfo], Tracker]] = Table(
     "tracker in trainer.logger",
     {
         "console": "hone.tracking.console:ConsoleTracker",
-        "jsonl": "hone.tracking.jsonl:JsonlTracker",
-        "file": "hone.tracking.jsonl:JsonlTracker",
+        "jsonl": "hone.tracking.metrics_file:JsonlTracker",
+        "file": "hone.tracking.metrics_file:JsonlTracker",
         "tensorboard": "hone.tracking.tensorboard:TensorboardTracker",
         "wandb": "hone.tracking.wandb:WandbTracker",
         "mlflow": "hone.tracking.mlflow:MlflowTracker",
         "swanlab": "hone.tracking.swanlab:SwanlabTracker",
     },
 )
-ALIASES = {"file": "jsonl"}
-"""`file` is what verl calls its JSON-lines logger."""
+
+
+def _names(backend: str | Sequence[str]) -> list[str]:
+    """Tracker names; `file` is verl's name of `jsonl`."""
+    names = [backend] if isinstance(backend, str) else backend
+    return ["jsonl" if name == "file" else name for name in names]
 
 
 class Tracking:
@@ -56,10 +59,8 @@ class Tracking:
         resumed_from: int | None = None,
         prints_everything: bool = False,
     ) -> None:
-        if isinstance(run_folder, RunFolder):
-            folder: Path | None = run_folder.path
-        else:
-            folder = Path(run_folder) if run_folder is not None else None
+        place = run_folder.path if isinstance(run_folder, RunFolder) else run_folder
+        folder = None if place is None else Path(place)
         run = RunInfo(
             project_name,
             experiment_name,
@@ -69,13 +70,9 @@ class Tracking:
             resumed_from,
             prints_everything,
         )
-        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        names = [ALIASES.get(name, name) for name in names]
         # The record is written first: a tracker that fails later cannot lose the step.
-        names = ["jsonl", *names] if folder is not None else names
-        self.trackers: dict[str, Tracker] = {}
-        for name in dict.fromkeys(names):
-            self.trackers[name] = TRACKERS.get(name)(run)
+        names = [*(["jsonl"] if folder is not None else []), *_names(default_backend)]
+        self.trackers = {name: TRACKERS.get(name)(run) for name in dict.fromkeys(names)}
         self.failures: dict[str, int] = {}
 
     def log(
@@ -87,31 +84,26 @@ class Tracking:
         """Hand one step's metrics to all trackers, or to those named in `backend`."""
         numbers = as_numbers(data)
         numbers |= {f"tracking/failures/{name}": n for name, n in self.failures.items()}
-        for name in self._chosen(backend):
-            self._guarded(name, partial(self.trackers[name].log, numbers, step))
-
-    def _chosen(self, backend: str | Sequence[str] | None) -> list[str]:
-        if backend is None:
-            return list(self.trackers)
-        names = [backend] if isinstance(backend, str) else list(backend)
-        names = [ALIASES.get(name, name) for name in names]
+        names = list(self.trackers) if backend is None else _names(backend)
         for name in names:
             if name not in self.trackers:
                 raise TrackerError(
                     f"no tracker {name!r} in this run; it has {', '.join(self.trackers) or 'none'}"
                 )
-        return names
+        for name in names:
+            tracker = self.trackers[name]
+            self._guarded(name, tracker, partial(tracker.log, numbers, step))
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         """Show sample rows (validation generations, say) in the trackers that have tables."""
         for key, tracker in self.trackers.items():
-            self._guarded(key, partial(tracker.log_samples, name, rows, step))
+            self._guarded(key, tracker, partial(tracker.log_samples, name, rows, step))
 
     def finish(self) -> None:
         """Flush and close every tracker; calling it twice does no harm."""
         trackers, self.trackers = self.trackers, {}
         for name, tracker in trackers.items():
-            self._guarded(name, tracker.finish, is_the_record=tracker.is_the_record)
+            self._guarded(name, tracker, tracker.finish)
         for name, count in self.failures.items():
             log.warning("tracker %r failed %d times; metrics.jsonl is complete", name, count)
 
@@ -121,24 +113,18 @@ class Tracking:
     def __exit__(self, *exc: object) -> None:
         self.finish()
 
-    def _guarded(
-        self, name: str, action: Callable[[], None], is_the_record: bool | None = None
-    ) -> None:
-        if is_the_record is None:
-            is_the_record = self.trackers[name].is_the_record
+    def _guarded(self, name: str, tracker: Tracker, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
             # Remote trackers raise whatever their transport raises; none of it may end training.
-            if is_the_record:
+            if tracker.is_the_record:
                 raise
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
-                # A full disk has no line of code to show.
-                traceback = storage_failure(error) is None
-                log.warning(
-                    "tracker %r failed (%r); the run goes on", name, error, exc_info=traceback
-                )
+                is_code = storage_failure(error) is None  # a full disk needs no traceback
+                message = "tracker %r failed (%r); the run goes on"
+                log.warning(message, name, error, exc_info=is_code)
 
 
 class ValidationGenerationsLogger:
@@ -152,9 +138,9 @@ class ValidationGenerationsLogger:
         self, loggers: str | Sequence[str], samples: Sequence[Sequence[JsonValue]], step: int
     ) -> None:
         """`samples` are (input, output, score)."""
-        chosen = (loggers,) if isinstance(loggers, str) else tuple(loggers)
-        if chosen not in self._tracking:
-            self._tracking[chosen] = Tracking(*self._names, chosen)
-        names = ("input", "output", "score")
-        rows = [dict(zip(names, sample, strict=False)) for sample in samples]
-        self._tracking[chosen].log_samples("val/generations", rows, step)
+        names = (loggers,) if isinstance(loggers, str) else tuple(loggers)
+        if names not in self._tracking:
+            self._tracking[names] = Tracking(*self._names, names)
+        columns = ("input", "output", "score")
+        rows = [dict(zip(columns, sample, strict=False)) for sample in samples]
+        self._tracking[names].log_samples("val/generations", rows, step)

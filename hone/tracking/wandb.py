@@ -1,6 +1,6 @@
 """The Weights & Biases tracker.
 
-Obeys wandb's own variables (WANDB_MODE=offline keeps all on disk, in the run folder). A resumed
+wandb's own variables hold (WANDB_MODE=offline keeps all on disk, in the run folder). A resumed
 run continues under the id of the first: steps it redoes are the same, and wandb keeps the first.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hone.tracking.contract import Number, RunInfo, Tracker, require
-from hone.tracking.run_folder import RunFolder
+from hone.tracking.run_folder import keep_id, resumed_id
 from hone.types import JsonValue, Row
 
 
@@ -17,21 +17,18 @@ class WandbTracker(Tracker):
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
         self.wandb = require("wandb", "wandb")
-        folder = RunFolder(run.folder) if run.folder is not None else None
         if run.folder is not None:
             run.folder.mkdir(parents=True, exist_ok=True)
-        resuming = run.resumed_from is not None and folder is not None
-        known = folder.tracker_id("wandb") if resuming and folder else None
+        earlier = resumed_id(run, "wandb")
         self.session = self.wandb.init(
             project=run.project_name,
             name=run.experiment_name,
             config=dict(run.config),
             dir=str(run.folder) if run.folder is not None else None,
-            id=known,
-            resume="allow" if known else None,
+            id=earlier,
+            resume="allow" if earlier else None,
         )
-        if folder is not None:
-            folder.keep_tracker_id("wandb", self.session.id)
+        keep_id(run, "wandb", self.session.id)
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         self.session.log(dict(metrics), step=step)

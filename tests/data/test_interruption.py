@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hone.data.interruption import Overdue, limited
+from hone.data.chat_template import Overdue, limited
 
 
 def spin() -> None:
@@ -55,7 +55,7 @@ def test_no_interrupt_arrives_after_a_call() -> None:
 def test_a_call_leaves_the_interpreter_as_it_was() -> None:
     """An interrupt that is cleared, and not let arrive, makes a profiled call hang."""
     code = (
-        "import sys; from hone.data.interruption import limited; f = lambda: 1;"
+        "import sys; from hone.data.chat_template import limited; f = lambda: 1;"
         "limited(f, 1); sys.setprofile(lambda *_: None); f()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -177,7 +177,8 @@ def test_the_fingerprint_names_the_content_and_the_rows_that_are_used(
     whole = name(rows, "one.jsonl")
     assert whole == name(rows, "copy.jsonl")
     assert len({whole, name([*rows[:3], rows[0]], "b.jsonl"), name(rows, "one.jsonl", 3)}) == 3
-    assert SFTDataset(None, tokenizer, settings_of(), rows=rows).fingerprint is None
+    in_memory = [SFTDataset(None, tokenizer, settings_of(), rows=rows[n:]) for n in (0, 0, 1)]
+    assert in_memory[0].fingerprint == in_memory[1].fingerprint != in_memory[2].fingerprint
 
 
 def test_a_row_whose_response_is_cut_away_is_named(tokenizer: Any) -> None:
@@ -234,7 +235,7 @@ def test_text_that_is_not_unicode_is_a_bad_row(
 def test_no_row_that_can_be_learnt_from_is_an_error(tokenizer: Any) -> None:
     settings = settings_of(max_length=3, on_bad_row="skip")
     data = SFTDataset(None, tokenizer, settings, rows=[{"question": "a", "answer": "b"}])
-    with pytest.raises(DataError, match="no good row is left: row 0: the row has"):
+    with pytest.raises(DataError, match="no good row is left: rows in memory, row 0: the row has"):
         data.encode_all()
 
 

@@ -59,7 +59,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
         for step in (1, 2):
             parts = [{"reward/rule": i / 8, "reward/format": 0.125} for i in range(8)]
             rows = [sample(step, f"u{i}", i / 8, **parts[i]) for i in range(8)]
-            write_rows(run.rollout_file(step), rows)
+            write_rows((run.rollouts / f"step_{step}.parquet"), rows)
         return run
 
     return make

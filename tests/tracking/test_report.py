@@ -4,10 +4,7 @@ import base64
 import hashlib
 import json
 import math
-import random
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,9 +14,6 @@ import pytest
 
 from hone.tracking import RunFolder
 from hone.tracking.report import write_report
-from hone.tracking.report_chart import Curve, chart, tick_text, ticks
-from hone.tracking.report_style import SCRIPT
-from hone.tracking.smoothing import smooth
 
 MakeRun = Callable[..., RunFolder]
 HOSTILE = (
@@ -77,7 +71,7 @@ def test_two_runs_are_laid_over_each_other(make_run: MakeRun, tmp_path: Path) ->
     html = report(tmp_path, make_run("slow"), make_run("fast", lr=2e-6))
     data = json.loads(Page(html).scripts[0])
     assert data["runs"] == ["slow", "fast"]
-    assert all([c["run"] for c in chart["curves"]] == [0, 1] for chart in data["charts"])
+    assert all([c["run"] for c in curves] == [0, 1] for curves in data["charts"])
     assert re.search(r'class="setting differs" data-name="actor\.lr"', html)
     assert re.search(r'class="setting" data-name="actor\.clip"', html)
 
@@ -107,7 +101,7 @@ def test_hostile_text_from_anywhere_in_a_run_stays_text(
     run = make_run("a<b>&'")
     evil = rows_of(3, HOSTILE, 9.0, **{f"reward/{HOSTILE}": 1.0})
     evil |= {"prompt_text": HOSTILE, "response_text": HOSTILE}
-    write_parquet(run.rollout_file(3), [evil])
+    write_parquet((run.rollouts / "step_3.parquet"), [evil])
     write_parquet(run.validation_file(20), [evil])
     run.write_config({HOSTILE: {HOSTILE: HOSTILE}}, {f"{HOSTILE}.{HOSTILE}": HOSTILE})
     run.metrics.append({HOSTILE: 1.0, f"{HOSTILE}/x": 2.0, f"timing_s/{HOSTILE}": 3.0}, 21)
@@ -148,70 +142,9 @@ def test_any_number_of_runs_is_laid_over_each_other_each_in_its_colour(
     colours = re.findall(r"path\.r(\d+)\{stroke:([^}]+)\}", html)
     assert [int(number) for number, _ in colours] == list(range(12))
     assert len({colour for _, colour in colours}) == 12
-    assert all(f"body.hide-{i} svg .r{i},body.hide-{i} .of{i}{{" in html for i in range(12))
+    assert all(f"body.hide-{i} .of{i}{{" in html for i in range(12))
     data = json.loads(Page(html).scripts[0])
-    assert [curve["run"] for curve in data["charts"][0]["curves"]] == list(range(12))
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
-def test_the_script_draws_what_the_page_was_drawn_with(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run()
-    for step in range(21, 1200):
-        run.metrics.append({"long": step % 7}, step)
-    html = report(tmp_path, run)
-    data = Page(html).scripts[0]
-    assert '"counts"' in data
-    program = SCRIPT + (
-        f"const data = {data};\n"
-        "console.log(JSON.stringify(data.charts.map(c => c.curves.map(curve => pathOf("
-        "scaleOf(c.curves, data.box), curve.steps,"
-        "smooth(curve.values, curve.as_is ? 0 : 0.6, curve.counts))))));\n"
-        "console.log(JSON.stringify(smooth([1, null, 3, 2], 0.9)));"
-    )
-    done = subprocess.run(
-        ["node", "-"], input=program, capture_output=True, text=True, check=True, timeout=60
-    )
-    paths, smoothed = (json.loads(line) for line in done.stdout.splitlines())
-    assert [path for chart in paths for path in chart] == re.findall(
-        r'class="line r0" d="([^"]*)"', html
-    )
-    want = smooth([1.0, math.nan, 3.0, 2.0], 0.9)
-    assert smoothed[1] is None
-    assert [smoothed[i] for i in (0, 2, 3)] == pytest.approx([want[i] for i in (0, 2, 3)])
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
-def test_the_script_labels_the_axes_as_the_page_does() -> None:
-    ranges = [(0.0, 1.0), (-3.0, 17.0), (1e-7, 3e-7), (0.0, 52_000.0), (2e6, 9e6)]
-    program = SCRIPT + (
-        f"console.log(JSON.stringify({json.dumps(ranges)}.map("
-        "([low, high]) => ticks(low, high).map(tickText))));"
-    )
-    done = subprocess.run(
-        ["node", "-"], input=program, capture_output=True, text=True, check=True, timeout=60
-    )
-    labels = [[float(t.rstrip("kMG")) for t in row] for row in json.loads(done.stdout)]
-    want = [[float(tick_text(v).rstrip("kMG")) for v in ticks(*bounds)] for bounds in ranges]
-    assert labels == want
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
-@pytest.mark.parametrize("count", [400, 2000, 20_000])
-def test_the_slider_keeps_the_line_at_the_height_of_the_data(count: int) -> None:
-    chooser = random.Random(count)
-    values = [float(chooser.random() < 0.05) for _ in range(count)]
-    _, data = chart("k", [Curve(0, range(count), values)])
-    program = SCRIPT + (
-        f"const curve = {json.dumps(data['curves'][0])};\n"
-        "console.log(JSON.stringify([0, 0.3, 0.6, 0.9].map(weight => {"
-        "const line = smooth(curve.values, weight, curve.counts);"
-        "return line.reduce((a, b) => a + b) / line.length; })));"
-    )
-    done = subprocess.run(
-        ["node", "-"], input=program, capture_output=True, text=True, check=True, timeout=60
-    )
-    mean = sum(values) / count
-    assert json.loads(done.stdout) == pytest.approx([mean] * 4, abs=0.005)
+    assert [curve["run"] for curve in data["charts"][0]] == list(range(12))
 
 
 def test_parts_that_cannot_be_read_are_left_out_and_named_in_the_page(
@@ -230,7 +163,7 @@ def test_parts_that_cannot_be_read_are_left_out_and_named_in_the_page(
     run.config_file.write_text("a: [1, 2")
     run.origins_file.write_text('{"a": "co')
     row = {"score": "high", "uid": "u", "prompt_text": "p", "response_text": "r"}
-    write_parquet(run.rollout_file(1), [row])
+    write_parquet((run.rollouts / "step_1.parquet"), [row])
     write_parquet(run.validation_file(1), [row])
     page = Page(report(tmp_path, run))
     for note in (
@@ -251,7 +184,7 @@ def test_parts_that_cannot_be_read_are_left_out_and_named_in_the_page(
     drawn = [value for _, name, value in page.attributes if name == "data-name"]
     assert drawn == ["fine", "huge", "least"]
     assert not re.search("nan|inf", page.scripts[0])
-    assert "steps1 to 3" in page.text
+    assert re.search(r"steps\s*1 to 3", page.text)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_prompt_has_one_place_though_its_uid_is_another_in_every_epoch(
     folder = make_run()
     for epoch in range(10):
         row = rows_of(10 + epoch, f"hard:{epoch}", -1.0) | {"prompt_text": "the hard one"}
-        write_parquet(folder.rollout_file(10 + epoch), [row])
+        write_parquet((folder.rollouts / f"step_{10 + epoch}.parquet"), [row])
     run = load_run(folder.path, "r")
     assert [(s.prompt, s.step) for s in run.worst] == [
         ("the hard one", 19),
@@ -92,7 +92,7 @@ def test_rows_without_a_prompt_are_told_apart_by_uid(make_run: MakeRun, write_pa
     folder = make_run()
     for step in (1, 2):
         rows = [{"score": 1.0, "uid": "a"}, {"score": 0.5, "uid": "b"}, {"score": 0.2, "uid": "a"}]
-        write_parquet(folder.rollout_file(step), rows)
+        write_parquet((folder.rollouts / f"step_{step}.parquet"), rows)
     assert [(s.uid, s.step, s.score) for s in load_run(folder.path, "r").best] == [
         ("a", 2, 1.0),
         ("b", 2, 0.5),
@@ -104,7 +104,7 @@ def test_a_reward_part_by_token_is_shown_as_its_sum(
 ) -> None:
     folder = make_run()
     parts = {"reward/rule": [0.0, 0.25, 0.5], "reward/none": None, "reward/said": "much"}
-    write_parquet(folder.rollout_file(3), [rows_of(3, "z", 9.0, **parts)])
+    write_parquet((folder.rollouts / "step_3.parquet"), [rows_of(3, "z", 9.0, **parts)])
     assert load_run(folder.path, "r").best[0].parts == {"rule": 0.75}
 
 
@@ -112,7 +112,7 @@ def test_a_text_score_is_left_out_and_noted_and_the_rest_is_shown(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     folder = make_run()
-    write_parquet(folder.rollout_file(2), [rows_of(2, "x", None) | {"score": "high"}])
+    write_parquet((folder.rollouts / "step_2.parquet"), [rows_of(2, "x", None) | {"score": "high"}])
     write_parquet(folder.validation_file(20), [rows_of(20, "a", None) | {"score": "high"}])
     run = load_run(folder.path, "r")
     assert {s.step for s in run.best + run.worst} == {1}
@@ -127,7 +127,9 @@ def test_an_earlier_step_can_hold_the_best(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     folder = make_run()
-    write_parquet(folder.rollout_file(1), [rows_of(1, "u7", 9.0), rows_of(1, "z", -9.0)])
+    write_parquet(
+        (folder.rollouts / "step_1.parquet"), [rows_of(1, "u7", 9.0), rows_of(1, "z", -9.0)]
+    )
     run = load_run(folder.path, "r")
     assert (run.best[0].uid, run.best[0].step) == ("u7", 1)
     assert (run.worst[0].uid, run.worst[0].step) == ("z", 1)
@@ -138,14 +140,14 @@ def test_scores_that_are_missing_or_not_finite_are_no_extremes(
 ) -> None:
     folder = make_run()
     rows = [rows_of(3, "n", float("nan")), rows_of(3, "i", float("inf")), rows_of(3, "m", None)]
-    write_parquet(folder.rollout_file(3), rows)
+    write_parquet((folder.rollouts / "step_3.parquet"), rows)
     run = load_run(folder.path, "r")
     assert {s.step for s in run.best + run.worst} == {2}
 
 
 def test_a_file_that_cannot_be_read_is_noted_and_left_out(make_run: MakeRun) -> None:
     folder = make_run()
-    folder.rollout_file(2).write_bytes(b"PAR1 torn")
+    (folder.rollouts / "step_2.parquet").write_bytes(b"PAR1 torn")
     folder.validation_file(10).write_bytes(b"")
     run = load_run(folder.path, "r")
     assert {s.step for s in run.best} == {1}
@@ -158,7 +160,7 @@ def test_columns_that_are_missing_leave_gaps_not_errors(
 ) -> None:
     folder = make_run()
     for step in (1, 2):
-        write_parquet(folder.rollout_file(step), [{"score": 1.0}, {"score": 0.5}])
+        write_parquet((folder.rollouts / f"step_{step}.parquet"), [{"score": 1.0}, {"score": 0.5}])
     run = load_run(folder.path, "r")
     assert [s.score for s in run.best] == [1.0, 1.0, 0.5, 0.5]
     assert run.best[0].prompt == ""
@@ -215,7 +217,7 @@ def test_turns_are_read_with_the_calls_they_made(
         "reward_scores": json.dumps({"f": 1.0, "none": None}),
     }
     folder = make_run()
-    write_parquet(folder.rollout_file(3), [rows_of(3, "z", 9.0, **texts)])
+    write_parquet((folder.rollouts / "step_3.parquet"), [rows_of(3, "z", 9.0, **texts)])
     best = load_run(folder.path, "r").best[0]
     assert [(t.role, t.text, t.score) for t in best.turns] == [
         ("assistant", "a", None),
@@ -248,7 +250,7 @@ def test_turns_of_any_other_form_leave_the_sample_whole(
 ) -> None:
     texts = dict.fromkeys(("turns", "tool_outputs", "reward_scores"), hostile)
     folder = make_run()
-    write_parquet(folder.rollout_file(3), [rows_of(3, "z", 9.0, **texts)])
+    write_parquet((folder.rollouts / "step_3.parquet"), [rows_of(3, "z", 9.0, **texts)])
     best = load_run(folder.path, "r").best[0]
     assert (best.response, best.trajectory_scores) == ("response z at 3", {})
     assert all(turn.calls == () and turn.score is None for turn in best.turns[:1])

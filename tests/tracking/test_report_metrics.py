@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.tracking import series
-from hone.tracking.report_metrics import load_metrics, metrics_of
+from hone.tracking.report_data import load_metrics, metrics_of
 
 ROWS = st.lists(
     st.fixed_dictionaries(

@@ -1,27 +1,26 @@
 from __future__ import annotations
 
+import json
 import re
 from html import unescape
 from typing import Any
 
 import pytest
 
-from hone.tracking.report_data import RunData
-from hone.tracking.report_metrics import metrics_of
-from hone.tracking.report_page import (
-    config_section,
-    curves_section,
-    extremes_section,
-    shown,
-    summary_section,
-    timing_section,
-    validation_section,
-)
+from hone.tracking.report import render, shown
+from hone.tracking.report_data import RunData, metrics_of
 from hone.tracking.report_samples import Sample, ToolCall, Turn
 
 
 def run_of(label: str, rows: list[dict[str, Any]], **more: Any) -> RunData:
     return RunData(label, metrics_of(rows), **more)
+
+
+def section(name: str, runs: list[RunData]) -> str:
+    """The part of the page under one heading."""
+    found = re.search(rf'<section id="{name}"><h2>.*?</h2>(.*?)</section>', render(runs), re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
 def text_of(html: str) -> str:
@@ -30,8 +29,9 @@ def text_of(html: str) -> str:
 
 @pytest.mark.parametrize("hostile", ["<b>", "</pre>", "&lt;", '"x"', "'x'"])
 def test_text_is_shown_as_it_is(hostile: str) -> None:
-    assert unescape(shown(hostile)) == hostile
-    assert not set("<>\"'") & set(shown(hostile))
+    html = section("summary", [run_of("r", [], notes=[hostile])])
+    assert f"r: {hostile}" in text_of(html).replace("&lt;", hostile)
+    assert f"r: {hostile}" not in html
 
 
 def test_characters_that_hide_or_reverse_text_are_made_visible() -> None:
@@ -48,7 +48,7 @@ def test_the_summary_gives_first_last_and_best() -> None:
         {"step": s, "reward/mean": v, "val/loss": v} for s, v in ((1, 0.5), (2, 0.75), (3, 0.25))
     ]
     rows.append({"step": 4, "reward/mean": float("nan")})
-    text = text_of(summary_section([run_of("r", rows)]))
+    text = text_of(section("summary", [run_of("r", rows)]))
     assert "steps 1 to 4" in text
     assert "reward/mean 0.5 → 0.25 (best 0.75 at 2)" in text
     assert "val/loss 0.5 → 0.25 (best 0.25 at 3)" in text
@@ -56,7 +56,7 @@ def test_the_summary_gives_first_last_and_best() -> None:
 
 def test_a_run_without_a_metric_has_a_dash_in_the_summary() -> None:
     runs = [run_of("a", [{"step": 1, "accuracy": 1.0}]), run_of("b", [], notes=["nothing yet"])]
-    text = text_of(summary_section(runs))
+    text = text_of(section("summary", runs))
     assert "accuracy 1 → 1 (best 1 at 1) –" in text
     assert "b: nothing yet" in text
 
@@ -65,10 +65,12 @@ def test_every_metric_has_one_chart_and_its_data_in_the_same_order() -> None:
     rows = [
         {"step": 1, "val-core/x/acc/mean@1": 1.0, "actor/lr": 2.0, "actor/entropy": 3.0, "z": 4.0}
     ]
-    html, data = curves_section([run_of("r", rows)])
+    page = render([run_of("r", rows)])
+    html = page[page.index('<section id="curves">') : page.index('<section id="time">')]
+    data = json.loads(re.findall('id="data">(.*?)</script>', page)[0])["charts"]
     names = re.findall('data-name="([^"]+)"', html)
     assert names == ["val-core/x/acc/mean@1", "actor/entropy", "actor/lr", "z"]
-    assert [chart["curves"][0]["values"] for chart in data] == [[1.0], [3.0], [2.0], [4.0]]
+    assert [curves[0]["values"] for curves in data] == [[1.0], [3.0], [2.0], [4.0]]
     assert re.findall(r"<details( open)?><summary>([\w-]+)", html) == [
         (" open", "overview"),
         ("", "actor"),
@@ -88,7 +90,7 @@ def test_time_is_summed_by_part_with_the_rest_as_other() -> None:
         }
         for s in (1, 2)
     ]
-    text = text_of(timing_section([run_of("r", rows)]))
+    text = text_of(section("time", [run_of("r", rows)]))
     assert "gen 12.00 60.0% 2 6 update_actor 4.00 20.0% 2 2 other 4.00 20.0%" in text
     assert "99" not in text
     assert "overlap" not in text
@@ -96,7 +98,7 @@ def test_time_is_summed_by_part_with_the_rest_as_other() -> None:
 
 def test_parts_that_sum_to_more_than_the_step_are_noted() -> None:
     rows = [{"step": 1, "timing_s/gen": 6.0, "timing_s/adv": 6.0, "timing_s/step": 10.0}]
-    assert "parts overlap" in timing_section([run_of("r", rows)])
+    assert "parts overlap" in section("time", [run_of("r", rows)])
 
 
 def test_validation_and_checkpoints_lie_beside_the_step() -> None:
@@ -104,14 +106,14 @@ def test_validation_and_checkpoints_lie_beside_the_step() -> None:
         {"step": 0, "timing_s/testing": 2.0},
         {"step": 1, "timing_s/gen": 9.0, "timing_s/testing": 5.0, "timing_s/step": 10.0},
     ]
-    text = text_of(timing_section([run_of("r", rows)]))
+    text = text_of(section("time", [run_of("r", rows)]))
     assert "gen 9.00 52.9% 1 9 testing 7.00 41.2% 2 3.5 other 1.00 5.9%" in text
     assert "overlap" not in text
 
 
 def test_metrics_that_are_equal_throughout_share_one_chart_of_the_overview() -> None:
     rows = [{"step": s, "accuracy": 0.1 * s, "reward/mean": 0.1 * s} for s in range(3)]
-    html, _ = curves_section([run_of("r", rows)])
+    html = section("curves", [run_of("r", rows)])
     overview, _, rest = html.partition("</details>")
     assert re.findall('data-name="([^"]+)"', overview) == ["accuracy"]
     assert re.findall('data-name="([^"]+)"', rest) == ["reward/mean"]
@@ -119,14 +121,14 @@ def test_metrics_that_are_equal_throughout_share_one_chart_of_the_overview() -> 
 
 def test_the_last_held_out_result_of_each_run_stands_large() -> None:
     rows = [{"step": s, "reward/mean": 0.5, "val-core/x/acc/mean@1": s / 10} for s in (1, 4)]
-    html = summary_section([run_of("r", rows)])
+    html = section("summary", [run_of("r", rows)])
     assert "<b>0.4</b>" in html
     assert "from 0.1" in html
 
 
 def test_each_run_stands_large_by_a_result_of_its_own() -> None:
     runs = [run_of(n, [{"step": 1, f"val-core/{n}/acc/mean@1": 0.5}]) for n in ("a", "b")]
-    tiles = summary_section(runs).partition("<table>")[0]
+    tiles = section("summary", runs).partition("<table>")[0]
     assert (
         text_of(tiles)
         == "a 0.5 from 0.5 · val-core/a/acc/mean@1 b 0.5 from 0.5 · val-core/b/acc/mean@1"
@@ -138,19 +140,12 @@ def test_what_a_run_shows_goes_with_it_when_it_is_hidden() -> None:
         run_of(name, [{"step": 1, "accuracy": 1.0, "timing_s/step": 1.0}], config={"lr": "1"})
         for name in ("first", "second")
     ]
-    sections = (
-        summary_section,
-        timing_section,
-        validation_section,
-        extremes_section,
-        config_section,
-    )
-    for section in sections:
-        html = section(runs)
+    for name in ("summary", "time", "validation-samples", "best-and-worst-responses", "config"):
+        html = section(name, runs)
         assert 'class="of1"' in html
-        without = re.sub(r'<(\w+) class="[^"]*\bof1\b[^"]*">.*?</\1>', "", html)
+        without = re.sub(r'<(\w+) class="[^"]*\bof1\b[^"]*">.*?</\1>', "", html, flags=re.DOTALL)
         assert "second" in html
-        assert "second" not in without, section
+        assert "second" not in without, name
 
 
 TALK = Sample(
@@ -171,7 +166,7 @@ TALK = Sample(
 
 def test_a_response_of_several_turns_says_who_wrote_what_and_what_it_earned() -> None:
     run = run_of("r", [], best=[TALK], validation={"6*7?": [TALK]})
-    for html in (extremes_section([run]), validation_section([run])):
+    for html in (section("best-and-worst-responses", [run]), section("validation-samples", [run])):
         assert (
             'assistant let me <look> called find(x="</pre>") · reward -0.05 tool 41 '
             "assistant · score 0.5 42 <judge> well done score of the trajectory: find 0.25"
@@ -183,21 +178,21 @@ def test_a_response_of_several_turns_says_who_wrote_what_and_what_it_earned() ->
 
 
 def test_a_run_without_responses_says_so_once() -> None:
-    text = text_of(extremes_section([run_of("r", [])]))
+    text = text_of(section("best-and-worst-responses", [run_of("r", [])]))
     assert text == "r no scored responses of training steps"
 
 
 def test_a_run_without_timers_says_so() -> None:
-    assert "no timing_s/" in timing_section([run_of("r", [{"step": 1, "a": 1.0}])])
+    assert "no timing_s/" in section("time", [run_of("r", [{"step": 1, "a": 1.0}])])
 
 
 def test_config_rows_carry_origins_and_mark_differences() -> None:
     a = run_of("a", [], config={"lr": "1", "clip": "0.2"}, origins={"lr": "command line"})
     b = run_of("b", [], config={"lr": "2", "clip": "0.2", "new": "<x>"})
-    html = config_section([a, b])
+    html = section("config", [a, b])
     rows = {
         m[1]: (m[0], text_of(m[2]))
-        for m in re.findall(r'<tr class="([^"]+)" data-name="([^"]+)">(.*?)</tr>', html)
+        for m in re.findall(r'<tr class="([^"]+)" data-name="([^"]+)">(.*?)</tr>', html, re.DOTALL)
     }
     assert rows["lr"] == ("setting differs", "lr 1 command line 2")
     assert rows["clip"] == ("setting", "clip 0.2 default 0.2")
@@ -205,7 +200,7 @@ def test_config_rows_carry_origins_and_mark_differences() -> None:
 
 
 def test_many_notes_are_cut_and_counted() -> None:
-    text = text_of(summary_section([run_of("r", [], notes=[f"note {i}" for i in range(25)])]))
+    text = text_of(section("summary", [run_of("r", [], notes=[f"note {i}" for i in range(25)])]))
     assert "note 19" in text
     assert "note 20" not in text
     assert "and 5 more" in text

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import RunFolder
-from hone.tracking.run_folder import find_latest_ckpt_path, get_checkpoint_tracker_filename
+from hone.tracking.run_folder import (
+    find_latest_ckpt_path,
+    get_checkpoint_tracker_filename,
+    step_files,
+)
 
 
 def test_names_inside_the_folder_are_fixed(tmp_path: Path) -> None:
@@ -13,7 +17,7 @@ def test_names_inside_the_folder_are_fixed(tmp_path: Path) -> None:
     inside = {
         "config.yaml": run.config_file,
         "metrics.jsonl": run.metrics_file,
-        "rollouts/step_3.parquet": run.rollout_file(3),
+        "rollouts/step_3.parquet": (run.rollouts / "step_3.parquet"),
         "validation/step_3.parquet": run.validation_file(3),
         "global_step_3": run.checkpoint(3),
         "latest_checkpointed_iteration.txt": run.latest_file,
@@ -59,7 +63,7 @@ def test_cut_back_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None
     run = RunFolder(tmp_path)
     for step in (1, 2, 10):
         run.metrics.append({"a": step}, step)
-        for file in (run.rollout_file(step), run.validation_file(step)):
+        for file in ((run.rollouts / f"step_{step}.parquet"), run.validation_file(step)):
             file.parent.mkdir(exist_ok=True)
             file.write_text("rows")
         run.checkpoint(step).mkdir()
@@ -67,8 +71,8 @@ def test_cut_back_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None
     (run.rollouts / "notes.txt").write_text("the user's")
     run.cut_back(2)
     assert [row["step"] for row in run.metrics.rows()] == [1, 2]
-    assert [step for step, _ in run.rollout_files()] == [1, 2]
-    assert [step for step, _ in run.validation_files()] == [1, 2]
+    assert [step for step, _ in step_files(run.rollouts)] == [1, 2]
+    assert [step for step, _ in step_files(run.validation)] == [1, 2]
     assert [step for step, _ in run.checkpoints()] == [1, 2, 10]
     assert sorted(p.name for p in run.rollouts.iterdir()) == [
         "notes.txt",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.tracking.smoothing import smooth, stretch_means, thin
+from hone.tracking.smoothing import bucket_means, envelope, smooth
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -37,45 +37,31 @@ def test_a_weight_outside_its_range_is_refused(weight: float) -> None:
         smooth([1.0], weight)
 
 
-@given(st.lists(FINITE, min_size=1, max_size=400), st.integers(4, 50))
-def test_thinning_keeps_ends_and_extremes_within_the_limit(values: list[float], limit: int) -> None:
-    steps = list(range(len(values)))
-    kept_steps, kept = thin(steps, values, limit)
-    assert len(kept) <= limit
-    assert kept_steps == sorted(set(kept_steps))
-    assert [values[s] for s in kept_steps] == kept
-    assert (kept_steps[0], kept_steps[-1]) == (0, len(values) - 1)
-    assert (min(kept), max(kept)) == (min(values), max(values))
+@given(st.lists(FINITE, min_size=51, max_size=400), st.integers(1, 50))
+def test_an_envelope_keeps_ends_and_extremes(values: list[float], buckets: int) -> None:
+    steps, points = envelope(range(len(values)), values, buckets)
+    assert len(points) <= 2 * buckets + 2
+    assert steps == sorted(set(steps))
+    assert [values[s] for s in steps] == points
+    assert (steps[0], steps[-1]) == (0, len(values) - 1)
+    assert (min(points), max(points)) == (min(values), max(values))
 
 
-def test_a_short_curve_is_not_thinned() -> None:
-    assert thin([1, 2], [3.0, math.nan], 5)[0] == [1, 2]
-
-
-@given(st.lists(st.tuples(FINITE, st.integers(1, 5)), max_size=40), st.floats(0, 0.99))
-def test_a_counted_value_is_that_many_equal_ones(pairs: list[tuple[float, int]], w: float) -> None:
-    values, counts = [v for v, _ in pairs], [c for _, c in pairs]
-    written_out = smooth([v for v, c in pairs for _ in range(c)], w)
-    last = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
-    assert smooth(values, w, counts) == pytest.approx([written_out[i] for i in last], abs=1e-3)
-
-
-@given(st.lists(FINITE, min_size=1, max_size=400), st.integers(1, 50))
-def test_stretches_hold_every_value_once(values: list[float], limit: int) -> None:
-    steps, means, counts = stretch_means(range(len(values)), values, limit)
-    counts = counts or [1] * len(values)
-    assert len(steps) == len(means) == len(counts) <= limit
+@given(st.lists(FINITE, min_size=51, max_size=400), st.integers(1, 50))
+def test_buckets_hold_every_value_once(values: list[float], buckets: int) -> None:
+    steps, means, counts = bucket_means(range(len(values)), values, buckets)
+    assert len(steps) == len(means) == len(counts) == buckets
     assert steps == sorted(set(steps))
     assert sum(counts) == len(values)
     total = math.fsum(m * c for m, c in zip(means, counts, strict=True))
     assert total == pytest.approx(math.fsum(values), rel=1e-9, abs=1e-3)
 
 
-def test_a_stretch_leaves_out_what_is_not_finite_and_nothing_else_is_a_gap() -> None:
+def test_a_bucket_leaves_out_what_is_not_finite_and_nothing_else_is_a_gap() -> None:
     values = [1.0, math.nan, 3.0, math.nan, math.inf, math.nan]
-    steps, means, counts = stretch_means([10, 11, 12, 13, 14, 15], values, 4)
+    steps, means, counts = bucket_means([10, 11, 12, 13, 14, 15], values, 2)
     assert steps == [11, 14]
     assert means[0] == 2.0
     assert math.isnan(means[1])
     assert counts == [2, 0]
-    assert thin(range(6), [math.nan] * 6, 4)[0] == [0, 5]
+    assert envelope(range(6), [math.nan] * 6, 1)[0] == [0, 5]

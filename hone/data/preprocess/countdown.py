@@ -1,7 +1,6 @@
 """Countdown: make a target from given numbers. TinyZero's rows, and a generator of our own.
 
 Every generated problem is solvable because its target is the value of a drawn expression.
-Leaves out scoring: hone.rewards.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 
-from hone.data.preprocess.sources import Source, Upstream
+from hone.data.preprocess.sources import Source, Splits, Upstream, made, task_row
 from hone.data.rows import DataError
 from hone.types import Row
 
@@ -37,16 +37,16 @@ TEMPLATES = {
 }
 """`base` and `qwen-instruct` are whole texts (data.prompt_format=raw); `chat` is one user turn."""
 
-UPSTREAM = Upstream(
-    folders=("countdown", "Countdown-Tasks-3to4"),
-    splits={"train": ("train",), "test": ("test",)},
-    hub="Jiayi-Pan/Countdown-Tasks-3to4",
-)
-
-# Draws that find nothing new before we say that the range holds too few problems.
+UPSTREAM = Upstream(("countdown", "Countdown-Tasks-3to4"), "Jiayi-Pan/Countdown-Tasks-3to4")
 MAX_MISSES = 100_000
+"""Repeated or unusable draws in a row after which the range is said to hold too few problems."""
 
 Key = tuple[tuple[int, ...], int]
+
+
+def problem_key(numbers: Iterable[int], target: int) -> Key:
+    """What makes a problem: the order of the numbers does not make another one."""
+    return tuple(sorted(int(number) for number in numbers)), int(target)
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,12 @@ class CountdownProblem:
 
     @property
     def key(self) -> Key:
-        """The order of the numbers does not make another problem."""
-        return tuple(sorted(self.numbers)), self.target
-
-
-def problem_key(numbers: Iterable[int], target: int) -> Key:
-    return tuple(sorted(int(number) for number in numbers)), int(target)
+        return problem_key(self.numbers, self.target)
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """What generated problems look like; the defaults resemble Countdown-Tasks-3to4."""
+    """The ranges of generated problems; the defaults resemble Countdown-Tasks-3to4."""
 
     min_numbers: int = 3
     max_numbers: int = 4
@@ -79,7 +74,7 @@ class Ranges:
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers:
             raise DataError(
-                f"{self.min_numbers} to {self.max_numbers} numbers a problem: need 2 <= least <= most"
+                f"{self.min_numbers} to {self.max_numbers} numbers per problem: need 2 <= least <= most"
             )
         if not 0 <= self.min_number <= self.max_number:
             raise DataError(
@@ -100,7 +95,7 @@ class Ranges:
 
 
 def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None:
-    """Join two of the values at hand until one is left; None when a step has no whole result."""
+    """Join two of the values until one is left; None when a division has no whole result."""
     numbers = tuple(rng.choice(ranges.numbers) for _ in range(rng.choice(ranges.sizes)))
     pool = [(number, str(number)) for number in numbers]
     while len(pool) > 1:
@@ -141,63 +136,17 @@ def generate_problems(
     return problems
 
 
-def countdown_row(
-    numbers: Iterable[int],
-    target: int,
-    *,
-    template: str,
-    split: str,
-    index: int,
-    solution: str | None = None,
-) -> Row:
+def countdown_row(record: Row, split: str, index: int, *, template: str) -> Row:
+    """A row of a record with `nums`, `target` and perhaps a worked `solution`."""
     if template not in TEMPLATES:
         raise DataError(f"template {template!r} is not known; use one of {', '.join(TEMPLATES)}")
-    nums = [int(number) for number in numbers]
-    row: Row = {
-        "target": int(target),
-        "nums": nums,
-        "data_source": "countdown",
-        "prompt": [
-            {"role": "user", "content": TEMPLATES[template].format(numbers=nums, target=target)}
-        ],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": {"target": int(target), "numbers": nums}},
-        "extra_info": {"split": split, "index": index},
-    }
-    if solution is not None:
-        row["solution"] = solution
-    return row
-
-
-def rows_of_problems(
-    problems: Iterable[CountdownProblem], *, template: str, split: str
-) -> list[Row]:
-    return [
-        countdown_row(
-            problem.numbers,
-            problem.target,
-            template=template,
-            split=split,
-            index=index,
-            solution=problem.solution,
-        )
-        for index, problem in enumerate(problems)
-    ]
-
-
-def rows_of_records(records: Iterable[Row], *, template: str, split: str) -> list[Row]:
-    """Rows of upstream's records (`nums`, `target`, perhaps a worked `solution`)."""
-    return [
-        countdown_row(
-            record["nums"],
-            record["target"],
-            template=template,
-            split=split,
-            index=index,
-            solution=record.get("solution"),
-        )
-        for index, record in enumerate(records)
-    ]
+    numbers, target = [int(number) for number in record["nums"]], int(record["target"])
+    prompt = TEMPLATES[template].format(numbers=numbers, target=record["target"])
+    truth: Row = {"target": target, "numbers": list(numbers)}
+    row = task_row("countdown", prompt, "math", truth, split, index)
+    solution = record.get("solution")
+    more = {} if solution is None else {"solution": solution}
+    return {"target": target, "nums": numbers, **row, **more}
 
 
 def splits(
@@ -206,28 +155,21 @@ def splits(
     train_size: int | None = 327_680,
     test_size: int = 1_024,
     template_type: str = "base",
-) -> dict[str, list[Row]]:
+) -> Splits:
     """Upstream's problems. A source without a test split is cut by position: train, then test.
 
     A training problem that is also in test is left out.
     """
-    found = source.need(UPSTREAM, "train", "test")
-    train = found["train"]
-    if "test" in found:
-        test = found["test"][:test_size]
+    records = source.need(UPSTREAM)
+    train = records["train"]
+    if "test" in records:
+        test = records["test"][:test_size]
     else:
         cut = min(train_size or len(train), len(train) - test_size)
         train, test = train[:cut], train[cut : cut + test_size]
     held_out = {problem_key(record["nums"], record["target"]) for record in test}
-    kept = [
-        record
-        for record in train[:train_size]
-        if problem_key(record["nums"], record["target"]) not in held_out
-    ]
-    return {
-        "train": rows_of_records(kept, template=template_type, split="train"),
-        "test": rows_of_records(test, template=template_type, split="test"),
-    }
+    train = [r for r in train[:train_size] if problem_key(r["nums"], r["target"]) not in held_out]
+    return made({"train": train, "test": test}, partial(countdown_row, template=template_type))
 
 
 def generated_splits(
@@ -242,13 +184,14 @@ def generated_splits(
     max_number: int = Ranges.max_number,
     min_target: int = Ranges.min_target,
     max_target: int = Ranges.max_target,
-) -> dict[str, list[Row]]:
+) -> Splits:
     """Generated problems: test first, then train without any of test's."""
     ranges = Ranges(min_numbers, max_numbers, min_number, max_number, min_target, max_target)
     test = generate_problems(test_size, seed=seed, ranges=ranges)
     held_out = {problem.key for problem in test}
     train = generate_problems(train_size, seed=seed + 1, ranges=ranges, exclude=held_out)
-    return {
-        "train": rows_of_problems(train, template=template_type, split="train"),
-        "test": rows_of_problems(test, template=template_type, split="test"),
+    records = {
+        split: [{"nums": p.numbers, "target": p.target, "solution": p.solution} for p in problems]
+        for split, problems in (("train", train), ("test", test))
     }
+    return made(records, partial(countdown_row, template=template_type))

@@ -1,41 +1,28 @@
 """Open-domain questions in Search-R1's form: one or several of seven sets, merged.
 
-`ground_truth` is {target: list of accepted answers}. `style=search_r1` asks in one user message;
-`style=tool` is verl's tool-calling form. Leaves out the corpus and the search engine.
+`ground_truth` is {target: list of accepted answers}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from hone.data.preprocess.sources import Source, Upstream
+from hone.data.preprocess.sources import Source, Splits, Upstream, task_row
 from hone.data.rows import DataError
 from hone.types import Row
-
-HUB = "RUC-NLPIR/FlashRAG_datasets"
 
 
 def _upstream(name: str, *folders: str, train: tuple[str, ...] = ()) -> Upstream:
     tests = ("test", "test_1000", "dev", "validation")
     splits = {"train": ("train", *train), "test": tests}
-    return Upstream(folders=(name, *folders), splits=splits, hub=HUB, config=name)
+    return Upstream((name, *folders), "RUC-NLPIR/FlashRAG_datasets", name, splits)
 
 
-# AmbigNQ's questions are NQ's: they stand in where NQ's own training file is not at hand.
-SETS = {
-    "nq": _upstream("nq", "nq_open", train=("ambig_nq/train",)),
-    "triviaqa": _upstream("triviaqa"),
-    "popqa": _upstream("popqa"),
-    "hotpotqa": _upstream("hotpotqa"),
-    "2wikimultihopqa": _upstream("2wikimultihopqa"),
-    "musique": _upstream("musique"),
-    "bamboogle": _upstream("bamboogle"),
-}
-WIKI_QA = Upstream(
-    folders=("wiki_corpus",), splits={"questions": ("questions",)}, hub="", config=None
-)
-# Of the closed-world questions each eighth is held out.
+_PLAIN = ("triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+# AmbigNQ's questions are NQ's: they replace NQ's own training file where that is missing.
+SETS = {"nq": _upstream("nq", "nq_open", train=("ambig_nq/train",))}
+SETS |= {name: _upstream(name) for name in _PLAIN}
+WIKI_QA = Upstream(("wiki_corpus",), "", splits={"questions": ("questions",)})
 HOLD_OUT_EVERY = 8
+"""Each eighth of the closed-world questions is held out."""
 
 _ANSWER = (
     " When you know enough, answer inside <answer> and </answer> without detailed illustration,"
@@ -58,100 +45,65 @@ TOOL_PROMPT = (
     " what it finds is returned between <tool_response> and </tool_response>. Search as many times as"
     " you want." + _ANSWER
 )
-
-
-def asked(question: str) -> str:
-    question = question.strip()
-    return question if question.endswith("?") else f"{question}?"
+STYLES = {"search_r1": SEARCH_PROMPT, "reason": REASON_PROMPT, "tool": TOOL_PROMPT}
+"""Style -> prompt: Search-R1's one user message, the same without search, verl's tool-calling form."""
 
 
 def golden_answers(record: Row) -> list[str]:
     for name in ("golden_answers", "answers", "answer"):
-        if record.get(name):
-            found = record[name]
-            return [found] if isinstance(found, str) else [str(answer) for answer in found]
+        if answers := record.get(name):
+            return [answers] if isinstance(answers, str) else [str(answer) for answer in answers]
     raise DataError(f"a question has no answers: {record.get('question')!r}")
 
 
-def message_row(template: str) -> Callable[[Row, str, str, int], Row]:
-    """Search-R1's row: one user message that holds the whole instruction."""
-
-    def row(record: Row, source: str, split: str, index: int) -> Row:
-        content = template.format(question=asked(record["question"]))
-        return {
-            "data_source": source,
-            "prompt": [{"role": "user", "content": content}],
-            "ability": "fact-reasoning",
-            "reward_model": {"style": "rule", "ground_truth": {"target": golden_answers(record)}},
-            "extra_info": {"split": split, "index": index},
-        }
-
-    return row
-
-
-def tool_row(record: Row, source: str, split: str, index: int) -> Row:
-    """verl's row for a search tool, with what the tool is created with."""
-    question = asked(record["question"])
-    ground_truth = {"target": golden_answers(record)}
-    tagged = f"searchR1_{source}"
-    create_kwargs = {"ground_truth": ground_truth, "question": question, "data_source": tagged}
-    return {
-        "data_source": tagged,
-        "agent_name": "tool_agent",
-        "prompt": [
-            {"role": "system", "content": TOOL_SYSTEM},
-            {"role": "user", "content": TOOL_PROMPT.format(question=question)},
-        ],
-        "ability": "fact-reasoning",
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {
-            "index": index,
-            "need_tools_kwargs": True,
-            "question": question,
-            "split": split,
-            "tools_kwargs": {"search": {"create_kwargs": create_kwargs}},
-        },
-        "metadata": None,
-    }
-
-
-STYLES = {
-    "search_r1": message_row(SEARCH_PROMPT),
-    "reason": message_row(REASON_PROMPT),
-    "tool": tool_row,
-}
-
-
-def maker(style: str) -> Callable[[Row, str, str, int], Row]:
+def qa_row(record: Row, source: str, split: str, index: int, style: str) -> Row:
+    """A row of a question; with style `tool` it carries the arguments of the search tool."""
     if style not in STYLES:
         raise DataError(f"style {style!r} is not known; use one of {', '.join(STYLES)}")
-    return STYLES[style]
+    question = record["question"].strip()
+    question = question if question.endswith("?") else f"{question}?"
+    prompt = STYLES[style].format(question=question)
+    truth: Row = {"target": golden_answers(record)}
+    if style != "tool":
+        return task_row(source, prompt, "fact-reasoning", truth, split, index)
+    tagged = f"searchR1_{source}"
+    create_kwargs = {"ground_truth": truth, "question": question, "data_source": tagged}
+    row = task_row(
+        tagged,
+        prompt,
+        "fact-reasoning",
+        truth,
+        split,
+        index,
+        system=TOOL_SYSTEM,
+        need_tools_kwargs=True,
+        question=question,
+        tools_kwargs={"search": {"create_kwargs": create_kwargs}},
+    )
+    return {**row, "agent_name": "tool_agent", "metadata": None}
 
 
 def splits(
     source: Source, *, data_sources: str = "nq,hotpotqa", style: str = "search_r1"
-) -> dict[str, list[Row]]:
+) -> Splits:
     """Train and test rows of the named sets, one after the other."""
-    make = maker(style)
-    names = [name.strip() for name in data_sources.split(",") if name.strip()]
-    merged: dict[str, list[Row]] = {}
-    for name in names:
+    merged: Splits = {}
+    for name in filter(None, map(str.strip, data_sources.split(","))):
         if name not in SETS:
             raise DataError(f"question set {name!r} is not known; use {', '.join(SETS)}")
-        for split, records in source.need(SETS[name], "train", "test").items():
-            rows = [make(record, name, split, index) for index, record in enumerate(records)]
+        for split, records in source.need(SETS[name]).items():
+            rows = [qa_row(record, name, split, i, style) for i, record in enumerate(records)]
             merged.setdefault(split, []).extend(rows)
     return merged
 
 
-def closed_world_splits(source: Source, *, style: str = "search_r1") -> dict[str, list[Row]]:
-    """Questions whose answer stands in the small Wikipedia corpus: a search task that fits here."""
-    make = maker(style)
-    records = source.need(WIKI_QA, "questions")["questions"]
+def closed_world_splits(source: Source, *, style: str = "search_r1") -> Splits:
+    """Questions whose answer is in the small Wikipedia corpus."""
+    records = source.need(WIKI_QA)["questions"]
     answerable = [record for record in records if record["answer_in_corpus"]]
-    merged: dict[str, list[Row]] = {"train": [], "test": []}
+    merged: Splits = {"train": [], "test": []}
     for number, record in enumerate(answerable, start=1):
         split = "train" if number % HOLD_OUT_EVERY else "test"
         rows = merged[split]
-        rows.append(make(record, record["data_source"], split, len(rows)))
+        rows.append(qa_row(record, record["data_source"], split, len(rows), style))
     return merged

@@ -1,19 +1,23 @@
-"""Where upstream's records come from: a folder of files, or the hub.
+"""Where upstream's records come from (a folder of files, or the hub), and the row made of one.
 
-A folder holds one folder a data set (`gsm8k/train.jsonl.gz`), or is itself that folder.
-Leaves out what records mean: each data set's file turns them into rows.
+A folder holds one folder per data set (`gsm8k/train.jsonl.gz`), or is itself that folder.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from hone.data.hub import hub_splits
 from hone.data.rows import SUFFIXES, BadRows, DataError, read_file
-from hone.types import Row
+from hone.types import JsonValue, Row
+
+Splits = dict[str, list[Row]]
+MakeRow = Callable[[Row, str, int], Row | None]
+"""(record, split, index) -> row, or None for a record that is left out."""
 
 
 @dataclass(frozen=True)
@@ -22,63 +26,90 @@ class Upstream:
 
     folders: Sequence[str]
     """Folder names it may have; the first is the usual one."""
-    splits: Mapping[str, Sequence[str]]
-    """Our split → the names it may have upstream (`stem`, or `folder/stem`), best first."""
     hub: str
     config: str | None = None
+    splits: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {"train": ("train",), "test": ("test",)}
+    )
+    """Our split -> the names it may have upstream (`stem`, or `folder/stem`), best first."""
 
 
 class Source:
-    """A folder or the hub, asked for one split at a time."""
+    """A folder or the hub, from which splits are read."""
 
     def __init__(self, source_dir: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if source_dir is None else Path(source_dir).expanduser()
-        self._hub: dict[tuple[str, str | None], dict[str, list[Row]]] = {}
+        self._hub: dict[tuple[str, str | None], Splits] = {}
         if self.folder is not None and not self.folder.is_dir():
             raise DataError(f"source folder {self.folder} does not exist")
 
     def find(self, upstream: Upstream, split: str) -> list[Row] | None:
         """The records of a split, or None where the source has none."""
-        if self.folder is None:
-            return self._find_on_hub(upstream, split)
-        path = self.path(upstream, split)
-        if path is None:
-            return None
-        rows = read_file(path, BadRows("raise"))
-        assert rows is not None
-        return [rows.rows[i] for i in range(len(rows.rows))]
+        if self.folder is not None:
+            path = self.path(upstream, split)
+            file = None if path is None else read_file(path, BadRows("raise"))
+            return None if file is None else list(file.scan())
+        key = (upstream.hub, upstream.config)
+        if key not in self._hub:
+            self._hub[key] = hub_splits(*key)
+        names = (name for name in upstream.splits[split] if name in self._hub[key])
+        return next((self._hub[key][name] for name in names), None)
 
     def path(self, upstream: Upstream, split: str) -> Path | None:
         """The file of a split in the folder."""
         assert self.folder is not None
         for name in upstream.splits[split]:
             *inside, stem = name.split("/")
-            for folder in [self.folder.joinpath(f) for f in inside or upstream.folders]:
-                for suffix in SUFFIXES:
-                    if (found := folder / f"{stem}{suffix}").is_file():
-                        return found
-            for suffix in SUFFIXES:
-                if not inside and (found := self.folder / f"{stem}{suffix}").is_file():
-                    return found
+            for folder, suffix in product(inside or (*upstream.folders, "."), SUFFIXES):
+                if (path := self.folder / folder / f"{stem}{suffix}").is_file():
+                    return path
         return None
 
-    def _find_on_hub(self, upstream: Upstream, split: str) -> list[Row] | None:
-        key = (upstream.hub, upstream.config)
-        if key not in self._hub:
-            self._hub[key] = hub_splits(*key)
-        found = self._hub[key]
-        names = [name for name in upstream.splits[split] if name in found]
-        return found[names[0]] if names else None
-
-    def need(self, upstream: Upstream, *splits: str) -> dict[str, list[Row]]:
-        """Those of the splits that exist; an error when none does."""
+    def need(self, upstream: Upstream, *splits: str) -> Splits:
+        """Those of the splits (all of the upstream's by default) that exist; an error when none does."""
+        splits = splits or tuple(upstream.splits)
         found = {split: self.find(upstream, split) for split in splits}
-        present = {split: rows for split, rows in found.items() if rows is not None}
+        present = {split: records for split, records in found.items() if records is not None}
         if not present:
-            wanted = [name for split in splits for name in upstream.splits[split]]
+            names = [name for split in splits for name in upstream.splits[split]]
             where = f"folder {self.folder}" if self.folder else f"hub data set {upstream.hub}"
             raise DataError(
-                f"{where} has none of {', '.join(wanted)} for {upstream.folders[0]}; files are"
-                f" looked for as {upstream.folders[0]}/{wanted[0]}.parquet|jsonl|jsonl.gz|json"
+                f"{where} has none of {', '.join(names)} for {upstream.folders[0]}; files are"
+                f" looked for as {upstream.folders[0]}/{names[0]}.parquet|jsonl|jsonl.gz|json"
             )
         return present
+
+    def rows(self, upstream: Upstream, make: MakeRow) -> Splits:
+        """The rows of every split that exists."""
+        return made(self.need(upstream), make)
+
+
+def made(splits: Splits, make: MakeRow) -> Splits:
+    """The rows of the records of each split."""
+    return {
+        split: [row for i, record in enumerate(records) if (row := make(record, split, i))]
+        for split, records in splits.items()
+    }
+
+
+def task_row(
+    data_source: str,
+    prompt: str,
+    ability: str,
+    ground_truth: JsonValue,
+    split: str,
+    index: int,
+    *,
+    style: str = "rule",
+    system: str | None = None,
+    **extra_info: JsonValue,
+) -> Row:
+    """A row in verl's schema, with `prompt` as the user message."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return {
+        "data_source": data_source,
+        "prompt": [*messages, {"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": style, "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, **extra_info},
+    }

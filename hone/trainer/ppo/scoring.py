@@ -101,7 +101,7 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
     ours = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
     for file in store.files:
-        for index, row in enumerate(file.rows.scan(ours)):
+        for index, row in enumerate(file.scan(ours)):
             if row:
                 name = next(iter(row))
                 column = declared(name)

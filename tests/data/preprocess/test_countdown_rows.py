@@ -135,7 +135,8 @@ def test_a_row_has_tinyzeros_schema() -> None:
 
 def test_templates_carry_their_markers() -> None:
     def written(template: str) -> str:
-        row = countdown_row([1, 2, 3], 6, template=template, split="train", index=0)
+        record = {"nums": [1, 2, 3], "target": 6}
+        row = countdown_row(record, "train", 0, template=template)
         content: str = row["prompt"][0]["content"]
         return content
 
@@ -153,7 +154,7 @@ def test_a_range_that_holds_too_few_problems_says_so(monkeypatch: pytest.MonkeyP
 
 
 def test_wrong_ranges_are_named() -> None:
-    with pytest.raises(DataError, match="numbers a problem"):
+    with pytest.raises(DataError, match="numbers per problem"):
         Ranges(min_numbers=1)
     with pytest.raises(DataError, match="numbers from 9 to 3"):
         Ranges(min_number=9, max_number=3)

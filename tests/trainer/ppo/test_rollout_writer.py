@@ -15,6 +15,7 @@ from hone.config.trainer import TrainerConfig
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.tracking import RunFolder
+from hone.tracking.run_folder import step_files
 from hone.trainer.ppo.rollout_writer import RolloutWriter, kept_steps
 
 from ..runs import Run
@@ -39,7 +40,7 @@ def writer(folder: Path, tokenizer: Any = None, **settings: Any) -> RolloutWrite
 
 
 def steps_in(folder: Path) -> list[int]:
-    return [step for step, _ in RunFolder(folder).rollout_files()]
+    return [step for step, _ in step_files(RunFolder(folder).rollouts)]
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_running_out_of_memory_in_a_prompt_says_what_to_change(
 def test_samples_reach_the_trackers(
     train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.tracking.jsonl import JsonlTracker
+    from hone.tracking.metrics_file import JsonlTracker
 
     shown: list[tuple[str, int, int]] = []
     monkeypatch.setattr(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.data.preprocess.math_benchmarks import splits, tidy_answer
-from hone.data.preprocess.math_dataset import last_boxed
+from hone.data.preprocess.maths import benchmark, last_boxed, tidy_answer
 from hone.data.preprocess.sources import Source
 
 
@@ -47,10 +46,10 @@ def test_each_set_is_asked_in_the_form_its_scorer_reads(tmp_path: Path) -> None:
     line = json.dumps({"problem": "1+1?", "answer": "2"})
     for name in ("aime24", "math500"):
         (tmp_path / f"math_eval/{name}.jsonl").write_text(line)
-    (aime,) = splits(Source(tmp_path), name="aime24")["test"]
+    (aime,) = benchmark(Source(tmp_path), name="aime24")["test"]
     assert "`Answer: <answer>`" in aime["prompt"][0]["content"]
     assert aime["data_source"] == "aime24"
-    (boxed,) = splits(Source(tmp_path), name="math500")["test"]
+    (boxed,) = benchmark(Source(tmp_path), name="math500")["test"]
     assert boxed["prompt"][0]["content"].endswith(r"within \boxed{}.")
     assert boxed["data_source"] == "HuggingFaceH4/MATH-500"
     assert boxed["reward_model"]["ground_truth"] == "2"

@@ -7,24 +7,29 @@ from typing import Any
 
 import pytest
 
-from hone.data import measuring
-from hone.data.measuring import token_counts
-from hone.data.prompts import PromptError, PromptTooLong, prompt_text, render_prompt
+from hone.data import prompts as rendering
+from hone.data.prompts import (
+    PromptError,
+    PromptTooLong,
+    prompt_text,
+    render_prompt,
+    token_counts,
+)
 
 
 def counts(prompts: list[Any], tokenizer: Any, max_tokens: int | None = None) -> list[Any]:
-    def rendering(prompt: Any) -> Callable[[], str | list[int]]:
+    def call(prompt: Any) -> Callable[[], str | list[int]]:
         return lambda: prompt_text(prompt, tokenizer)
 
-    return list(token_counts(map(rendering, prompts), tokenizer, max_tokens))
+    return list(token_counts(map(call, prompts), tokenizer, max_tokens))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_counts_equal_those_of_rendering_one_by_one(
     tokenizer: Any, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "usable_cores", lambda: threads)
-    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * measuring.BATCH + 5)]
+    monkeypatch.setattr(rendering, "usable_cores", lambda: threads)
+    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.BATCH + 5)]
     alone = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
     assert counts(prompts, tokenizer) == alone
 

@@ -1,0 +1,141 @@
+"use strict";
+const box = {left: 52, top: 10, width: 318, height: 176, total: 380};
+function smooth(values, weight, counts) {
+  let total = 0, mass = 0;
+  return values.map((value, i) => {
+    if (value === null) return null;
+    const decay = Math.pow(weight, counts ? counts[i] : 1);
+    total = decay * total + (1 - decay) * value;
+    mass = decay * mass + (1 - decay);
+    return total / mass;
+  });
+}
+function spread(numbers) {  // a constant curve is drawn through the middle
+  const low = numbers.reduce((a, b) => Math.min(a, b)), high = numbers.reduce((a, b) => Math.max(a, b));
+  if (high - low > Math.max(1e-300, 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low, high];
+  const half = 0.1 * Math.abs(low) > 1e-300 ? 0.1 * Math.abs(low) : 0.5;
+  return [low - half, low + half];
+}
+function scaleOf(curves) {
+  const raw = curves.map(curve => curve.raw || curve);
+  const values = raw.flatMap(points => points.values.filter(value => value !== null));
+  const [x0, x1] = spread(raw.flatMap(points => points.steps));
+  const [low, high] = spread(values.length ? values : [0]), air = 0.05 * (high - low);
+  const y0 = low - air, y1 = high + air;
+  return {
+    x0, x1, y0, y1,
+    x: step => (box.left + (step - x0) / (x1 - x0) * box.width).toFixed(1),
+    y: value => (box.top + (1 - (value - y0) / (y1 - y0)) * box.height).toFixed(1),
+  };
+}
+function pathOf(scale, steps, values) {  // null leaves a gap
+  const move = i => i && values[i - 1] !== null ? "L" : "M";
+  const point = (step, i) => values[i] === null ? "" : move(i) + scale.x(step) + " " + scale.y(values[i]);
+  return steps.map(point).join("");
+}
+function ticks(low, high) {  // multiples of 1, 2 or 5 times a power of ten
+  const rough = (high - low) / 4, power = Math.pow(10, Math.floor(Math.log10(rough)));
+  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough * 0.999);
+  const out = [];
+  for (let n = Math.ceil(low / step); n <= Math.floor(high / step); n++) out.push(n * step);
+  return out;
+}
+function tickText(value) {
+  for (const [least, unit, letter] of [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
+    if (Math.abs(value) >= least) return Number((value / unit).toPrecision(4)) + letter;
+  }
+  return String(Number(value.toPrecision(4)));
+}
+function element(name, attributes, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const key in attributes) made.setAttribute(key, attributes[key]);
+  made.textContent = text;
+  return made;
+}
+function axes(scale) {
+  const y = ticks(scale.y0, scale.y1).flatMap(value => [
+    element("path", {class: "grid", d: "M" + box.left + " " + scale.y(value) + "h" + box.width}),
+    element("text", {class: "y", x: box.left - 6, y: scale.y(value), dy: 3}, tickText(value)),
+  ]);
+  const x = ticks(scale.x0, scale.x1).map(step => element(
+    "text", {class: "x", x: scale.x(step), y: box.top + box.height + 16}, Number(step.toPrecision(6))));
+  return [...y, ...x];
+}
+function lines(scale, curve, weight) {
+  const raw = curve.raw || curve, smoothed = smooth(curve.values, curve.as_is ? 0 : weight, curve.counts);
+  const points = raw.steps.map((step, i) => [step, raw.values[i]]).filter(([, value]) => value !== null);
+  return [
+    element("path", {class: "raw r" + curve.run, d: pathOf(scale, raw.steps, raw.values)}),
+    element("path", {class: "line r" + curve.run, d: pathOf(scale, curve.steps, smoothed)}),
+    ...(curve.as_is ? points : []).map(([step, value]) => element(
+      "circle", {class: "r" + curve.run, cx: scale.x(step), cy: scale.y(value), r: 2.5})),
+  ];
+}
+function nearest(steps, at) {
+  return steps.reduce((best, step, i) => Math.abs(step - at) < Math.abs(steps[best] - at) ? i : best, 0);
+}
+function follow(chart, runs) {  // the values under the mouse
+  const svg = chart.figure.querySelector("svg"), readout = chart.figure.querySelector("output");
+  svg.addEventListener("mousemove", event => {
+    const area = svg.getBoundingClientRect(), {x0, x1} = chart.scale;
+    const x = (event.clientX - area.left) / area.width * box.total;
+    const at = x0 + (x - box.left) / box.width * (x1 - x0);
+    readout.textContent = chart.visible.map(curve => {
+      const i = nearest(curve.steps, at), value = curve.values[i];
+      const label = runs.length > 1 ? runs[curve.run] + " " : "";
+      const many = curve.counts && value !== null ? " (mean of " + curve.counts[i] + ")" : "";
+      return label + curve.steps[i] + ": " + (value === null ? "not finite" : Number(value.toPrecision(5))) + many;
+    }).join("\n");
+    readout.hidden = false;
+    chart.cursor.setAttribute("d", "M" + x.toFixed(1) + " " + box.top + "v" + box.height);
+  });
+  svg.addEventListener("mouseleave", () => {
+    readout.hidden = true;
+    chart.cursor.setAttribute("d", "");
+  });
+}
+function start() {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const slider = document.getElementById("smoothing"), hidden = new Set();
+  const charts = [...document.querySelectorAll(".chart")].map((figure, n) => (
+    {figure, curves: data.charts[n], matches: true, cursor: element("path", {class: "cursor"})}));
+  const draw = chart => {
+    chart.visible = chart.curves.filter(curve => !hidden.has(curve.run));
+    chart.figure.hidden = !chart.matches || !chart.visible.length;
+    if (chart.figure.hidden) return;
+    chart.scale = scaleOf(chart.visible);
+    const curves = chart.visible.flatMap(curve => lines(chart.scale, curve, Number(slider.value)));
+    chart.figure.querySelector("svg").replaceChildren(...axes(chart.scale), ...curves, chart.cursor);
+  };
+  const refresh = () => {
+    charts.forEach(draw);
+    document.querySelectorAll(".curves details").forEach(group => {
+      const count = group.querySelectorAll(".chart:not([hidden])").length;
+      group.querySelector(".count").textContent = "(" + count + ")";
+      group.hidden = count === 0;
+    });
+    document.getElementById("no-curves").hidden = charts.some(chart => !chart.figure.hidden);
+  };
+  slider.addEventListener("input", refresh);
+  document.querySelectorAll("input[data-run]").forEach(input => input.addEventListener("change", () => {
+    hidden[input.checked ? "delete" : "add"](Number(input.dataset.run));
+    document.body.classList.toggle("hide-" + input.dataset.run, !input.checked);
+    refresh();
+  }));
+  document.querySelectorAll("input[data-filter]").forEach(input => input.addEventListener("input", () => {
+    const words = input.value.toLowerCase().split(" ").filter(Boolean);
+    const fits = item => words.every(word => item.dataset.name.toLowerCase().includes(word));
+    if (input.dataset.filter === "settings") {
+      const items = [...document.querySelectorAll(".setting")];
+      items.forEach(item => { item.hidden = !fits(item); });
+      document.getElementById("no-settings").hidden = items.some(fits);
+      return;
+    }
+    charts.forEach(chart => { chart.matches = fits(chart.figure); });
+    if (words.length) document.querySelectorAll(".curves details").forEach(d => { d.open = true; });
+    refresh();
+  }));
+  charts.forEach(chart => follow(chart, data.runs));
+  refresh();
+}
+if (typeof document !== "undefined") start();

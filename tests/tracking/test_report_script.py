@@ -1,0 +1,109 @@
+"""The page's script, run by node: scales, lines, ticks and smoothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hone.tracking.report
+from hone.tracking.report import POINTS_DRAWN, _curves
+from hone.tracking.report_data import RunData, metrics_of
+from hone.tracking.smoothing import smooth
+
+SCRIPT = Path(hone.tracking.report.__file__).with_name("report.js").read_text()
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+
+
+def run(expression: str) -> Any:
+    """The value of an expression of the script."""
+    program = f"{SCRIPT}\nconsole.log(JSON.stringify({expression}));"
+    done = subprocess.run(
+        ["node", "-"], input=program, capture_output=True, text=True, check=True, timeout=60
+    )
+    return json.loads(done.stdout)
+
+
+def curve_of(values: list[float], steps: list[int] | None = None) -> dict[str, Any]:
+    """What the page hands to the script of a run with these values."""
+    at = steps or range(len(values))
+    rows = [{"step": step, "k": value} for step, value in zip(at, values, strict=True)]
+    (curve,) = _curves("k", [RunData("r", metrics_of(rows))])
+    return dict(curve)
+
+
+def test_the_range_of_the_data_fills_the_frame_and_a_gap_is_left_open() -> None:
+    curve = json.dumps(curve_of([1.0, math.nan, 3.0, 3.0], [0, 50, 90, 100]))
+    path = run(f"(c => pathOf(scaleOf([c]), c.steps, c.values))({curve})")
+    assert path.startswith("M52.0 178.0M")
+    assert path.endswith("L370.0 18.0")
+    assert re.findall("[ML]", path) == ["M", "M", "L"]
+
+
+def test_any_values_can_be_drawn() -> None:
+    cases = [
+        [5.0, 5.0],
+        [0.0, 0.0],
+        [math.nan, math.inf],
+        [1e299, -1e299],
+        [1e-300, 0],
+        [5e-324, 0],
+    ]
+    curves = json.dumps([curve_of(values) for values in cases])
+    drawn = run(
+        f"{curves}.map(c => (s => [pathOf(s, c.steps, c.values), ticks(s.y0, s.y1)])(scaleOf([c])))"
+    )
+    assert not re.search("NaN|Infinity", json.dumps(drawn))
+    assert all(1 <= len(marks) <= 6 for _, marks in drawn)
+
+
+def test_ticks_are_few_round_and_inside() -> None:
+    ranges = [(0, 100), (0.1, 0.9), (-3.0, 17.0), (1e-7, 3e-7), (0.0, 52_000.0), (2e6, 9e6)]
+    marks = run(f"{json.dumps(ranges)}.map(([low, high]) => ticks(low, high))")
+    assert marks[0] == pytest.approx([0, 50, 100])
+    assert marks[1] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    for (low, high), inside in zip(ranges, marks, strict=True):
+        assert 1 <= len(inside) <= 6
+        assert all(low - 1e-9 <= mark <= high * (1 + 1e-9) for mark in inside)
+    values = [0.05, 250, 9000, 40_000, -1.5e6, 2e9]
+    texts = ["0.05", "250", "9000", "40k", "-1.5M", "2G"]
+    assert run(f"{values}.map(tickText)") == texts
+
+
+def test_smoothing_is_that_of_the_learning_curve() -> None:
+    smoothed = run("smooth([1, null, 3, 2], 0.9)")
+    want = smooth([1.0, math.nan, 3.0, 2.0], 0.9)
+    assert smoothed[1] is None
+    assert [smoothed[i] for i in (0, 2, 3)] == pytest.approx([want[i] for i in (0, 2, 3)])
+    counted, written_out = run("[smooth([1, 5], 0.7, [3, 2]), smooth([1, 1, 1, 5, 5], 0.7)]")
+    assert counted == pytest.approx([written_out[2], written_out[4]])
+
+
+@pytest.mark.parametrize("count", [400, 2000, 20_000])
+def test_the_slider_keeps_the_line_at_the_height_of_the_data(count: int) -> None:
+    chooser = random.Random(count)
+    values = [float(chooser.random() < 0.05) for _ in range(count)]
+    curve = curve_of(values)
+    assert len(curve["steps"]) == (count if count <= POINTS_DRAWN else POINTS_DRAWN // 2)
+    means = run(
+        f"(c => [0, 0.3, 0.6, 0.9].map(w => smooth(c.values, w, c.counts))"
+        f".map(line => line.reduce((a, b) => a + b) / line.length))({json.dumps(curve)})"
+    )
+    assert means == pytest.approx([sum(values) / count] * 4, abs=0.005)
+
+
+def test_the_faint_line_of_a_long_curve_keeps_its_peaks() -> None:
+    values = [0.0] * 20_000
+    values[7_003] = 1.0
+    curve = curve_of(values)
+    assert (7_003, 1.0) in zip(curve["raw"]["steps"], curve["raw"]["values"], strict=True)
+    assert max(curve["values"]) < 1.0
+    assert len(curve["raw"]["steps"]) <= POINTS_DRAWN
