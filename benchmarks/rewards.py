@@ -125,8 +125,7 @@ HOSTILE: tuple[Callable[[int], str], ...] = (
 
 def hostile_seconds(count: int = 512) -> float:
     """Wall seconds for `count` hostile answers, all different, in one batch."""
-    from hone.rewards.outcome import Response
-    from hone.rewards.symbolic_batch import compare_ahead
+    from hone.rewards.outcome import Response, compare_ahead
 
     texts = [HOSTILE[i % len(HOSTILE)](i + 2) for i in range(count)]
     rows = [Response("lighteval/MATH", rf"\boxed{{{t}}}", r"\sqrt{2}+x", {}) for t in texts]

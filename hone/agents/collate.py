@@ -17,6 +17,7 @@ from hone.agents.contract import AgentLoopOutput
 from hone.agents.output_check import BadTrajectory
 from hone.agents.widths import equal_widths
 from hone.columns import reward_column, write
+from hone.ops.masked import last_true
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns, object_array
 
@@ -116,8 +117,7 @@ def _of_policy(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 
 def _scores_on_last_policy_token(outputs: Sequence[AgentLoopOutput], mask: Tensor) -> Tensor:
-    columns = torch.arange(1, mask.shape[1] + 1)
-    last = (mask * columns).argmax(1)
+    last = last_true(mask).clamp(min=0)
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     scores[torch.arange(len(outputs)), last] = torch.tensor(
         [float(o.reward_score or 0.0) for o in outputs]

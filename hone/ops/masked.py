@@ -51,3 +51,10 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
         masked_var(values, mask) + WHITEN_EPS
     )
     return masked_fill_zero(white if shift_mean else white + mean, mask)
+
+
+def last_true(mask: Tensor) -> Tensor:
+    """[B] column of the last nonzero entry in each row of a mask [B, T]; -1 where a row has none."""
+    positions = torch.arange(mask.shape[1] + 1, device=mask.device)
+    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 stands for none
+    return (padded * positions).argmax(1) - 1

@@ -9,14 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
 from hone.rewards.places import describe, place_of, unbound
 from hone.types import Function, Row, Settings
-
-T = TypeVar("T")
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -28,15 +26,8 @@ FORMAT_ARGUMENTS = (
     "retrieval_score",
 )
 """Credit for form; config keys under `reward_model` that only some scorers know."""
-AMBIENT_ARGUMENTS = frozenset(
-    {
-        *FORMAT_ARGUMENTS,
-        "score_observations",
-        "sandbox_fusion_url",
-        "concurrent_semaphore",
-        "memory_limit_mb",
-    }
-)
+_RUN_ARGUMENTS = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb")
+AMBIENT_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_RUN_ARGUMENTS, "score_observations"})
 """Offered to every scorer; those that do not know them are not given them."""
 
 
@@ -66,11 +57,11 @@ def _accepted_names(function: Function) -> frozenset[str] | None:
 
 def explicit_names(cls: type) -> frozenset[str]:
     """The keyword names that a class's own and inherited `__init__` spell out."""
-    found: set[str] = set()
+    names: set[str] = set()
     for ancestor in cls.__mro__:
         if "__init__" in vars(ancestor) and ancestor is not object:
-            found.update(inspect.signature(vars(ancestor)["__init__"]).parameters)
-    return frozenset(found - {"self", "args", "kwargs", "options"})
+            names.update(inspect.signature(vars(ancestor)["__init__"]).parameters)
+    return frozenset(names - {"self", "args", "kwargs", "options"})
 
 
 def call_scorer(function: Function, arguments: Settings, options: Settings) -> Any:
@@ -87,17 +78,14 @@ def taken_arguments(function: Function, arguments: Settings, options: Settings) 
     names = accepted_names(function)
     if names is None:
         return {**arguments, **options}
-    taken = {name: value for name, value in arguments.items() if name in names}
-    for name, value in options.items():
-        if name in names:
-            taken[name] = value
-        elif name not in AMBIENT_ARGUMENTS:
+    for name in options:
+        if name not in names and name not in AMBIENT_ARGUMENTS:
             raise ScorerSignatureError(
                 f"scorer {describe(function)} takes no argument {name!r}; it takes "
                 f"{', '.join(sorted(names - set(ROW_ARGUMENTS))) or 'none'}. Check "
                 "reward_model.reward_kwargs and custom_reward_function.reward_kwargs."
             )
-    return taken
+    return {name: value for name, value in {**arguments, **options}.items() if name in names}
 
 
 def check_signature(function: Function, arguments: Sequence[str], options: Settings) -> None:
@@ -107,45 +95,38 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
             f"the score function is {function!r:.80}, which cannot be called; "
             "name a function with custom_reward_function.name"
         )
-    _refuse_bound(function)
+    place = place_of(function) or describe(function)
+    if isinstance(function, partial):  # custom_reward_function.reward_kwargs are bound
+        names = accepted_names(function.func)
+        unknown = [] if names is None else sorted(set(function.keywords) - names)
+        if unknown:
+            raise ScorerSignatureError(
+                f"{place}: the score function takes no argument "
+                f"{', '.join(map(repr, unknown))}; check custom_reward_function.reward_kwargs"
+            )
     names = accepted_names(function)
     taken = taken_arguments(function, dict.fromkeys(arguments), options)
     try:
         signature = inspect.signature(function)
     except ValueError:
         return  # a builtin that does not tell its arguments: the first batch shows
-    problem = None
     try:
         signature.bind(**taken)
+        if names is None or not names.isdisjoint(arguments):
+            return
+        problem = "it takes none of these"
     except TypeError as error:
         problem = str(error)
-    if problem is None and names is not None and names.isdisjoint(arguments):
-        problem = "it takes none of these"
-    if problem is not None:
-        name = getattr(unbound(function), "__name__", "compute_score")
-        raise ScorerSignatureError(
-            f"{place_of(function) or describe(function)}: the score function {name}{signature} "
-            f"cannot be called with {', '.join(arguments)} ({problem}); write it as "
-            f"def {name}({', '.join(arguments[:-1])}, {arguments[-1]}=None){_hint(signature, arguments)}"
-        )
+    name = getattr(unbound(function), "__name__", "compute_score")
+    raise ScorerSignatureError(
+        f"{place}: the score function {name}{signature} cannot be called with "
+        f"{', '.join(arguments)} ({problem}); write it as def {name}({', '.join(arguments[:-1])}, "
+        f"{arguments[-1]}=None){_hint(set(signature.parameters), arguments)}"
+    )
 
 
-def _refuse_bound(function: Function) -> None:
-    """Arguments of `custom_reward_function.reward_kwargs` that the function does not take."""
-    if not isinstance(function, partial):
-        return
-    names = accepted_names(function.func)
-    unknown = [] if names is None else sorted(set(function.keywords) - names)
-    if unknown:
-        raise ScorerSignatureError(
-            f"{place_of(function) or describe(function)}: the score function takes no argument "
-            f"{', '.join(map(repr, unknown))}; check custom_reward_function.reward_kwargs"
-        )
-
-
-def _hint(signature: inspect.Signature, arguments: Sequence[str]) -> str:
+def _hint(names: set[str], arguments: Sequence[str]) -> str:
     """What the signature looks like, where it is one of a known kind."""
-    names = set(signature.parameters)
     if names & {"completion", "completions", "prompt", "prompts"}:
         return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
     if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:

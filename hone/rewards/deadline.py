@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import TypeVar
 
@@ -24,7 +25,20 @@ def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
     """`function()`, or DeadlineExceeded after `timeout_s` seconds."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         return _by_signal(function, timeout_s)
-    return _by_thread(function, timeout_s)
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # carried to the caller, who raises it
+            future.set_exception(error)
+
+    thread = threading.Thread(target=work, name="hone-score", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise DeadlineExceeded
+    return future.result()
 
 
 def _by_signal(function: Callable[[], T], timeout_s: float) -> T:
@@ -43,23 +57,3 @@ def _by_signal(function: Callable[[], T], timeout_s: float) -> T:
         if remaining:
             left = max(remaining - (time.monotonic() - started), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
-def _by_thread(function: Callable[[], T], timeout_s: float) -> T:
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # carried to the caller, who raises it
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="hone-score", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise DeadlineExceeded
-    if errors:
-        raise errors[0]
-    return results[0]

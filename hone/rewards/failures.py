@@ -7,14 +7,37 @@ way it is counted by reason. Reasons are short words; they become metric names.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from hone.types import JsonObject
 
 POLICIES = ("raise", "score")
 
-events: Counter[str] = Counter()
-"""Mishaps inside a scorer that did not stop it (a symbolic check that ran out of time)."""
+_mishaps: ContextVar[Counter[str] | None] = ContextVar("mishaps", default=None)
+
+
+@contextmanager
+def counted_mishaps() -> Iterator[Counter[str]]:
+    """Counts mishaps of scorers inside the block that did not stop them, by reason."""
+    outer = _mishaps.get()
+    inner: Counter[str] = Counter()
+    token = _mishaps.set(inner)
+    try:
+        yield inner
+    finally:
+        _mishaps.reset(token)
+        if outer is not None:
+            outer.update(inner)
+
+
+def count_mishap(reason: str) -> None:
+    """Note a mishap inside a scorer (a symbolic check that ran out of time)."""
+    counter = _mishaps.get()
+    if counter is not None:
+        counter[reason] += 1
 
 
 class SetupError(Exception):
@@ -51,7 +74,7 @@ class FailurePolicy:
 
 @dataclass(frozen=True)
 class Scored:
-    """A row's score, what else the scorer said, and mishaps on the way."""
+    """A row's score, what else the scorer returned, and mishaps on the way."""
 
     score: float
     extras: JsonObject = field(default_factory=dict)

@@ -35,6 +35,8 @@ from hone.types import Function, Row
 
 logger = logging.getLogger(__name__)
 
+_POLICY = {field.name for field in dataclasses.fields(FailurePolicy)}
+
 
 def load_reward_manager(
     config: PPOTrainerConfig,
@@ -50,28 +52,28 @@ def load_reward_manager(
     `reward_kwargs` override `reward_model.reward_kwargs`; names the built-in managers do not know
     are handed to the scorer.
     """
-    for source, target in config.reward_model.scores.items():
+    model = config.reward_model
+    for source, target in model.scores.items():
         register_score(source, target)
         # Its own options are told from other rules' when rows are scored.
         check_signature(load_object(target), ROW_ARGUMENTS, {})
-    if config.reward_model.score_observations:
-        _tell_of_observations()
+    if model.score_observations:
+        _warn_of_observations()
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
     if issubclass(cls, RewardManagerBase):
         return cls(config=config, tokenizer=tokenizer, compute_score=scorer)
     settings = {**_manager_settings(config), **reward_kwargs}
-    if issubclass(cls, RuleRewardManager):
-        known = explicit_names(cls)
-        settings = {name: settings[name] for name in settings if name in known | {*reward_kwargs}}
-        options = _score_options(config, scorer)
-        settings = {**options, "policy": _policy(config), **settings}
-        if config.reward_model.repeatness_punishment:
-            settings["repeat_threshold"] = config.reward_model.high_repeat_threshold
-    else:
-        accepted = accepted_names(cls)
-        if accepted is not None:
-            settings = {name: settings[name] for name in settings if name in accepted}
+    is_rule = issubclass(cls, RuleRewardManager)
+    accepted = explicit_names(cls) | {*reward_kwargs} if is_rule else accepted_names(cls)
+    if accepted is not None:
+        settings = {name: settings[name] for name in settings if name in accepted}
+    if is_rule:
+        kwargs = model.reward_kwargs
+        policy = FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY})
+        settings = {**_score_options(config, scorer), "policy": policy, **settings}
+        if model.repeatness_punishment:
+            settings["repeat_threshold"] = model.high_repeat_threshold
     manager = cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
@@ -85,7 +87,7 @@ def load_reward_manager(
 
 
 @functools.cache
-def _tell_of_observations() -> None:
+def _warn_of_observations() -> None:
     logger.warning(
         "reward_model.score_observations=true: scores are computed from the whole response, what "
         "tools and searches said included, so a passage can earn a reward"
@@ -112,35 +114,28 @@ def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, 
 
 
 def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
-    chosen = config.reward_manager
-    if chosen.source == "register":
-        return get_reward_manager_cls(chosen.name or config.reward_model.reward_manager)
-    if chosen.source == "importlib":
-        found: type[AbstractRewardManager] = load_extern_object(
-            chosen.module.path or "", chosen.module.name
+    manager = config.reward_manager
+    if manager.source == "register":
+        return get_reward_manager_cls(manager.name or config.reward_model.reward_manager)
+    if manager.source == "importlib":
+        cls: type[AbstractRewardManager] = load_extern_object(
+            manager.module.path or "", manager.module.name
         )
-        return found
+        return cls
     raise WrongSetting(
-        f"reward_manager.source={chosen.source!r} is not known; use 'register' (a name) or "
+        f"reward_manager.source={manager.source!r} is not known; use 'register' (a name) or "
         "'importlib' (reward_manager.module.path and .name)"
     )
 
 
-def _policy(config: PPOTrainerConfig) -> FailurePolicy:
-    kwargs = config.reward_model.reward_kwargs
-    return FailurePolicy(kwargs.on_failure, kwargs.failure_score, kwargs.timeout_s)
-
-
 def _manager_settings(config: PPOTrainerConfig) -> Row:
     """`reward_model.reward_kwargs` less the policy, with null values filled from their source."""
-    kwargs = config.reward_model.reward_kwargs
-    settings = {field.name: getattr(kwargs, field.name) for field in dataclasses.fields(kwargs)}
-    for name in ("on_failure", "failure_score", "timeout_s"):
-        del settings[name]
-    settings["score_observations"] = config.reward_model.score_observations
+    model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
+    names = {field.name for field in dataclasses.fields(model.reward_kwargs)} - _POLICY
+    settings = {name: getattr(model.reward_kwargs, name) for name in names}
+    settings["score_observations"] = model.score_observations
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
-    sandbox = config.reward_model.sandbox_fusion
     if settings["num_processes"] is None and sandbox.url:
         # Scoring processes wait for the service, so its slots set their number, not the cores.
         settings["num_processes"] = sandbox.max_concurrent

@@ -6,17 +6,18 @@ Catches what a scorer raises and hands it back as a counted failure; the policy 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.rewards import failures
 from hone.rewards.calling import call_scorer
-from hone.rewards.failures import Failed, Scored, SetupError
+from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID, plain
-from hone.rewards.places import describe, place_of_error
-from hone.rewards.scores import table
+from hone.rewards.places import describe, place_of_error, unbound
+from hone.rewards.scores import symbolic, table
 from hone.types import Function, JsonObject, JsonValue, Row, Settings
+
+Comparisons = dict[symbolic.Pair, bool | Failed]
 
 
 @dataclass(frozen=True)
@@ -30,25 +31,19 @@ class Response:
 
     def arguments(self) -> Row:
         """The scorer's keyword arguments."""
-        return {
-            "data_source": self.data_source,
-            "solution_str": self.solution_str,
-            "ground_truth": self.ground_truth,
-            "extra_info": self.extra_info,
-        }
+        return dict(vars(self))
 
 
 def score_row(compute_score: Function, row: Response, options: Settings) -> Scored | Failed:
     """Score one row. What is wrong with the set-up (SetupError) is raised, whatever the policy."""
-    before = failures.events.copy()
     try:
-        result = call_scorer(table.in_detail(compute_score), row.arguments(), options)
+        with counted_mishaps() as mishaps:
+            result = call_scorer(table.in_detail(compute_score), row.arguments(), options)
     except SetupError:
         raise
     except Exception as error:  # a user's scorer may raise anything; the policy decides
         return failed_by(error, compute_score)
     outcome = read_result(result)
-    mishaps = failures.events - before
     if mishaps and isinstance(outcome, Scored):
         return Scored(outcome.score, outcome.extras, dict(mishaps))
     return outcome
@@ -94,3 +89,28 @@ def read_result(result: Any) -> Scored | Failed:
 def vote_of(pred: JsonValue) -> str | None:
     """What a response votes for in maj@k, by its scorer's `pred`; None casts no vote."""
     return None if pred is None or str(pred).strip() in ("", INVALID) else str(pred)
+
+
+def compare_ahead(
+    compute_score: Function, rows: Sequence[Response], options: Settings
+) -> list[Comparisons]:
+    """Make the symbolic comparisons that our own rules will need, together and in one budget.
+
+    Returns each row's comparisons, for another process. A user's own score function is not called:
+    it may not bear to be called twice.
+    """
+    pairs: list[list[symbolic.Pair]] = []
+    for row in rows:
+        with symbolic.noting() as noted:
+            if _compares_expressions(compute_score, row):
+                score_row(compute_score, row, options)
+        pairs.append(noted)
+    symbolic.compare_all(pair for of_row in pairs for pair in of_row)
+    return [symbolic.known(of_row) for of_row in pairs]
+
+
+def _compares_expressions(compute_score: Function, row: Response) -> bool:
+    if table.is_table(compute_score):
+        entry = table.find(row.data_source)
+        return entry is not None and entry.symbolic
+    return getattr(unbound(compute_score), "__module__", None) in table.SYMBOLIC_MODULES

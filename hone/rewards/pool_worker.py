@@ -5,28 +5,17 @@ Ends when the pool closes its socket. A call that outlives a vanished parent end
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import signal
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TypeVar
 
 from hone.rewards.failures import Failed, SetupError
 from hone.types import Function, Row
 
-T = TypeVar("T")
 GRACE_S = 10.0
 """How long after its deadline a call whose parent vanished may still run."""
-
-
-def main(descriptor: int) -> None:
-    """Serve jobs from the socket `descriptor` until it closes."""
-    link = Connection(descriptor)
-    try:
-        serve(link)
-    except (EOFError, OSError):
-        return
 
 
 def serve(link: Connection) -> None:
@@ -42,7 +31,7 @@ def serve(link: Connection) -> None:
     while True:
         arguments, timeout_s = link.recv()
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
-        answer = call(function, arguments)
+        answer = _call(function, arguments)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         try:
             link.send(answer)
@@ -50,7 +39,7 @@ def serve(link: Connection) -> None:
             link.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
 
 
-def call(function: Callable[..., T], arguments: Row) -> T | SetupError | Failed:
+def _call(function: Function, arguments: Row) -> object:
     """The result, an error of the set-up as it is, any other exception as a failure."""
     try:
         return function(**arguments)
@@ -61,4 +50,5 @@ def call(function: Callable[..., T], arguments: Row) -> T | SetupError | Failed:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    with contextlib.suppress(EOFError, OSError):
+        serve(Connection(int(sys.argv[1])))

@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from hone.config.reward import SandboxFusionConfig
 from hone.rewards import ground_truth as truth
 from hone.rewards.comparison import is_json_of, same_output
 from hone.rewards.failures import SetupError
 from hone.types import JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:
-    from hone.sandbox import SandboxResult
     from hone.sandbox.service import SandboxService
 
+T = TypeVar("T")
 _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON = ("", "python", "py", "python3")
 CODE_MARK = "__CODE__"
@@ -35,9 +35,14 @@ class Limits:
     """What one run of a program may use, and where it runs."""
 
     timeout_s: float
-    memory_mb: int
+    memory_mb: int | None = None
+    """None takes `reward_model.sandbox_fusion.memory_limit_mb`'s default."""
     url: str | None = None
     """A sandbox service; None runs in the local box."""
+
+    @property
+    def memory(self) -> int:
+        return self.memory_mb or SandboxFusionConfig().memory_limit_mb
 
 
 @dataclass(frozen=True)
@@ -63,17 +68,8 @@ class SourceTest:
 
     source: str
 
-    @property
-    def preamble(self) -> str:
-        """Imports and classes that program and tests both use."""
-        return self._parts[0]
-
-    @property
-    def tests(self) -> str:
-        return self._parts[1]
-
-    @property
-    def _parts(self) -> tuple[str, str]:
+    def parts(self) -> tuple[str, str]:
+        """Imports and classes that program and tests both use, and the tests."""
         before, mark, after = self.source.partition(CODE_MARK)
         if not mark:
             return "", self.source
@@ -100,10 +96,10 @@ def extract_code(text: str) -> str:
 
 def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Test]:
     """The tests of a row, from its ground truth or from `extra_info["test_cases"]`."""
-    given = truth.decode(truth.plain(ground_truth))
-    if not given and extra_info:
-        given = truth.decode(truth.plain(extra_info.get("test_cases")))
-    tests = _tests(given)
+    content = truth.decode(truth.plain(ground_truth))
+    if not content and extra_info:
+        content = truth.decode(truth.plain(extra_info.get("test_cases")))
+    tests = _tests(content)
     if not tests:
         raise truth.GroundTruthError(
             "no tests: reward_model.ground_truth and extra_info.test_cases are empty. Give "
@@ -112,51 +108,47 @@ def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Tes
     return tests
 
 
-def _tests(given: JsonValue) -> list[Test]:
-    if isinstance(given, str):
-        return [] if _says_nothing(given) else [SourceTest(given)]
-    if isinstance(given, dict):
-        return _tests_of_mapping(given)
-    items = given if isinstance(given, list) else []
-    return [test for item in items for test in _one_test(item)]
+def _tests(content: JsonValue) -> list[Test]:
+    if isinstance(content, str):
+        lines = [line.strip() for line in content.splitlines()]
+        says_nothing = all(not line or line[0] == "#" or line == CODE_MARK for line in lines)
+        return [] if says_nothing else [SourceTest(content)]
+    if isinstance(content, dict):
+        return _tests_of_mapping(content)
+    tests: list[Test] = []
+    for item in content if isinstance(content, list) else []:
+        if isinstance(item, str):
+            tests += _tests(item)
+        elif isinstance(item, dict):
+            tests.append(StdinTest(_text(item["input"]), _text(item["output"])))
+        elif isinstance(item, list) and len(item) == 2:
+            tests.append(StdinTest(_text(item[0]), _text(item[1])))
+        else:
+            raise truth.GroundTruthError(
+                f"a test is source, [input, output] or a mapping; got {item!r:.80}"
+            )
+    return tests
 
 
-def _says_nothing(source: str) -> bool:
-    """Blank lines and comments alone."""
-    lines = [line.strip() for line in source.splitlines()]
-    return all(not line or line.startswith("#") or line == CODE_MARK for line in lines)
-
-
-def _tests_of_mapping(given: JsonObject) -> list[Test]:
+def _tests_of_mapping(content: JsonObject) -> list[Test]:
     for key in ("functional", "assert_case"):
-        if given.get(key):
-            return _tests(given[key])
-    inputs, outputs = given.get("inputs"), given.get("outputs")
+        if content.get(key):
+            return _tests(content[key])
+    inputs, outputs = content.get("inputs"), content.get("outputs")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise truth.GroundTruthError(
-            f"tests need 'functional', or 'inputs' and 'outputs' of equal length; got {sorted(given)}"
+            "tests need 'functional', or 'inputs' and 'outputs' of equal length; got "
+            f"{sorted(content)}"
         )
-    name = given.get("fn_name")
+    name = content.get("fn_name")
     pairs = zip(inputs, outputs, strict=True)
     if name:
         return [CallTest(str(name), _arguments(item), _returned(value)) for item, value in pairs]
     return [StdinTest(_text(item), _text(value)) for item, value in pairs]
 
 
-def _one_test(item: JsonValue) -> list[Test]:
-    if isinstance(item, dict):
-        return [StdinTest(_text(item["input"]), _text(item["output"]))]
-    if isinstance(item, str):
-        return [] if _says_nothing(item) else [SourceTest(item)]
-    if isinstance(item, list) and len(item) == 2:
-        return [StdinTest(_text(item[0]), _text(item[1]))]
-    raise truth.GroundTruthError(
-        f"a test is source, [input, output] or a mapping; got {item!r:.80}"
-    )
-
-
 def _arguments(item: JsonValue) -> list[JsonValue]:
-    """Arguments of a call: a list, or lines of JSON, one an argument."""
+    """Arguments of a call: a list, or lines of JSON, one per argument."""
     if isinstance(item, str):
         return [json.loads(line) for line in item.splitlines() if line.strip()]
     return item if isinstance(item, list) else [item]
@@ -186,8 +178,10 @@ def passes(code: str, test: Test, limits: Limits) -> bool:
     secret = secrets.token_hex(16)
     message = json.dumps({"function": test.function, "arguments": test.arguments})
     output = _output(code + _CALL.replace("SECRET", secret), message, limits)
-    answer = _after_secret(output, secret)
-    return answer is not None and is_json_of(answer, test.expected)
+    # Only the call's own end could print the secret on the last line.
+    *_, last_line = ["", *(output or "").rstrip().splitlines()]
+    answer = last_line.removeprefix(secret)
+    return answer != last_line and is_json_of(answer, test.expected)
 
 
 _CALL = """
@@ -206,26 +200,14 @@ _hone_call()
 """
 
 
-def _after_secret(output: str | None, secret: str) -> str | None:
-    """What follows the secret on the last line, which only the call's own end could print."""
-    lines = (output or "").rstrip().splitlines()
-    return lines[-1].removeprefix(secret) if lines and lines[-1].startswith(secret) else None
-
-
 def _holds(code: str, test: SourceTest, limits: Limits) -> bool:
-    """Whether the assertions hold, as a judge in a box of its own finds."""
-    if (service := _service(limits.url, limits.memory_mb)) is not None:
-        found = service.judge
-    else:
-        from hone.sandbox.judging import judge as found
-    with _setup_errors():
-        judgement = found(
-            code,
-            test.tests,
-            preamble=test.preamble,
-            timeout_s=limits.timeout_s,
-            memory_mb=limits.memory_mb,
-        )
+    """Whether the assertions hold, as a judge in a box of its own decides."""
+    from hone.sandbox.judging import judge
+
+    preamble, tests = test.parts()
+    service = _service(limits.url, limits.memory)
+    run = judge if service is None else service.judge
+    judgement = _in_sandbox(run, limits, program=code, tests=tests, preamble=preamble)
     if not judgement.usable:
         raise truth.GroundTruthError(f"the tests of this row cannot run: {judgement.reason}")
     if judgement.passed and not judgement.answers:
@@ -237,24 +219,19 @@ def _holds(code: str, test: SourceTest, limits: Limits) -> bool:
 
 def _output(code: str, stdin: str, limits: Limits) -> str | None:
     """Standard output of a run that ended well, else None."""
-    service = _service(limits.url, limits.memory_mb)
-    if service is not None:
-        run_python: Callable[..., SandboxResult] = service.run_python
-    else:
-        from hone.sandbox import run_python
-    with _setup_errors():
-        result = run_python(
-            code, stdin=stdin, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb
-        )
+    from hone.sandbox import run_python
+
+    service = _service(limits.url, limits.memory)
+    run = run_python if service is None else service.run_python
+    result = _in_sandbox(run, limits, code=code, stdin=stdin)
     return result.stdout if result.ok else None
 
 
-@contextmanager
-def _setup_errors() -> Iterator[None]:
+def _in_sandbox(run: Callable[..., T], limits: Limits, **texts: str) -> T:
     from hone.sandbox import SandboxUnavailable
 
     try:
-        yield
+        return run(**texts, timeout_s=limits.timeout_s, memory_mb=limits.memory)
     except SandboxUnavailable as error:
         raise SetupError(f"model-written code cannot be run here: {error}") from error
 
@@ -276,5 +253,4 @@ def count_passed(code: str, tests: Sequence[Test], limits: Limits, first: int) -
         return True, min(first, len(tests))
     if failed_at >= first:
         return False, first
-    rest: Iterable[Test] = tests[failed_at + 1 : first]
-    return False, failed_at + sum(passes(code, test, limits) for test in rest)
+    return False, failed_at + sum(passes(code, t, limits) for t in tests[failed_at + 1 : first])

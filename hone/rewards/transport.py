@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 
 from hone.plugins import load_object
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.outcome import Response, score_row
+from hone.rewards.outcome import Comparisons, Response, score_row
 from hone.rewards.places import describe
 from hone.rewards.scores import symbolic, table
-from hone.rewards.symbolic_batch import Comparisons
 from hone.types import Function, Row, Settings
 
 
@@ -30,9 +29,8 @@ def reference(function: Function) -> str | Function:
             f"scorer {describe(function)} is local to another function, so a scoring process "
             "cannot import it. Define it at the top level of a file, or use the naive manager."
         )
-    module = sys.modules.get(function.__module__)
-    file = getattr(module, "__file__", None)
     if function.__module__ == "__main__" or function.__module__.startswith("hone_extern_"):
+        file = getattr(sys.modules.get(function.__module__), "__file__", None)
         if file is None:
             raise TypeError(
                 f"scorer {describe(function)} is defined in an interactive session; write it to a "
@@ -51,22 +49,17 @@ def row_scorer_keywords(compute_score: Function, options: Settings) -> Row:
             raise TypeError(f"bind arguments of {describe(function)} by name, not by position")
         bound = {**function.keywords, **bound}
         function = function.func
+
+    def portable(entry: table.Entry) -> table.Entry:
+        target = entry.target if isinstance(entry.target, str) else reference(entry.target)
+        return dataclasses.replace(entry, target=target)
+
     registered = {
-        match: {
-            source: dataclasses.replace(
-                entry,
-                target=entry.target if isinstance(entry.target, str) else reference(entry.target),
-            )
-            for source, entry in entries.items()
-        }
+        match: {source: portable(entry) for source, entry in entries.items()}
         for match, entries in table.registered_scores().items()
     }
-    return {
-        "scorer": reference(function),
-        "bound": bound,
-        "options": dict(options),
-        "registered": registered,
-    }
+    scorer = reference(function)
+    return {"scorer": scorer, "bound": bound, "options": dict(options), "registered": registered}
 
 
 def make_row_scorer(
@@ -80,7 +73,6 @@ def make_row_scorer(
     function = load_object(scorer) if isinstance(scorer, str) else scorer
     if bound:
         function = functools.partial(function, **bound)
-
     symbolic.use_processes(1)  # there is one of us per core already
 
     def score(row: Response, known: Comparisons | None = None) -> Scored | Failed:

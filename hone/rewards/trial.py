@@ -1,7 +1,7 @@
 """A scorer called before training: on rows of the data, with texts that hold their ground truth.
 
-A scorer that gives one number works; what it says of a text does not matter. One that fails on every text
-in the same way, by an error that no response can cause, never works. Other failures may be the text's fault.
+A scorer that returns one number works, whatever the number. One that fails on every text in the same way,
+by an error that no response can cause, never works. Other failures may be the text's fault.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from hone.config.reward import CustomRewardFunctionConfig
 from hone.plugins import load_extern_object
-from hone.rewards.failures import Failed, FailurePolicy
+from hone.rewards.failures import Failed
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.reading import extra_info_of
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Response
 from hone.rewards.places import place_of
+from hone.rewards.transcript import of_policy
 from hone.types import JsonValue, Row, Settings
 
 FORMS = (
@@ -30,7 +31,6 @@ FORMS = (
     "",
 )
 """Responses, the plainest first; a prompt often shows the form that is asked for."""
-DEFAULT_NAME = CustomRewardFunctionConfig.name
 FAULTS_OF_TEXT = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
 """Errors, and those derived from them, by which a scorer may refuse a text that it cannot parse."""
 
@@ -48,33 +48,24 @@ class TrialRow:
     @staticmethod
     def of(row: Settings, where: str, source_key: str, prompt_key: str) -> TrialRow:
         reward_model = dict(row.get("reward_model") or {})
-        columns = {"extra_info": [row.get("extra_info")]}
         return TrialRow(
             where,
             str(row.get(source_key)),
             reward_model.get("ground_truth"),
-            extra_info_of(columns, reward_model, 0),
+            extra_info_of({"extra_info": [row.get("extra_info")]}, reward_model, 0),
             _text_of(row.get(prompt_key)),
         )
 
     def responses(self) -> list[Response]:
         truth = _text_of(self.ground_truth)
         texts = [form.format(truth=truth, prompt=self.prompt) for form in FORMS]
-        return [
-            Response(
-                self.data_source,
-                text,
-                self.ground_truth,
-                self.extra_info
-                | {"transcript": text, "transcript_segments": [{"role": "policy", "text": text}]},
-            )
-            for text in texts
-        ]
+        source, ground_truth, extra = self.data_source, self.ground_truth, self.extra_info
+        return [Response(source, text, ground_truth, extra | of_policy(text)) for text in texts]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial found: why training cannot work, or what is odd."""
+    """The outcome of a trial: why training cannot work, or what is odd."""
 
     problem: str | None = None
     warning: str | None = None
@@ -91,22 +82,24 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
             failures.append(outcome)
             if outcome.reason in ("no_ground_truth", "timeout"):
                 break  # no other text changes the first; the second costs its whole limit
-    return _verdict(manager, rows[0], failures)
-
-
-def _verdict(manager: RuleRewardManager, row: TrialRow, failures: Sequence[Failed]) -> Verdict:
     first = failures[0]
     detail = first.detail
     place = None if manager.uses_table else place_of(manager.compute_score)
     if place is not None and place.rpartition(":")[0] not in detail:
         detail = f"the score function of {place}: {detail}"
     alike = {(failed.reason, failed.error) for failed in failures} == {(first.reason, first.error)}
-    source = f"{row.where} (data_source {row.data_source!r})"
+    source = f"{rows[0].where} (data_source {rows[0].data_source!r})"
     if alike and _is_certain(first):
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
+    policy = manager.policy
+    consequence = (
+        "such a response stops the run (reward_model.reward_kwargs.on_failure=raise)"
+        if policy.on_failure == "raise"
+        else f"such a response scores {policy.failure_score:g}"
+    )
     return Verdict(
         warning=f"the score function failed on {source} with the ground truth as the response: "
-        f"{detail}; {_consequence(manager.policy)}"
+        f"{detail}; {consequence}"
     )
 
 
@@ -118,12 +111,6 @@ def _is_certain(failed: Failed) -> bool:
     return failed.reason in ("no_ground_truth", "nan", "inf") or (
         failed.reason == "bad_return" and not failed.detail.startswith("None ")
     )
-
-
-def _consequence(policy: FailurePolicy) -> str:
-    if policy.on_failure == "raise":
-        return "such a response stops the run (reward_model.reward_kwargs.on_failure=raise)"
-    return f"such a response scores {policy.failure_score:g}"
 
 
 def _text_of(value: JsonValue) -> str:
@@ -141,17 +128,17 @@ def ground_truth_scorer(
     """From a row to what the score function of `file.py` or `file.py:name` gives to its ground truth,
     or to why it fails on every text that holds it."""
     path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
-    function = load_extern_object(path, name or DEFAULT_NAME)
+    function = load_extern_object(path, name or CustomRewardFunctionConfig.name)
     manager = NaiveRewardManager(None, 0, function)
     manager.check_scorer()
 
     def score(row: Settings) -> float | str:
-        failures = []
+        reasons = []
         for response in TrialRow.of(row, "", source_key, prompt_key).responses():
             outcome = manager.score_known([response])[0]
             if not isinstance(outcome, Failed):
                 return outcome.score
-            failures.append(outcome)
-        return f"{failures[0].reason}: {failures[0].detail}"
+            reasons.append(f"{outcome.reason}: {outcome.detail}")
+        return reasons[0]
 
     return score

@@ -6,6 +6,7 @@ Owns the run's descriptors, its cgroup and its deadline; gives all of them back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -17,14 +18,12 @@ import time
 from collections.abc import Callable
 
 from hone.sandbox import bubblewrap, direct, sealed, seccomp
-from hone.sandbox.cgroups import Group, group_name
+from hone.sandbox.cgroups import Group, group_name, resident_bytes
 from hone.sandbox.descriptors import Descriptors
-from hone.sandbox.ending import Ending
-from hone.sandbox.plan import Order, box_environment
-from hone.sandbox.resident import resident_bytes
-from hone.sandbox.result import Reply, Status
+from hone.sandbox.plan import Order
+from hone.sandbox.result import NotStarted, SandboxError, SandboxResult, Status
 from hone.sandbox.rights import raised
-from hone.sandbox.spawn import Standard, execute, fork, limit
+from hone.sandbox.spawn import Standard, execute, limit
 
 SETUP_S = 30.0  # longest time from fork to the program's start
 LOOK_S = 0.05  # how often a box's memory is looked at
@@ -40,28 +39,28 @@ class Box(Descriptors):
         super().__init__(selector)
         self.order = order
         self.pid = 0
-        self._process_fd: int | None = None
-        self.init_fd: int | None = None  # the first process of the box's PID namespace
-        self.deadline = time.monotonic() + SETUP_S
-        self._next_look = time.monotonic() + LOOK_S
         self.lend: Callable[[list[int]], None] | None = None  # to the caller, see client.py
-        self._channel: int | None = None  # the caller's end, until it is lent
-        self._waiting = False  # a spare: it has no order yet
-        self.verdict: Status | None = None
-        self.error: str | None = None
-        self.output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._number = number
+        self._deadline = time.monotonic() + SETUP_S
+        self._next_look = time.monotonic() + LOOK_S
+        self._waiting = False  # a spare: it has no order yet
+        self._limit: Status | None = None  # the limit for which it was killed
+        self._error: str | None = None
+        self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self._events: set[str] = set()  # those still to come before it is done
         self._group: Group | None = None
         self._home: str | None = None
-        self._open: set[str] = set()
         self._status_text = b""
+        self._process_fd: int | None = None
+        self._init_fd: int | None = None  # the first process of the box's PID namespace
+        self._init_pid = 0
+        self._channel: int | None = None  # the caller's end, until it is lent
         self._gate: int | None = None
         self._report: int | None = None  # where a child without bubblewrap says what failed
-        self._held: int | None = None  # stdin of a spare, to be filled
+        self._empty_stdin: int | None = None  # of a spare
         self._program = memoryview(b"")
         self._feed: int | None = None  # where the program goes in
         self._completed = False  # bubblewrap saw the program itself end
-        self._init_pid = 0
         self._started: float | None = None
         self._ended: float | None = None
         self._exit: int | None = None
@@ -81,23 +80,21 @@ class Box(Descriptors):
     def prepare(self, staged: dict[str, str]) -> None:
         """Build a box that waits for its program; order says which kind. bubblewrap only."""
         self._limit_group()
-        self._waiting, self.deadline = True, math.inf
+        self._waiting, self._deadline = True, math.inf
         if self.order.channel:
             stdin = self._open_channel()
         else:
-            stdin = self._held = self._own(sealed.empty())
+            stdin = self._empty_stdin = self._own(sealed.empty())
         self._launch(stdin, [self._open_feed()], staged)
 
     def hand_over(self, order: Order, stdin: int, program: int) -> None:
         """Give a waiting box its order; what it sees is what a box built for it alone would see."""
-        assert self._waiting
         self._waiting = False
-        self.order, self.deadline = order, time.monotonic() + SETUP_S
+        self.order, self._deadline = order, time.monotonic() + SETUP_S
         self._limit_group()
-        if self._held is not None:
-            sealed.fill(self._held, stdin)
-            self._close(self._held)
-            self._held = None
+        if self._empty_stdin is not None:
+            sealed.fill(self._empty_stdin, stdin)
+            self._close(self._empty_stdin)
         self._program = memoryview(sealed.content(program))
         if self._init_pid:
             self._open_gate()
@@ -116,124 +113,105 @@ class Box(Descriptors):
     @property
     def ready(self) -> bool:
         """Waiting for an order, and alive at this moment: its end may not have been seen yet."""
-        if not self._waiting or "process" not in self._open:
+        if not self._waiting or "process" not in self._events:
             return False
         poll = select.poll()
-        for descriptor in (self._process_fd, self.init_fd):
+        for descriptor in (self._process_fd, self._init_fd):
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
         return not poll.poll(0)
 
     def _limit_group(self) -> None:
-        if self.order.plan.cgroup is None:
+        parents, job = self.order.plan.cgroup, self.order.job
+        if parents is None:
             return
-        limits = {
-            "memory_bytes": (self.order.memory_mb << 20) + _OWN_MEMORY,
-            "processes": self.order.processes + _OWN_PROCESSES,
-        }
+        memory_bytes = (job.memory_mb << 20) + _OWN_MEMORY
+        processes = job.processes + _OWN_PROCESSES
         with raised():
-            if self._group is not None:
-                self._group.limit(**limits)
-                return
-            name = group_name(self._number)
-            self._group = Group.create(self.order.plan.cgroup, name, **limits)
+            if self._group is None:
+                name = group_name(self._number)
+                self._group = Group.create(parents, name, memory_bytes, processes)
+            else:
+                self._group.limit(memory_bytes, processes)
 
     def _launch(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
-        plan = self.order.plan
         out_read, out_write = self._pipe()
         err_read, err_write = self._pipe()
         standard = (stdin, out_write, err_write)
-        if plan.bwrap is not None:
+        if self.order.plan.bwrap is not None:
             closing = self._spawn_bubblewrap(standard, files, staged)
         else:
-            closing = self._spawn_direct(standard, files)
+            self._home = direct.make_home(self.order, files)
+            self._report, report = self._pipe()
+            self.pid = direct.fork(self.order, self._home, self._group, standard, report)
+            self._lend()
+            self._begin()
+            closing = [report]
         if self.order.channel:
             closing.append(stdin)
         for descriptor in (out_write, err_write, *closing):
             self._close(descriptor)
-        self._watch(out_read, lambda: self._on_output("stdout", out_read))
-        self._watch(err_read, lambda: self._on_output("stderr", err_read))
-        self._open |= {"stdout", "stderr", "process"}
-        self._process_fd = process_fd = self._own(os.pidfd_open(self.pid))
-        self._watch(process_fd, lambda: self._on_exit(process_fd))
+        self._watch("stdout", out_read, lambda: self._on_output("stdout", out_read))
+        self._watch("stderr", err_read, lambda: self._on_output("stderr", err_read))
+        self._process_fd = self._own(os.pidfd_open(self.pid))
+        self._watch("process", self._process_fd, self._on_exit)
 
     def _spawn_bubblewrap(
         self, standard: Standard, files: list[int], staged: dict[str, str]
     ) -> list[int]:
-        order, plan = self.order, self.order.plan
+        """Start bubblewrap; the descriptors that only it needs."""
         status_read, status_write = self._pipe()
         gate_read, self._gate = self._pipe()
         keep = [*files, status_write, gate_read]
-        filter_fd = self._memory(seccomp.build_filter()) if plan.seccomp else None
-        words = bubblewrap.options(
-            order,
-            staged=staged,
-            files=files,
-            filter_fd=filter_fd,
-            status_fd=status_write,
-            gate_fd=gate_read,
-        )
-        options_fd = self._memory("\0".join(words).encode() + b"\0")
-        keep += [options_fd, *([] if filter_fd is None else [filter_fd])]
-        command = bubblewrap.command(plan, options_fd, order)
+        words = bubblewrap.options(self.order, staged, files)
+        words += ["--json-status-fd", str(status_write), "--block-fd", str(gate_read)]
+        if self.order.plan.seccomp:
+            keep.append(self._memory(seccomp.build_filter()))
+            words += ["--seccomp", str(keep[-1])]
+        # By descriptor, so that no path shows in the process list.
+        keep.append(self._memory("\0".join(words).encode() + b"\0"))
+        command = bubblewrap.command(self.order, keep[-1])
         # No environment at all: /proc/1/environ inside the box is bubblewrap's own.
         with self._group.entered() if self._group is not None else contextlib.nullcontext():
             self.pid = execute(command, standard=standard, keep=keep)
-        self._open.add("status")
-        self._watch(status_read, lambda: self._on_status(status_read))
+        self._watch("status", status_read, lambda: self._on_status(status_read))
         return keep
-
-    def _spawn_direct(self, standard: Standard, files: list[int]) -> list[int]:
-        order, plan = self.order, self.order.plan
-        home = self._home = direct.make_home(order, files)
-        self._report, report = self._pipe()
-        self.pid = fork(
-            direct.command(plan, home, order),
-            box_environment(home),
-            order=order,
-            group=self._group,
-            standard=standard,
-            last=lambda: direct.close_in(plan, home),
-            report=report,
-        )
-        self._lend()
-        self._begin()
-        return [report]
 
     def _begin(self) -> None:
         self._started = time.monotonic()
-        self.deadline = self._started + self.order.timeout_s
+        self._deadline = self._started + self.order.job.timeout_s
 
     # ---- events ----
+
+    def _watch(self, event: str, descriptor: int, callback: Callable[[], None]) -> None:
+        self._events.add(event)
+        self._on_readable(descriptor, callback)
+
+    def _over(self, event: str, descriptor: int) -> None:
+        self._forget(descriptor)
+        self._events.discard(event)
 
     def _on_status(self, descriptor: int) -> None:
         """bubblewrap says who the box's first process is; it waits until its limit is set."""
         data = os.read(descriptor, _CHUNK)
         if not data:
-            self._forget(descriptor)
-            self._open.discard("status")
+            self._over("status", descriptor)
             return
-        self._status_text += data
-        *lines, self._status_text = self._status_text.split(b"\n")
+        *lines, self._status_text = (self._status_text + data).split(b"\n")
         for line in lines:
             facts = json.loads(line)
             self._completed |= "exit-code" in facts
             pid = facts.get("child-pid")
-            if pid is None or self._gate is None:
-                continue
-            try:
-                self.init_fd = self._own(os.pidfd_open(pid))
-            except OSError as error:
-                self._fail(error)
-                return
-            self._init_pid = pid
-            if not self._waiting:
-                self._open_gate()
+            if pid is not None and self._gate is not None:
+                self._init_fd = self._own(os.pidfd_open(pid))
+                self._init_pid = pid
+                if not self._waiting:
+                    self._open_gate()
 
     def _open_gate(self) -> None:
         assert self._gate is not None
         try:
-            limit(self._init_pid, self.order)
+            limit(self._init_pid, self.order.job)
             if self._group is not None:
                 with raised():
                     self._group.admit(self._init_pid)
@@ -248,7 +226,7 @@ class Box(Descriptors):
         self._feed_program()
 
     def _lend(self) -> None:
-        descriptors = [fd for fd in (self.init_fd, self._channel) if fd is not None]
+        descriptors = [fd for fd in (self._init_fd, self._channel) if fd is not None]
         if self.lend is not None and descriptors:
             self.lend(descriptors)
         if self._channel is not None:
@@ -264,89 +242,82 @@ class Box(Descriptors):
                 self._program = self._program[os.write(feed, self._program) :]
         except BlockingIOError:
             with contextlib.suppress(KeyError):
-                self._selector.register(
-                    feed, selectors.EVENT_WRITE, lambda: self.guard(self._feed_program)
-                )
+                again = functools.partial(self.guard, self._feed_program)
+                self._selector.register(feed, selectors.EVENT_WRITE, again)
             return
         except BrokenPipeError:
             pass  # the box has died, which its end reports
         self._forget(feed)
 
     def _fail(self, error: Exception) -> None:
-        self.error = f"{type(error).__name__}: {error}"
+        self._error = f"{type(error).__name__}: {error}"
         self.kill()
 
     def _on_output(self, name: str, descriptor: int) -> None:
         data = os.read(descriptor, _CHUNK)
         if not data:
-            self._forget(descriptor)
-            self._open.discard(name)
+            self._over(name, descriptor)
             return
-        room = self.order.output_bytes - sum(map(len, self.output.values()))
-        self.output[name] += data[:room]
+        room = self.order.job.output_bytes - sum(map(len, self._output.values()))
+        self._output[name] += data[:room]
         if len(data) > room:
             self.kill(Status.OUTPUT)
 
-    def _on_exit(self, descriptor: int) -> None:
+    def _on_exit(self) -> None:
+        assert self._process_fd is not None
         _, status = os.waitpid(self.pid, 0)
         self._ended = time.monotonic()
         self._exit = os.waitstatus_to_exitcode(status)
-        self._forget(descriptor)
-        self._open.discard("process")
+        self._over("process", self._process_fd)
         self.pid = 0 if self.order.plan.bwrap is not None else self.pid
         self._kill_all()  # a program that ended may have left others behind
-        if self.init_fd is not None:
-            init_fd = self.init_fd
-            self._open.add("namespace")
-            self._watch(init_fd, lambda: self._on_empty(init_fd))
+        if self._init_fd is not None:
+            self._watch("namespace", self._init_fd, self._on_empty)
 
-    def _on_empty(self, descriptor: int) -> None:
-        self._forget(descriptor)
-        self.init_fd = None
-        self._open.discard("namespace")
+    def _on_empty(self) -> None:
+        assert self._init_fd is not None
+        self._over("namespace", self._init_fd)
+        self._init_fd = None
 
     # ---- limits ----
 
     def check(self, now: float) -> None:
         """Enforce the deadline and the sum of memory."""
-        if self.verdict is not None or self._ended is not None:
+        if now < self.wake_at:
             return
-        if now >= self.deadline:
+        if now >= self._deadline:
             if self._started is None:
-                self.error = f"it was not ready after {SETUP_S:.0f} s"
+                self._error = f"it was not ready after {SETUP_S:.0f} s"
             self.kill(Status.TIMEOUT)
-        elif now >= self._next_look:
-            self._next_look = now + LOOK_S
-            if self._over_memory():
-                self.kill(Status.MEMORY)
-
-    def _over_memory(self) -> bool:
-        """One process the kernel killed for memory ends the run: the rest would wait for it."""
+            return
+        self._next_look = now + LOOK_S
+        # One process the kernel killed for memory ends the run: the rest would wait for it.
         if self._group is not None and "memory" in self._group.directories:
-            return self._group.out_of_memory()
-        if not self._init_pid:
-            return False
-        return resident_bytes(self._init_pid) > self.order.memory_mb << 20
+            too_much = self._group.out_of_memory()
+        else:
+            resident = resident_bytes(self._init_pid) if self._init_pid else 0
+            too_much = resident > self.order.job.memory_mb << 20
+        if too_much:
+            self.kill(Status.MEMORY)
 
     @property
     def wake_at(self) -> float:
         """When check() is due at the latest; the end of time for a box that is already ending."""
-        if self.verdict is not None or self._ended is not None:
+        if self._limit is not None or self._ended is not None:
             return math.inf
-        return min(self.deadline, self._next_look)
+        return min(self._deadline, self._next_look)
 
-    def kill(self, verdict: Status | None = None) -> None:
-        if self.verdict is None:
-            self.verdict = verdict
+    def kill(self, limit: Status | None = None) -> None:
+        self._limit = self._limit or limit
         self._kill_all()
-        if self.pid and "process" in self._open:
+        if self.pid and "process" in self._events:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def _kill_all(self) -> None:
-        if self.init_fd is not None:
+        if self._init_fd is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
         if self.order.plan.bwrap is None and self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -358,37 +329,49 @@ class Box(Descriptors):
 
     @property
     def done(self) -> bool:
-        return not self._open
+        return not self._events
 
-    def reply(self) -> bytes:
-        """Verdict and output as they go back to the caller."""
-        stdout, stderr = self.output["stdout"], self.output["stderr"]
-        if self.error is None and self.verdict is None:
-            self.error = self._setup_error()
+    def reply(self) -> SandboxResult | SandboxError:
+        """What goes back to the caller."""
+        stdout, stderr = (bytes(self._output[name]) for name in ("stdout", "stderr"))
+        if self._error is None and self._limit is None:
+            self._error = self._setup_error(stderr)
+        if self._error:
+            killed_early = self._started is None and self._exit is not None and self._exit < 0
+            kind = NotStarted if killed_early else SandboxError
+            return kind(f"sandbox: the box could not be built: {self._error}")
+        code = None if self._limit is not None else self._exit
+        code = 128 - code if code is not None and code < 0 else code
         started = self._started or 0.0
-        ended = Ending(
-            exit=self._exit,
-            limit=self.verdict,
-            out_of_memory=self._group is not None and self._group.out_of_memory(),
-            stderr=bytes(stderr),
+        return SandboxResult(
+            status=self._status(code, stderr),
+            exit_code=code,
+            stdout=stdout.decode(errors="replace"),
+            stderr=stderr.decode(errors="replace"),
+            wall_s=(self._ended or started) - started,
         )
-        header: Reply = {
-            "error": self.error,
-            "again": self._started is None and self._exit is not None and self._exit < 0,
-            "status": ended.status.value,
-            "exit_code": ended.exit_code,
-            "wall_s": (self._ended or started) - started,
-            "stdout": len(stdout),
-        }
-        return json.dumps(header).encode() + b"\n" + bytes(stdout) + bytes(stderr)
 
-    def _setup_error(self) -> str | None:
+    def _status(self, code: int | None, stderr: bytes) -> Status:
+        if self._group is not None and self._group.out_of_memory():
+            return Status.MEMORY
+        if self._limit is not None:
+            return self._limit
+        if code == 0:
+            return Status.OK
+        if code == 128 + signal.SIGXCPU:
+            return Status.TIMEOUT
+        if code in (None, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
+            return Status.KILLED
+        last_line = stderr.rstrip().rpartition(b"\n")[2]
+        return Status.MEMORY if last_line.startswith(b"MemoryError") else Status.ERROR
+
+    def _setup_error(self, stderr: bytes) -> str | None:
         """Why the program never started; None when it did."""
         if self._report is not None:  # without bubblewrap: what the child said before exec
             return os.read(self._report, _CHUNK).decode(errors="replace").strip() or None
         if self._started is not None and (self._completed or (self._exit or 0) <= 0):
             return None
-        return bytes(self.output["stderr"]).decode(errors="replace") or f"exit {self._exit}"
+        return stderr.decode(errors="replace") or f"exit {self._exit}"
 
     def release(self) -> bool:
         """Give everything back; False while the cgroup has a member on its way out."""

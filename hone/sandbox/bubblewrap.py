@@ -12,10 +12,9 @@ import shutil
 import subprocess
 
 from hone.sandbox.interpreter import SYSTEM_PATHS
-from hone.sandbox.plan import BOX, NOBODY, Order, Plan, box_environment
+from hone.sandbox.plan import BOX, DEVICES, NOBODY, Order, box_environment
 
 INSTALL = "apt-get install -y bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _LINKS = {
     "/proc/self/fd": "/dev/fd",
     "/proc/self/fd/0": "/dev/stdin",
@@ -38,45 +37,39 @@ def find() -> tuple[str | None, tuple[str, ...]]:
     return path, tuple(n for n in ("disable-userns",) if f"--{n} " in text)
 
 
-def options(
-    order: Order,
-    *,
-    staged: dict[str, str],
-    files: list[int],
-    filter_fd: int | None,
-    status_fd: int,
-    gate_fd: int,
-) -> list[str]:
-    """All options of one run. staged: path → where it can be reached from here."""
-    plan = order.plan
+def options(order: Order, staged: dict[str, str], files: list[int]) -> list[str]:
+    """Options of one run. staged: path → where it can be reached from here."""
+    plan, reads = order.plan, order.plan.interpreter.reads
     words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     words += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     words += ["--hostname", "box", "--clearenv"]
     for name, value in box_environment(BOX).items():
         words += ["--setenv", name, value]
     words += _system_mounts()
-    for path in plan.interpreter.reads:
+    for path in reads:
         words += ["--ro-bind", staged.get(path, path), path]
     for path in plan.interpreter.masks:
         words += ["--tmpfs", path, "--remount-ro", path]
-    words += _special_mounts(plan)
-    words += ["--perms", "0700", "--size", str(order.disk_mb << 20), "--tmpfs", BOX]
+    words += ["--proc", "/proc"] if plan.proc else []
+    words += ["--dir", "/dev"]
+    for path in DEVICES:
+        words += ["--dev-bind", path, path]
+    for target, path in _LINKS.items():
+        if not any(read.startswith(path + "/") for read in reads):
+            words += ["--symlink", target, path]
+    words += ["--perms", "0700", "--size", str(order.job.disk_mb << 20), "--tmpfs", BOX]
     words += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
     # Files come last: a box that waits for its program waits here, with all mounts in place.
     for name, descriptor in zip(order.files, files, strict=True):
         words += ["--perms", "0600", "--file", str(descriptor), f"{BOX}/{name}"]
-    if "disable-userns" in plan.bwrap_options:
-        words.append("--disable-userns")
-    if filter_fd is not None:
-        words += ["--seccomp", str(filter_fd)]
-    return [*words, "--json-status-fd", str(status_fd), "--block-fd", str(gate_fd)]
+    return words + (["--disable-userns"] if "disable-userns" in plan.bwrap_options else [])
 
 
-def command(plan: Plan, options_fd: int, order: Order) -> list[str]:
-    """What is executed: options travel by descriptor, so no path shows in the process list."""
-    assert plan.bwrap is not None
-    program = [plan.interpreter.executable, f"{BOX}/main.py", *order.argv]
-    return [plan.bwrap, "--args", str(options_fd), "--", *program]
+def command(order: Order, options_fd: int) -> list[str]:
+    """What is executed; the options are read from a descriptor."""
+    assert order.plan.bwrap is not None
+    program = [order.plan.interpreter.executable, f"{BOX}/main.py", *order.job.argv]
+    return [order.plan.bwrap, "--args", str(options_fd), "--", *program]
 
 
 @functools.lru_cache(maxsize=1)
@@ -87,15 +80,4 @@ def _system_mounts() -> list[str]:
             words += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             words += ["--ro-bind", path, path]
-    return words
-
-
-def _special_mounts(plan: Plan) -> list[str]:
-    words = ["--proc", "/proc"] if plan.proc else []
-    words += ["--dir", "/dev"]
-    for path in _DEVICES:
-        words += ["--dev-bind", path, path]
-    for target, path in _LINKS.items():
-        if not any(read.startswith(path + "/") for read in plan.interpreter.reads):
-            words += ["--symlink", target, path]
     return words

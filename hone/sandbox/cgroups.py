@@ -1,4 +1,4 @@
-"""One cgroup a run: the sum of its memory and the number of its processes, and who is still in it.
+"""One cgroup per run: the sum of its memory and the number of its processes, and who is still in it.
 
 Groups are made below the group this process is in, so a run never escapes limits set on us.
 Leaves out CPU shares: the CPU limit is an rlimit.
@@ -7,7 +7,6 @@ Leaves out CPU shares: the CPU limit is an rlimit.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -16,10 +15,7 @@ from pathlib import Path
 
 from hone.sandbox.rights import raised
 
-log = logging.getLogger(__name__)
-
 _PREFIX = "hone-"
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,14 @@ def find_parents(proc: Path = Path("/proc/self")) -> tuple[Parents | None, str]:
     except OSError as error:
         return None, f"no cgroups to be seen: {error}"
     reasons = []
-    for candidate in (_find_v1(memberships, mounts), _find_v2(memberships, mounts)):
-        if not candidate.directories:
+    for parents in (_find_v1(memberships, mounts), _find_v2(memberships, mounts)):
+        if not parents.directories:
             continue
-        reason = _try(candidate)
-        if reason is None:
-            return candidate, f"v{candidate.version}: " + ", ".join(sorted(candidate.directories))
-        reasons.append(reason)
+        try:
+            Group.create(parents, f"{_PREFIX}{os.getpid()}-try", 64 << 20, 8).remove()
+            return parents, f"v{parents.version}: " + ", ".join(sorted(parents.directories))
+        except OSError as error:
+            reasons.append(f"v{parents.version} groups cannot be made here: {error.strerror}")
     return None, "; ".join(reasons) or "no memory or pids controller is mounted"
 
 
@@ -65,12 +62,19 @@ def _find_v1(memberships: list[str], mounts: list[str]) -> Parents:
 
 
 def _find_v2(memberships: list[str], mounts: list[str]) -> Parents:
+    """Controllers that child groups have, or could be given here."""
     own = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
     for mount_point, kind, _ in map(_parse_mount, mounts):
         if kind == "cgroup2":
             directory = _inside(mount_point, own)
-            enabled = _enable(Path(directory))
-            return Parents(2, dict.fromkeys(enabled, directory))
+            control = Path(directory, "cgroup.subtree_control")
+            with contextlib.suppress(OSError):  # not ours to change, or it has processes itself
+                offered = Path(directory, "cgroup.controllers").read_text().split()
+                names = [name for name in ("memory", "pids") if name in offered]
+                enabled = control.read_text().split()
+                if missing := [f"+{name}" for name in names if name not in enabled]:
+                    control.write_text(" ".join(missing))
+                return Parents(2, dict.fromkeys(names, directory))
     return Parents(2, {})
 
 
@@ -86,53 +90,30 @@ def _inside(mount_point: str, own: str) -> str:
     return directory if os.path.isdir(directory) else mount_point
 
 
-def _enable(directory: Path) -> list[str]:
-    """Hand the controllers to child groups; those that could be."""
-    try:
-        offered = (directory / "cgroup.controllers").read_text().split()
-        wanted: list[str] = [name for name in ("memory", "pids") if name in offered]
-        given = (directory / "cgroup.subtree_control").read_text().split()
-        if missing := [name for name in wanted if name not in given]:
-            text = " ".join(f"+{name}" for name in missing)
-            (directory / "cgroup.subtree_control").write_text(text)
-        return wanted
-    except OSError:  # not ours to change, or processes live in this very group
-        return []
-
-
-def _try(parents: Parents) -> str | None:
-    name = f"{_PREFIX}{os.getpid()}-try"
-    try:
-        group = Group.create(parents, name, memory_bytes=64 * _MIB, processes=8)
-    except OSError as error:
-        return f"v{parents.version} groups cannot be made here: {error.strerror}"
-    group.remove()
-    return None
-
-
 class Group:
-    """One run's groups, one directory a controller hierarchy."""
+    """One run's groups, one directory per controller hierarchy."""
 
     def __init__(self, version: int, directories: Mapping[str, Path]) -> None:
         self.version = version
         self.directories = dict(directories)
+        self._unique = sorted(set(directories.values()))
         self._limits: tuple[int, int] | None = None
         self._members_start_inside = False
 
     @classmethod
-    def create(cls, parents: Parents, name: str, *, memory_bytes: int, processes: int) -> Group:
+    def create(cls, parents: Parents, name: str, memory_bytes: int, processes: int) -> Group:
         directories = {kind: Path(base) / name for kind, base in parents.directories.items()}
         group = cls(parents.version, directories)
         try:
             for directory in group._unique:
                 directory.mkdir()
-            group.limit(memory_bytes=memory_bytes, processes=processes)
+            group.limit(memory_bytes, processes)
         except OSError:
             group.remove()
             raise
         return group
 
-    def limit(self, *, memory_bytes: int, processes: int) -> None:
+    def limit(self, memory_bytes: int, processes: int) -> None:
         """Set both limits, or change them."""
         if self._limits == (memory_bytes, processes):
             return
@@ -143,20 +124,18 @@ class Group:
         self._limits = (memory_bytes, processes)
 
     def _limit_memory(self, size: str) -> None:
-        directory = self.directories["memory"]
         if self.version == 2:
-            limit = ("memory.max", size)
-            before, after = {}, {"memory.swap.max": "0", "memory.oom.group": "1"}
+            required = "memory.max"
+            files = [(required, size), ("memory.swap.max", "0"), ("memory.oom.group", "1")]
         else:
-            limit = ("memory.limit_in_bytes", size)
+            required, with_swap = "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", size)
             # Never below the other limit: raised before it, lowered after it.
-            before = {"memory.memsw.limit_in_bytes": size}
-            after = {**before, "memory.swappiness": "0"}
-        for name, value in [*before.items(), limit, *after.items()]:
+            files = [with_swap, (required, size), with_swap, ("memory.swappiness", "0")]
+        for name, value in files:
             try:
-                (directory / name).write_text(value)
+                (self.directories["memory"] / name).write_text(value)
             except OSError:
-                if name == limit[0]:
+                if name == required:
                     raise  # the others are absent in kernels without swap accounting
 
     @contextlib.contextmanager
@@ -166,7 +145,7 @@ class Group:
         Moving oneself costs nothing; moving another process stops forks on the whole machine for
         an RCU grace period, many milliseconds on a busy one.
         """
-        homes = self._ways_home() if self.version == 1 else []
+        homes = self._open_parents() if self.version == 1 else []
         if not homes:
             yield
             return
@@ -182,7 +161,7 @@ class Group:
                     os.write(home, b"0")
                     os.close(home)
 
-    def _ways_home(self) -> list[int]:
+    def _open_parents(self) -> list[int]:
         """The parents' lists of tasks, open for writing before we leave them; none if one is not ours."""
         homes: list[int] = []
         try:
@@ -196,17 +175,13 @@ class Group:
 
     def admit(self, pid: int) -> None:
         """Move a process into the group, if it was not born there; what it starts follows it."""
-        if self._members_start_inside:
-            return
-        for directory in self._unique:
+        for directory in () if self._members_start_inside else self._unique:
             (directory / "cgroup.procs").write_text(str(pid))
 
     def out_of_memory(self) -> bool:
         """Whether the kernel killed something in here for memory."""
-        if "memory" not in self.directories:
-            return False
         name = "memory.events" if self.version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, KeyError):
             for line in (self.directories["memory"] / name).read_text().splitlines():
                 key, _, value = line.partition(" ")
                 if key == "oom_kill":
@@ -236,10 +211,6 @@ class Group:
                 gone = False
         return gone
 
-    @property
-    def _unique(self) -> list[Path]:
-        return sorted(set(self.directories.values()))
-
 
 def group_name(number: int) -> str:
     return f"{_PREFIX}{os.getpid()}-{number}"
@@ -253,3 +224,21 @@ def sweep(parents: Parents) -> None:
             if not os.path.exists(f"/proc/{maker}"):
                 with contextlib.suppress(OSError):
                     directory.rmdir()
+
+
+def resident_bytes(root: int) -> int:
+    """Private memory of a process and all it started, for a run without a memory cgroup.
+
+    Between two looks a run can overshoot; a cgroup cannot be overshot.
+    """
+    pages, queue = 0, [root]
+    while queue:
+        pid = queue.pop()
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{pid}/statm") as statm:
+                _, resident, shared, *_ = map(int, statm.read().split())
+            pages += resident - shared
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as children:
+                    queue.extend(map(int, children.read().split()))
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,14 +1,14 @@
 """The caller's side: run a program in a box and wait for the verdict.
 
-One warden a process, started on first use and shared by all threads; a killed one is replaced.
+One warden per process, started on first use and shared by all threads; a killed one is replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
+import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -20,21 +20,37 @@ from pathlib import Path
 from hone.sandbox import sealed
 from hone.sandbox.box import SETUP_S
 from hone.sandbox.cgroups import sweep
-from hone.sandbox.hang_up import wait_for
 from hone.sandbox.plan import Order, Plan
-from hone.sandbox.result import Job, Reply, SandboxError, SandboxResult, Status
+from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
 from hone.sandbox.spares import KEEP_S
 from hone.sandbox.warden import LENT, MAX_MESSAGE
 
-log = logging.getLogger(__name__)
-
+HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _ATTEMPTS = 3  # for a box that is killed before its program starts
 _GRACE_S = 30.0  # beyond a run's own deadline, before we give up on the warden
 _DYING_S = 5.0  # from a warden's last closed socket to its end, on a busy machine
 _BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[1:];"
-    " from hone.sandbox.warden import main; main(int(sys.argv[1]), float(sys.argv[2]))"
+    "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.warden import main;"
+    " main(int(sys.argv[2]), float(sys.argv[3]))"
 )
+
+
+class HungUp(SandboxError):
+    """The caller for whom the run was made has gone: its result has no reader."""
+
+
+def wait_for(connection: socket.socket, timeout_s: float, caller: socket.socket | None) -> None:
+    """Return when there is something to read. HungUp when the caller goes first, else TimeoutError."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if caller is not None:
+        poll.register(caller, HANG_UP)
+    ready = [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
+    if connection.fileno() in ready:
+        return
+    if ready:
+        raise HungUp("sandbox: the caller hung up; the run was ended")
+    raise TimeoutError
 
 
 class WardenHandle:
@@ -66,13 +82,21 @@ class WardenHandle:
         with self._lock:
             self._drop()
 
+    def drop_if_dead(self) -> None:
+        """After a reply that never came: if the warden has died, take down what it was building."""
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=_DYING_S)
+                    self._drop()
+
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             root = str(Path(__file__).resolve().parents[2])
-            arguments = [str(theirs.fileno()), str(self.keep_spares_s)]
+            arguments = [root, str(theirs.fileno()), str(self.keep_spares_s)]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, root, *arguments],
+                [sys.executable, "-I", "-S", "-c", _BOOT, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -83,40 +107,27 @@ class WardenHandle:
         self._control = ours
         return ours
 
-    def bury(self) -> None:
-        """After a reply that never came: if the warden has died, take down what it was building."""
-        with self._lock:
-            if self._process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=_DYING_S)
-                    self._drop()
-
     def _drop(self) -> None:
         if self._control is not None:
             self._control.close()
-            self._control = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if self._process.wait(timeout=_GRACE_S) != 0:
                     _kill_session(self._process.pid)
-        self._process = None
+        self._control = self._process = None
 
 
 def _kill_session(session: int) -> None:
     """Kill every process of a dead warden's session: boxes in their first moments, which bubblewrap
     has not yet bound to their parent's life. Its number cannot be in use again while one is left."""
-    found = True
-    while found:
-        found = False
+    alive = True
+    while alive:
+        alive = False
         for name in os.listdir("/proc"):
             with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
-                if os.getsid(int(name)) == session and _alive(name):
-                    os.kill(int(name), signal.SIGKILL)
-                    found = True
-
-
-def _alive(pid: str) -> bool:
-    return os.path.exists(f"/proc/{pid}/exe")  # a zombie has none
+                if os.getsid(int(name)) == session and os.path.exists(f"/proc/{name}/exe"):
+                    os.kill(int(name), signal.SIGKILL)  # a zombie has no exe
+                    alive = True
 
 
 _warden = WardenHandle(KEEP_S)
@@ -136,10 +147,6 @@ def close() -> None:
     _warden.close()
 
 
-class _NotStarted(SandboxError):
-    """The box or its warden was killed before the program could start: nothing has run."""
-
-
 class Run:
     """A run under way; the end of the `with` block ends it. One that could not start is tried again."""
 
@@ -147,7 +154,7 @@ class Run:
         self, job: Job, plan: Plan, *, channel: bool = False, caller: socket.socket | None = None
     ) -> None:
         self._job, self._plan, self._caller = job, plan, caller
-        self._message = Order.of(job, plan, channel=channel).to_json()
+        self._message = pickle.dumps(Order.of(job, plan, channel=channel))
         if len(self._message) > MAX_MESSAGE:
             size = len(self._message)
             raise ValueError(f"sandbox: argv is too long ({size} bytes); pass it by stdin")
@@ -158,8 +165,13 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()  # a hang-up ends the box
-        self._release()
+        self.close()
+
+    def close(self) -> None:
+        """Give back what the run holds; a run under way is ended."""
+        self._connection.close()
+        while self._lent:
+            os.close(self._lent.pop())
 
     def channel(self) -> int:
         """Our end of the socket that is the program's standard input, once; the caller closes it."""
@@ -185,7 +197,7 @@ class Run:
         self._lent: list[int] = []
         self._chunks: list[bytes] = []
         self._connection, theirs = socket.socketpair()
-        descriptors = [theirs.fileno()]
+        descriptors = [theirs.detach()]
         try:
             for text in (self._job.stdin, self._job.code, *self._job.files.values()):
                 descriptors.append(sealed.write(text))
@@ -194,8 +206,7 @@ class Run:
             self._connection.close()
             raise
         finally:
-            theirs.close()
-            for descriptor in descriptors[1:]:
+            for descriptor in descriptors:
                 os.close(descriptor)
 
     def _receive(self) -> bool:
@@ -205,8 +216,7 @@ class Run:
         built: so the warden lends us its first process before the program may start.
         """
         try:
-            patience_s = SETUP_S + self._job.timeout_s + _GRACE_S
-            wait_for(self._connection, patience_s, self._caller)
+            wait_for(self._connection, SETUP_S + self._job.timeout_s + _GRACE_S, self._caller)
             chunk, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 2)
         except TimeoutError as error:
             raise SandboxError("sandbox: the warden did not answer before its deadline") from error
@@ -222,48 +232,24 @@ class Run:
     def _settle(self) -> SandboxResult | None:
         """The verdict after the reply; None when the run was started again."""
         reply = b"".join(self._chunks)
-        try:
-            if not reply:
-                self._bury()
-            return _parse(reply)
-        except _NotStarted:
-            if self._attempt == _ATTEMPTS:
-                raise
-            self._connection.close()
-            self._release()
+        answer = pickle.loads(reply) if reply else self._clean_up()
+        if isinstance(answer, NotStarted) and self._attempt < _ATTEMPTS:
+            self.close()
             self._start()
             return None
+        if isinstance(answer, SandboxError):
+            raise answer
+        verdict: SandboxResult = answer
+        return verdict
 
-    def _bury(self) -> None:
-        """The warden has died: take the box down, and tell one that had not started."""
+    def _clean_up(self) -> SandboxError:
+        """The warden has died: take the box down, and say whether its program had started."""
         for process in self._lent[:1]:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
-        _warden.bury()
+        _warden.drop_if_dead()
         if self._plan.cgroup is not None:
             sweep(self._plan.cgroup)
-        if not self._started and self._plan.bwrap is not None:
-            raise _NotStarted("sandbox: the warden was killed while it built the box; try again")
-
-    def _release(self) -> None:
-        for descriptor in self._lent:
-            os.close(descriptor)
-        self._lent = []
-
-
-def _parse(data: bytes) -> SandboxResult:
-    header, _, output = data.partition(b"\n")
-    if not header:
-        raise SandboxError("sandbox: the warden ended before the run did; run it again")
-    facts: Reply = json.loads(header)
-    if facts["error"]:
-        kind = _NotStarted if facts.get("again") else SandboxError
-        raise kind(f"sandbox: the box could not be built: {facts['error']}")
-    stdout, stderr = output[: facts["stdout"]], output[facts["stdout"] :]
-    return SandboxResult(
-        status=Status(facts["status"]),
-        exit_code=facts["exit_code"],
-        stdout=stdout.decode(errors="replace"),
-        stderr=stderr.decode(errors="replace"),
-        wall_s=facts["wall_s"],
-    )
+        if self._started or self._plan.bwrap is None:
+            return SandboxError("sandbox: the warden ended before the run did; run it again")
+        return NotStarted("sandbox: the warden was killed while it built the box; try again")

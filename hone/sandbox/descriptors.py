@@ -1,22 +1,24 @@
-"""File descriptors that one box owns: opened close-on-exec, watched, and all given back at its end.
-
-Leaves out what the events mean: box.py says so with its callbacks.
-"""
+"""File descriptors that one box owns: opened close-on-exec, watched, and all given back at its end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import selectors
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 
-class Descriptors:
-    """What is open for one run, and whom the warden's loop calls when something happens there."""
+class Descriptors(ABC):
+    """What is open for one run, and what the warden's loop calls when something happens there."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._fds: set[int] = set()
+
+    def _own(self, descriptor: int) -> int:
+        self._fds.add(descriptor)
+        return descriptor
 
     def _pipe(self) -> tuple[int, int]:
         read, write = os.pipe2(os.O_CLOEXEC)
@@ -28,11 +30,7 @@ class Descriptors:
         os.lseek(descriptor, 0, os.SEEK_SET)
         return descriptor
 
-    def _own(self, descriptor: int) -> int:
-        self._fds.add(descriptor)
-        return descriptor
-
-    def _watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+    def _on_readable(self, descriptor: int, callback: Callable[[], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self.guard(callback))
 
     def guard(self, action: Callable[[], None]) -> None:
@@ -42,18 +40,19 @@ class Descriptors:
         except Exception as error:
             self._fail(error)
 
+    @abstractmethod
     def _fail(self, error: Exception) -> None:
-        raise NotImplementedError
-
-    def _forget(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(descriptor)
-        self._close(descriptor)
+        """End this run with an error."""
 
     def _close(self, descriptor: int) -> None:
         if descriptor in self._fds:
             self._fds.remove(descriptor)
             os.close(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+        self._close(descriptor)
 
     def _forget_all(self) -> None:
         for descriptor in list(self._fds):

@@ -1,24 +1,41 @@
 """The box without bubblewrap: a temporary directory, Landlock for files, seccomp for sockets.
 
-Weaker than bubblewrap (no PID namespace: host processes are visible in number, not in content), and
-used only where the configured minimum allows it. Leaves out limits: spawn.py sets them.
+Weaker than bubblewrap (no PID namespace: host processes are visible in number, not in content; denied
+paths stay visible to stat(2)), and used only where the configured minimum allows it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
+import signal
+import struct
 import subprocess
 import tempfile
+from collections.abc import Iterable
 
-from hone.sandbox import landlock, seccomp
+from hone.sandbox import seccomp
+from hone.sandbox.cgroups import Group
 from hone.sandbox.interpreter import SYSTEM_PATHS
-from hone.sandbox.plan import Order, Plan
+from hone.sandbox.plan import DEVICES, Order, box_environment
+from hone.sandbox.rights import drop, raised
+from hone.sandbox.spawn import ORDINARY_SIGNALS, Standard, limit
 
 log = logging.getLogger(__name__)
 
-_TOOLS = {"PATH": "/usr/bin:/bin"}
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SETUP_FAILED = 126  # for the process list alone: the report says what failed
+_CLOSE_RANGE, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
+_SET_PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_VERSION_FLAG, _PATH_BENEATH = 1, 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_READ = _EXECUTE | _READ_FILE | _READ_DIR
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | 1 << 15  # truncate, ioctl on devices
+_RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+_TCP_BIND_CONNECT, _SCOPE_SOCKETS_SIGNALS = 0b11, 0b11
 
 
 def make_home(order: Order, files: list[int]) -> str:
@@ -36,21 +53,90 @@ def remove_home(home: str) -> None:
     """Remove it, however deep the program nested it and whatever it locked: by the system's tools,
     which know no recursion limit and never follow a link."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf", "--one-file-system"]):
-        subprocess.run([*command, "--", home], stderr=subprocess.DEVNULL, env=_TOOLS)
+        tools = {"PATH": "/usr/bin:/bin"}
+        subprocess.run([*command, "--", home], stderr=subprocess.DEVNULL, env=tools)
     if os.path.lexists(home):
         log.warning("sandbox: %s could not be removed; remove it by hand", home)
 
 
-def command(plan: Plan, home: str, order: Order) -> list[str]:
-    return [plan.interpreter.executable, f"{home}/main.py", *order.argv]
+def fork(order: Order, home: str, group: Group | None, standard: Standard, report: int) -> int:
+    """Fork, limit, close in and execute the program; the child's pid.
+
+    report: gets a sentence when something fails before exec, and is closed by exec.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        if group is not None:
+            with raised():
+                group.admit(os.getpid())
+        for target, descriptor in enumerate(standard):
+            os.dup2(descriptor, target)
+        # Every descriptor is made close-on-exec where it is opened; this is the second lock.
+        _LIBC.syscall(_CLOSE_RANGE, 3, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC)
+        for number in ORDINARY_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        limit(0, order.job)
+        drop()
+        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        os.setsid()
+        os.chdir(home)
+        interpreter = order.plan.interpreter
+        restrict(read=(*SYSTEM_PATHS, *interpreter.reads), write=(home, *DEVICES))
+        if order.plan.seccomp:
+            seccomp.install(seccomp.build_filter(keep_group=True))
+        argv = [interpreter.executable, f"{home}/main.py", *order.job.argv]
+        os.execve(argv[0], argv, box_environment(home))
+    except BaseException as error:  # whatever it was, the child must not go on as a second warden
+        os.write(report, f"sandbox: {type(error).__name__}: {error}".encode())
+    finally:
+        os._exit(_SETUP_FAILED)
 
 
-def close_in(plan: Plan, home: str) -> None:
-    """Called in the child, last: from here on only the box is left."""
-    os.setsid()
-    os.chdir(home)
-    devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-    read = (*SYSTEM_PATHS, *plan.interpreter.reads)
-    landlock.restrict(read=read, write=(home, *devices))
-    if plan.seccomp:
-        seccomp.install(seccomp.build_filter(keep_group=True))
+def landlock_abi() -> int:
+    """The kernel's Landlock version; 0 where it has none."""
+    return max(0, _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
+
+
+def restrict(*, read: Iterable[str], write: Iterable[str]) -> None:
+    """From here on this process reads only `read`, and reads and writes only `write`."""
+    version = landlock_abi()
+    if version == 0:
+        raise OSError("landlock: this kernel has none; use bubblewrap")
+    handled = _RIGHTS_BY_ABI[max(abi for abi in _RIGHTS_BY_ABI if abi <= version)]
+    attributes = struct.pack("Q", handled)
+    if version >= 4:
+        attributes += struct.pack("Q", _TCP_BIND_CONNECT)
+    if version >= 6:
+        attributes += struct.pack("Q", _SCOPE_SOCKETS_SIGNALS)
+    ruleset = _call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    try:
+        for path in read:
+            _allow(ruleset, path, _READ & handled)
+        for path in write:
+            _allow(ruleset, path, handled)
+        _LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # the kernel asks for it
+        _call(_RESTRICT_SELF, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        target = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # nothing to allow; what is not named stays denied
+    try:
+        rights &= -1 if os.path.isdir(path) else _FILE_RIGHTS
+        _call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, target), 0)
+    finally:
+        os.close(target)
+
+
+def _call(number: int, *arguments: int | bytes | ctypes.c_size_t) -> int:
+    result = int(_LIBC.syscall(number, *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"landlock: system call {number} failed: {os.strerror(code)}")
+    return result

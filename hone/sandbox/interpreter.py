@@ -18,9 +18,9 @@ from hone.sandbox.result import SandboxUnavailable
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
-_ASK = (
+_FACTS = (
     "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix,"
-    " getattr(sys, '_base_executable', sys.executable), list(sys.version_info[:2])]))"
+    " getattr(sys, '_base_executable', sys.executable), '%d.%d' % sys.version_info[:2]]))"
 )
 
 
@@ -44,18 +44,33 @@ def describe(executable: str | None = None) -> Interpreter:
     """The interpreter at that path; None is the one this process runs on, outside its venv."""
     if executable is None:
         base = getattr(sys, "_base_executable", None) or sys.executable
-        facts = (base, sys.base_prefix, sys.base_prefix, base, sys.version_info[:2])
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        facts = [base, sys.base_prefix, sys.base_prefix, base, version]
     else:
-        facts = _ask(executable)
+        try:
+            command = [executable, "-I", "-c", _FACTS]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+            facts = json.loads(run.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            raise SandboxUnavailable(
+                f"sandbox: interpreter={executable!r} does not run ({error}); name a Python ≥ 3.8"
+            ) from error
     path, prefix, base_prefix, base_executable, version = facts
     real = os.path.realpath(base_executable)
     in_venv = prefix != base_prefix
-    wanted = [os.path.dirname(real) if in_venv else real]
-    wanted += [os.path.join(base_prefix, name) for name in ("lib", "lib64")]
+    needed = [os.path.dirname(real) if in_venv else real]
+    needed += [os.path.join(base_prefix, name) for name in ("lib", "lib64")]
     if in_venv:
-        wanted.append(prefix)
-    reads = tuple(dict.fromkeys(p for p in wanted if os.path.exists(p) and not _is_system(p)))
-    masks = () if in_venv else _package_directories(base_prefix, version)
+        needed.append(prefix)
+    reads = tuple(dict.fromkeys(p for p in needed if os.path.exists(p) and not _is_system(p)))
+    library = f"{base_prefix}/lib/python{version}"
+    packages = (
+        f"{library}/site-packages",
+        f"{library}/dist-packages",
+        f"{base_prefix}/lib/python3/dist-packages",
+        f"{base_prefix}/local/lib/python{version}/dist-packages",
+    )
+    masks = () if in_venv else tuple(path for path in packages if os.path.isdir(path))
     return Interpreter(path if in_venv else real, reads, masks)
 
 
@@ -73,30 +88,6 @@ def choose(executable: str | None, *, uid: int, gid: int, staged: bool) -> Inter
     )
 
 
-def _ask(executable: str) -> tuple[str, str, str, str, tuple[int, int]]:
-    try:
-        answer = subprocess.run(
-            [executable, "-I", "-c", _ASK], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-        path, prefix, base_prefix, base_executable, version = json.loads(answer)
-        return path, prefix, base_prefix, base_executable, (version[0], version[1])
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise SandboxUnavailable(
-            f"sandbox: interpreter={executable!r} does not run ({error}); name a Python ≥ 3.8"
-        ) from error
-
-
-def _package_directories(prefix: str, version: tuple[int, int]) -> tuple[str, ...]:
-    library = f"{prefix}/lib/python{version[0]}.{version[1]}"
-    candidates = (
-        f"{library}/site-packages",
-        f"{library}/dist-packages",
-        f"{prefix}/lib/python3/dist-packages",
-        f"{prefix}/local/lib/python{version[0]}.{version[1]}/dist-packages",
-    )
-    return tuple(path for path in candidates if os.path.isdir(path))
-
-
 def _is_system(path: str) -> bool:
     return any(path == base or path.startswith(base + "/") for base in SYSTEM_PATHS)
 
@@ -105,8 +96,8 @@ def _reachable(path: str, uid: int, gid: int) -> bool:
     while True:
         info = os.stat(path)
         shift = 6 if info.st_uid == uid else 3 if info.st_gid == gid else 0
-        wanted = 0o5 if not stat.S_ISDIR(info.st_mode) else 0o1
-        if (info.st_mode >> shift) & wanted != wanted:
+        needed = 0o1 if stat.S_ISDIR(info.st_mode) else 0o5
+        if (info.st_mode >> shift) & needed != needed:
             return False
         if path == "/":
             return True

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from hone.sandbox import bubblewrap, cgroups, interpreter, landlock, seccomp
+from hone.sandbox import bubblewrap, cgroups, direct, interpreter, seccomp
 from hone.sandbox.client import run_job
 from hone.sandbox.plan import NOBODY, Plan
 from hone.sandbox.result import Job, SandboxError, SandboxUnavailable
@@ -70,17 +70,16 @@ def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> P
     for name in sorted(minimum):
         givers = GUARANTEES.get(name, (name,))
         if not any(machine.layers[layer].active for layer in givers):
-            reasons = "; ".join(f"{layer}: {machine.layers[layer].detail}" for layer in givers)
-            raise SandboxUnavailable(
-                f"sandbox: the configured minimum asks for {name!r}, which nothing here gives"
-                f" ({reasons}). Install it: {bubblewrap.INSTALL}"
-            )
+            problem = f"the configured minimum asks for {name!r}, which nothing here gives"
+            raise _unavailable(problem, machine, givers)
     if machine.plan is None:
-        reasons = "; ".join(f"{name}: {state.detail}" for name, state in machine.layers.items())
-        raise SandboxUnavailable(
-            f"sandbox: no box can be built here ({reasons}). Install: {bubblewrap.INSTALL}"
-        )
+        raise _unavailable("no box can be built here", machine, LAYERS)
     return machine.plan
+
+
+def _unavailable(problem: str, machine: _Machine, names: Collection[str]) -> SandboxUnavailable:
+    reasons = "; ".join(f"{name}: {machine.layers[name].detail}" for name in names)
+    return SandboxUnavailable(f"sandbox: {problem} ({reasons}). Install: {bubblewrap.INSTALL}")
 
 
 def forget() -> None:
@@ -92,11 +91,11 @@ def forget() -> None:
 @functools.lru_cache(maxsize=8)
 def _examine(interpreter_path: str | None) -> _Machine:
     parents, cgroup_detail = cgroups.find_parents()
-    path, options = bubblewrap.find()
     drop_to = NOBODY if os.geteuid() == 0 else None
-    landlock_abi = landlock.abi()
     refusals: list[str] = []
-    for bwrap, proc, staged in _variants(path, drop_to is not None, landlock_abi):
+    plan: Plan | None = None
+    facts: dict[str, str | int] = {}
+    for bwrap, proc, staged in _variants(root=drop_to is not None):
         try:
             chosen = interpreter.choose(
                 interpreter_path,
@@ -106,7 +105,7 @@ def _examine(interpreter_path: str | None) -> _Machine:
             )
             plan = Plan(
                 bwrap=bwrap,
-                bwrap_options=options,
+                bwrap_options=bubblewrap.find()[1],
                 proc=proc,
                 drop_to=drop_to,
                 seccomp=seccomp.supported(),
@@ -114,62 +113,48 @@ def _examine(interpreter_path: str | None) -> _Machine:
                 staged=staged and bool(chosen.reads),
                 cgroup=parents,
             )
-            facts = _probe(plan)
+            result = run_job(Job(_PROBE, timeout_s=30.0), plan)
+            if result.ok:
+                facts = json.loads(result.stdout)
+                break
+            refusals.append(f"the probe ended with {result.status.value}: {result.stderr}")
         except SandboxError as error:
             refusals.append(str(error))
-            continue
-        return _Machine(plan, _states(plan, facts, refusals, cgroup_detail, landlock_abi))
-    return _Machine(None, _states(None, {}, refusals, cgroup_detail, landlock_abi))
+        plan = None
+    states = _states(plan, facts, refusals)
+    states["cgroup"] = LayerState(plan is not None and plan.cgroup is not None, cgroup_detail)
+    return _Machine(plan, states)
 
 
-def _variants(
-    bwrap: str | None, root: bool, landlock_abi: int
-) -> Iterator[tuple[str | None, bool, bool]]:
+def _variants(root: bool) -> Iterator[tuple[str | None, bool, bool]]:
     """(bubblewrap, fresh /proc, staged interpreter): the strongest box first."""
+    bwrap, _ = bubblewrap.find()
     if bwrap is not None:
         for proc in (True, False):
             if root:
                 yield bwrap, proc, True
             yield bwrap, proc, False
-    if landlock_abi > 0 and seccomp.supported():
+    if direct.landlock_abi() > 0 and seccomp.supported():
         yield None, False, False
 
 
-def _probe(plan: Plan) -> dict[str, str | int]:
-    result = run_job(Job(_PROBE, timeout_s=30.0), plan)
-    if not result.ok:
-        raise SandboxError(f"sandbox: the probe ended with {result.status.value}: {result.stderr}")
-    return dict(json.loads(result.stdout))
-
-
 def _states(
-    plan: Plan | None,
-    facts: dict[str, str | int],
-    refusals: list[str],
-    cgroup_detail: str,
-    landlock_abi: int,
+    plan: Plan | None, facts: dict[str, str | int], refusals: list[str]
 ) -> dict[str, LayerState]:
-    path, _ = bubblewrap.find()
-    inactive = refusals[0] if refusals else f"not found; install it: {bubblewrap.INSTALL}"
     boxed = plan is not None and plan.bwrap is not None
-    limited = facts.get("address_space") == Job("").memory_mb << 20
-    filtered = plan is not None and plan.seccomp and facts.get("seccomp") in ("2", "")
     bare = plan is not None and plan.bwrap is None
+    filtered = plan is not None and plan.seccomp and facts.get("seccomp") in ("2", "")
+    missing = refusals[0] if refusals else f"not found; install it: {bubblewrap.INSTALL}"
+    namespaces = f"{bubblewrap.find()[0]}: own namespaces, uid {facts.get('uid')}"
+    denied = f"{len(seccomp.DENIED['x86_64'])} system calls denied"
+    abi = direct.landlock_abi()
+    landlock = f"ABI {abi}" if bare else f"ABI {abi}, not needed: bubblewrap hides the files"
     return {
-        "bubblewrap": LayerState(
-            boxed, f"{path}: own namespaces, uid {facts.get('uid')}" if boxed else inactive
+        "bubblewrap": LayerState(boxed, namespaces if boxed else missing),
+        "rlimits": LayerState(
+            facts.get("address_space") == Job("").memory_mb << 20,
+            "address space, CPU, file size, open files, processes",
         ),
-        "rlimits": LayerState(limited, "address space, CPU, file size, open files, processes"),
-        "seccomp": LayerState(
-            filtered,
-            f"{len(seccomp.DENIED)} system calls denied" if filtered else "no filter in force",
-        ),
-        "landlock": LayerState(bare, _landlock_detail(landlock_abi, bare)),
-        "cgroup": LayerState(plan is not None and plan.cgroup is not None, cgroup_detail),
+        "seccomp": LayerState(filtered, denied if filtered else "no filter in force"),
+        "landlock": LayerState(bare, landlock if abi else "this kernel has none"),
     }
-
-
-def _landlock_detail(version: int, used: bool) -> str:
-    if version == 0:
-        return "this kernel has none"
-    return f"ABI {version}" if used else f"ABI {version}, not needed: bubblewrap hides the files"

@@ -1,4 +1,4 @@
-"""How boxes are built on this machine: the choice of layers, small enough to travel as JSON.
+"""How boxes are built on this machine, and the order for one run: what a warden is told.
 
 Decided once by layers.py, carried out by the warden. Holds no state and starts nothing.
 """
@@ -6,7 +6,6 @@ Decided once by layers.py, carried out by the warden. Holds no state and starts 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
 from hone.sandbox.cgroups import Parents
@@ -15,6 +14,7 @@ from hone.sandbox.result import Job
 
 NOBODY = 65534
 BOX = "/box"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 @dataclass(frozen=True)
@@ -38,52 +38,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class Order:
-    """One run as the warden gets it. Texts travel beside it as descriptors, in order of files."""
+    """One run as the warden gets it; the job's texts travel beside it as descriptors."""
 
     plan: Plan
-    files: tuple[str, ...]
-    argv: tuple[str, ...]
-    timeout_s: float
-    cpu_s: int
-    memory_mb: int
-    output_bytes: int
-    processes: int
-    disk_mb: int
-    open_files: int
-    channel: bool = False
+    job: Job
+    channel: bool
     """Standard input is one end of a socket; the caller is lent the other."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, *, channel: bool = False) -> Order:
-        return cls(
-            plan=plan,
-            files=("main.py", *job.files),
-            argv=tuple(job.argv),
-            timeout_s=job.timeout_s,
-            cpu_s=job.cpu_limit_s,
-            memory_mb=job.memory_mb,
-            output_bytes=job.output_bytes,
-            processes=job.processes,
-            disk_mb=job.disk_mb,
-            open_files=job.open_files,
-            channel=channel,
-        )
+        names = dict.fromkeys(job.files, "")
+        return cls(plan, dataclasses.replace(job, code="", stdin="", files=names), channel)
 
-    def to_json(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Order:
-        raw = json.loads(text)
-        plan = raw["plan"]
-        interpreter, cgroup = plan["interpreter"], plan["cgroup"]
-        plan["interpreter"] = Interpreter(
-            interpreter["executable"], tuple(interpreter["reads"]), tuple(interpreter["masks"])
-        )
-        plan["cgroup"] = Parents(**cgroup) if cgroup else None
-        plan["bwrap_options"] = tuple(plan["bwrap_options"])
-        raw.update(plan=Plan(**plan), files=tuple(raw["files"]), argv=tuple(raw["argv"]))
-        return cls(**raw)
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files whose texts travel beside it, in their order."""
+        return ("main.py", *self.job.files)
 
 
 def box_environment(home: str) -> dict[str, str]:

@@ -34,6 +34,10 @@ class SandboxUnavailable(SandboxError):
     """A layer that the configured minimum asks for is missing: nothing was run."""
 
 
+class NotStarted(SandboxError):
+    """The box or its warden was killed before the program could start: nothing has run."""
+
+
 class Status(str, enum.Enum):
     """How a run ended."""
 
@@ -67,6 +71,21 @@ class SandboxResult:
         return self.status is Status.OK
 
 
+class JobFields(TypedDict, total=False):
+    """Job's fields but its code, as keyword arguments."""
+
+    stdin: str
+    timeout_s: float
+    cpu_s: float | None
+    memory_mb: int
+    output_bytes: int
+    processes: int
+    disk_mb: int
+    open_files: int
+    files: Mapping[str, str]
+    argv: Sequence[str]
+
+
 @dataclass(frozen=True)
 class Job:
     """One program with everything it may use."""
@@ -76,7 +95,7 @@ class Job:
     timeout_s: float = 10.0
     """Wall time from the moment the program may start."""
     cpu_s: float | None = None
-    """CPU seconds a process (rounded up); None stands a little behind the wall time, which ends it."""
+    """CPU seconds per process (rounded up); None stands a little behind the wall time, which ends it."""
     memory_mb: int = 512
     """Address space of each process; with a memory cgroup also the sum over all of them."""
     output_bytes: int = 1 << 20
@@ -93,20 +112,24 @@ class Job:
     """sys.argv[1:] of the program."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in RANGES.items():
-            check_number(name, getattr(self, name), least, most)
+        for name, limits in RANGES.items():
+            check_number(name, getattr(self, name), *limits)
         if self.cpu_s is not None:
             check_number("cpu_s", self.cpu_s, 0.0, MAX_TIMEOUT_S)
-        for name in ("code", "stdin"):
-            if not isinstance(getattr(self, name), str):
-                kind = type(getattr(self, name)).__name__
-                raise ValueError(f"sandbox: {name} must be text, not {kind}")
+        texts = {"code": self.code, "stdin": self.stdin}
+        texts |= {f"file {path!r}": text for path, text in self.files.items()}
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise ValueError(f"sandbox: {name} must be text, not {type(text).__name__}")
         if len(self.files) > MAX_FILES:
             raise ValueError(f"sandbox: {len(self.files)} files given; at most {MAX_FILES} fit")
-        for path, text in self.files.items():
-            _check_relative(path)
-            if not isinstance(text, str):
-                raise ValueError(f"sandbox: file {path!r} must be text, not {type(text).__name__}")
+        for path in self.files:
+            _check_word("a file name", path)
+            parts = PurePosixPath(path).parts
+            if not parts or path.startswith("/") or ".." in parts:
+                raise ValueError(f"sandbox: file name {path!r} must be relative, without '..'")
+            if parts == ("main.py",):
+                raise ValueError("sandbox: 'main.py' is the name of the program itself; rename it")
         for argument in self.argv:
             _check_word("an argument", argument)
 
@@ -115,32 +138,6 @@ class Job:
         if self.cpu_s is None:
             return math.ceil(self.timeout_s) + _CPU_BEHIND_WALL_S
         return math.ceil(self.cpu_s)
-
-
-class JobFields(TypedDict, total=False):
-    """Job's fields but its code, as keyword arguments."""
-
-    stdin: str
-    timeout_s: float
-    cpu_s: float | None
-    memory_mb: int
-    output_bytes: int
-    processes: int
-    disk_mb: int
-    open_files: int
-    files: Mapping[str, str]
-    argv: Sequence[str]
-
-
-class Reply(TypedDict):
-    """The first line of a warden's reply; the program's output follows it."""
-
-    error: str | None
-    again: bool
-    status: str
-    exit_code: int | None
-    wall_s: float
-    stdout: int
 
 
 def check_number(name: str, value: float, least: float, most: float) -> None:
@@ -161,12 +158,3 @@ def _check_word(what: str, word: str) -> None:
         word.encode()
     except UnicodeEncodeError:
         raise ValueError(f"sandbox: {what} holds a lone surrogate: {word!r:.80}") from None
-
-
-def _check_relative(path: str) -> None:
-    _check_word("a file name", path)
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError(f"sandbox: file name {path!r} must be relative and must not climb ('..')")
-    if str(PurePosixPath(path)) == "main.py":
-        raise ValueError("sandbox: 'main.py' is the name of the program itself; rename the file")

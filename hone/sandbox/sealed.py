@@ -1,4 +1,4 @@
-"""Texts as files in memory that nobody can change once they are written.
+"""Texts as files in memory that cannot be changed once they are written.
 
 The program in the box reads its standard input from one; it must not be able to write there.
 """

@@ -11,10 +11,11 @@ import errno
 import functools
 import os
 import platform
+import re
 import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data, low words
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag that clone(2) takes
@@ -22,92 +23,42 @@ _TERMINAL_TRICKS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into the parent'
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# name: (x86_64, aarch64); None where the architecture has no such call.
-DENIED: dict[str, tuple[int, int | None]] = {
-    # network: `socketpair` stays, it reaches nobody and asyncio needs it
-    "socket": (41, 198),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    # other processes
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "pidfd_open": (434, 434),
-    "process_mrelease": (448, 448),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    # namespaces and mounts
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-    "inotify_init": (253, None),  # host files below /usr could be watched
-    "inotify_init1": (294, 26),
-    # kernel surface
-    "bpf": (321, 280),
-    "mbind": (237, 235),
-    "get_mempolicy": (239, 236),
-    "set_mempolicy": (238, 237),
-    "set_mempolicy_home_node": (450, 450),
-    "vmsplice": (278, 75),
-    "sysfs": (139, None),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "syslog": (103, 116),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "personality": (135, 92),
-    "vhangup": (153, 58),
-    "lookup_dcookie": (212, 18),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "modify_ldt": (154, None),
-    "uselib": (134, None),
-    # memory that no address-space limit counts
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
+# Number on x86_64 and on aarch64; - where the architecture has no such call.
+_TABLE = """
+network (`socketpair` stays: it reaches no other process, and asyncio needs it):
+  socket 41 198, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427
+other processes:
+  ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440,
+  kcmp 312 272, pidfd_getfd 438 438, pidfd_open 434 434, process_mrelease 448 448,
+  migrate_pages 256 238, move_pages 279 239
+namespaces and mounts (inotify: host files below /usr could be watched):
+  unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
+  open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432,
+  fspick 433 433, mount_setattr 442 442, name_to_handle_at 303 264, open_by_handle_at 304 265,
+  fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26
+kernel surface:
+  bpf 321 280, mbind 237 235, get_mempolicy 239 236, set_mempolicy 238 237,
+  set_mempolicy_home_node 450 450, vmsplice 278 75, sysfs 139 -, perf_event_open 298 241,
+  userfaultfd 323 282, keyctl 250 219, add_key 248 217, request_key 249 218, init_module 175 105,
+  finit_module 313 273, delete_module 176 106, kexec_load 246 104, kexec_file_load 320 294,
+  reboot 169 142, syslog 103 116, acct 163 89, quotactl 179 60, swapon 167 224, swapoff 168 225,
+  settimeofday 164 170, clock_settime 227 112, adjtimex 159 171, clock_adjtime 305 266,
+  sethostname 170 161, setdomainname 171 162, personality 135 92, vhangup 153 58,
+  lookup_dcookie 212 18, iopl 172 -, ioperm 173 -, modify_ldt 154 -, uselib 134 -
+memory that no address-space limit counts:
+  memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190,
+  mq_open 240 180
+"""
+_CALLS = re.findall(r"(\w+) (\d+) (\d+|-)", _TABLE)
+DENIED: dict[str, dict[str, int]] = {
+    "x86_64": {name: int(number) for name, number, _ in _CALLS},
+    "aarch64": {name: int(number) for name, _, number in _CALLS if number != "-"},
 }
+"""Machine → name → number of every call that is refused."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
-# Where no PID namespace holds the run together, its process group does: nobody may leave it.
+# Where no PID namespace holds the run together, its process group does: no process may leave it.
 _LEAVE_GROUP = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
 
 
@@ -124,13 +75,11 @@ def build_filter(machine: str | None = None, *, keep_group: bool = False) -> byt
         raise ValueError(
             f"seccomp: no system-call table for {machine!r}; known: {sorted(_AUDIT_ARCH)}"
         )
-    column = 0 if machine == "x86_64" else 1
-    denied = [row[column] for row in DENIED.values()]
-    numbers = [number for number in denied if number is not None]
+    numbers = [*DENIED[machine].values()]
     if keep_group:
         numbers += _LEAVE_GROUP[machine]
 
-    refuse, absent = _errno(errno.EPERM), _errno(errno.ENOSYS)
+    refuse, absent = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [_op(_LOAD, _ARCH), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL)]
     program.append(_op(_LOAD, _NR))
     if machine == "x86_64":
@@ -168,7 +117,3 @@ def install(program: bytes) -> None:
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("HBBI", code, if_true, if_false, value)
-
-
-def _errno(code: int) -> int:
-    return 0x00050000 | code

@@ -52,37 +52,35 @@ def self_test(
         limits.setdefault("timeout_s", 30.0)
         return run_python(code, minimum=minimum, interpreter=interpreter, **limits)
 
-    def check(name: str, result: SandboxResult, passed: bool) -> Check:
-        said = (result.stderr or result.stdout).strip().rpartition("\n")[2][:200]
-        return Check(
-            name, passed, f"{result.status.value}: {said}" if said else result.status.value
-        )
+    checks: list[Check] = []
+
+    def check(name: str, result: SandboxResult, passed: bool) -> None:
+        line = (result.stderr or result.stdout).strip().rpartition("\n")[2][:200]
+        detail = f"{result.status.value}: {line}" if line else result.status.value
+        checks.append(Check(name, passed, detail))
 
     own_names = {*box_environment(BOX), "LC_CTYPE", "PWD"}  # bubblewrap sets PWD
-    checks = []
     with tempfile.NamedTemporaryFile("w", prefix="hone-secret-") as secret:
         secret.write("planted")
         secret.flush()
         os.chmod(secret.name, 0o644)
         result = run(f"print(open({secret.name!r}).read())")
-        checks.append(
-            check("files outside are not readable", result, "planted" not in result.stdout)
-        )
+        check("files outside are not readable", result, "planted" not in result.stdout)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         result = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print(1)")
-        checks.append(check("no network", result, not result.ok))
+        check("no network", result, not result.ok)
     result = run("import os; print(*sorted(os.environ))")
-    leaked = sorted(set(result.stdout.split()) - own_names)
-    checks.append(check("the environment is not inherited", result, result.ok and not leaked))
+    inherited = set(result.stdout.split()) - own_names
+    check("the environment is not inherited", result, result.ok and not inherited)
     result = run(f"import os; os.kill({os.getpid()}, 0); print(1)")
-    checks.append(check("processes outside cannot be signalled", result, not result.ok))
+    check("processes outside cannot be signalled", result, not result.ok)
     result = run(_FORKS, processes=16)
-    checks.append(check("forks are limited", result, result.ok and int(result.stdout) <= 16))
+    check("forks are limited", result, result.ok and int(result.stdout) <= 16)
     result = run("x = bytearray(1 << 30); print(len(x))", memory_mb=256)
-    checks.append(check("memory is limited", result, result.status is Status.MEMORY))
+    check("memory is limited", result, result.status is Status.MEMORY)
     result = run("while True: pass", timeout_s=0.5)
-    checks.append(check("time is limited", result, result.status is Status.TIMEOUT))
+    check("time is limited", result, result.status is Status.TIMEOUT)
     result = run("while True: print('x' * 4096)", output_bytes=1 << 16)
-    checks.append(check("output is limited", result, result.status is Status.OUTPUT))
+    check("output is limited", result, result.status is Status.OUTPUT)
     return checks

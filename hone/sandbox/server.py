@@ -13,25 +13,28 @@ import dataclasses
 import ipaddress
 import json
 import logging
+import math
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypedDict
 
 from hone.sandbox.api import run_python
-from hone.sandbox.hang_up import HungUp, has_gone
+from hone.sandbox.client import HANG_UP, HungUp
 from hone.sandbox.judging import judge
-from hone.sandbox.orders import Answer, Limits, read_judgement, read_run
 from hone.sandbox.result import RANGES, SandboxError, SandboxResult, Status, check_number
-from hone.types import JsonValue
+from hone.types import JsonObject, JsonValue
 
 log = logging.getLogger(__name__)
 
 RUN_PATH, JUDGE_PATH = "/run_code", "/judge_code"
 MAX_BODY = 64 << 20
 _LOOK_S = 0.2  # how often a request that waits for its turn looks whether its client is still there
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_LANGUAGES = ("python", "python3")
+_STATUSES = {Status.OK: "Finished", Status.ERROR: "Finished", Status.TIMEOUT: "TimeLimitExceeded"}
 
 
 class SandboxServer(ThreadingHTTPServer):
@@ -55,8 +58,8 @@ class SandboxServer(ThreadingHTTPServer):
         check_number("max_timeout_s", max_timeout_s, *RANGES["timeout_s"])
         super().__init__((host, port), _Handler)
         self.slots = threading.BoundedSemaphore(max_concurrent)
-        self.limits = Limits(max_timeout_s, max_memory_mb)
-        self.names = frozenset(name.lower() for name in names)
+        self.max_memory_mb, self.max_timeout_s = max_memory_mb, max_timeout_s
+        self.names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
     @property
     def url(self) -> str:
@@ -65,13 +68,10 @@ class SandboxServer(ThreadingHTTPServer):
 
     def is_own_name(self, host: str) -> bool:
         """A name that a foreign page cannot make its own by DNS: an address, ours, or a given one."""
-        if host in _LOOPBACK or host in self.names or host == socket.gethostname().lower():
-            return True
-        try:
+        with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return True
+            return True
+        return host in self.names
 
     def handle_error(
         self,
@@ -96,14 +96,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            order = self._order()
+            run = self._order()
         except Refused as refusal:
             self.close_connection = True  # its body has not been read
             self._answer(refusal.status, {"detail": str(refusal)})
             return
         try:
             with self._slot():
-                answer = order()
+                answer = run()
         except HungUp:
             self.close_connection = True
             return
@@ -111,32 +111,51 @@ class _Handler(BaseHTTPRequestHandler):
             answer = {"status": "SandboxError", "message": str(error), "run_result": None}
         self._answer(HTTPStatus.OK, answer)
 
-    def _order(self) -> Callable[[], Answer]:
+    def _order(self) -> Callable[[], JsonObject]:
         """What is to be run; Refused for anything that is no order of ours."""
         if self.path not in (RUN_PATH, JUDGE_PATH):
             raise Refused(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
         self._check_sender()
         request = self._body()
         try:
-            if self.path == RUN_PATH:
-                limits = read_run(request, self.server.limits)
-                return lambda: _write(run_python(**limits, caller=self.connection))
-            judgement = read_judgement(request, self.server.limits)
-            return lambda: {
-                "status": "Success",
-                "judgement": dataclasses.asdict(judge(**judgement, caller=self.connection)),
-            }
+            if not isinstance(request, dict):
+                raise ValueError(f"the body must be a JSON object, not {type(request).__name__}")
+            limits = self._limits(request)
+            if self.path == JUDGE_PATH:
+                program, tests = _text(request, "program"), _text(request, "tests")
+                preamble = _text(request, "preamble", "")
+                return lambda: _judged(program, tests, preamble, limits, self.connection)
+            language = request.get("language", "python")
+            if language not in _LANGUAGES:
+                raise ValueError(f"language {language!r:.80} is not served; only {_LANGUAGES}")
+            code, stdin = _text(request, "code"), _text(request, "stdin", "")
+            return lambda: _reported(
+                run_python(code=code, stdin=stdin, caller=self.connection, **limits)
+            )
         except ValueError as error:
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
 
+    def _limits(self, request: JsonObject) -> _Limits:
+        limits: _Limits = {"memory_mb": self.server.max_memory_mb}
+        if request.get("memory_limit_MB") != -1:  # SandboxFusion's word for no limit
+            memory_mb = _number(request, "memory_limit_MB", RANGES["memory_mb"][1])
+            if memory_mb is not None:  # a service gives what it has; a smaller limit is kept
+                limits["memory_mb"] = min(max(1, int(memory_mb)), self.server.max_memory_mb)
+        timeout_s = _number(request, "run_timeout", self.server.max_timeout_s)
+        if timeout_s is not None:
+            limits["timeout_s"] = float(timeout_s)
+        return limits
+
     def _check_sender(self) -> None:
         """No web page sends JSON to a foreign host unasked, and none can hide its Origin."""
-        host = _host(self.headers.get("Host", ""))
+        header = self.headers.get("Host", "")
+        host = header.strip().lower()
+        host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if not self.server.is_own_name(host):
             detail = f"Host {host!r:.80} is not this server's; start it with --name {host:.80}"
             raise Refused(HTTPStatus.FORBIDDEN, detail)
         origin = self.headers.get("Origin")
-        if origin is not None and origin != f"http://{self.headers.get('Host')}":
+        if origin is not None and origin != f"http://{header}":
             raise Refused(HTTPStatus.FORBIDDEN, f"Origin {origin!r:.80} is foreign")
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -149,8 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "a Content-Length is required, not chunks")
         single = len(self.headers.get_all("Content-Length", [])) == 1
         if not (single and text.isascii() and text.isdigit()) or len(text) > 20:
-            detail = f"Content-Length {text!r:.80} is no length"
-            raise Refused(HTTPStatus.BAD_REQUEST, detail)
+            raise Refused(HTTPStatus.BAD_REQUEST, f"Content-Length {text!r:.80} is no length")
         length = int(text)
         if length > MAX_BODY:
             detail = f"a body of {length} bytes; at most {MAX_BODY} are read"
@@ -167,15 +185,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
+        poll = select.poll()
+        poll.register(self.connection, HANG_UP)
         while not self.server.slots.acquire(timeout=_LOOK_S):
-            if has_gone(self.connection):
+            if poll.poll(0):
                 raise HungUp("the client hung up while its request waited")
         try:
             yield
         finally:
             self.server.slots.release()
 
-    def _answer(self, status: HTTPStatus, content: Answer) -> None:
+    def _answer(self, status: HTTPStatus, content: JsonObject) -> None:
         body = json.dumps(content).encode()
         with contextlib.suppress(ConnectionError):  # the client has gone
             self.send_response(status)
@@ -188,22 +208,46 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
 
-def _host(header: str) -> str:
-    """The name or address of a Host header, without its port."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+class _Limits(TypedDict, total=False):
+    timeout_s: float
+    memory_mb: int
 
 
-def _write(result: SandboxResult) -> Answer:
-    words = {Status.OK: "Finished", Status.ERROR: "Finished", Status.TIMEOUT: "TimeLimitExceeded"}
+def _text(request: JsonObject, name: str, default: str | None = None) -> str:
+    value = request.get(name)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, not {type(value).__name__}")
+    return value
+
+
+def _number(request: JsonObject, name: str, most: float) -> float | None:
+    """A positive finite number; None when the request leaves it open."""
+    value = request.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}={value!r:.80} must be a number")
+    if (isinstance(value, float) and not math.isfinite(value)) or not 0 < value <= most:
+        raise ValueError(f"{name}={value!r:.80} must be above 0 and at most {most:g}")
+    return value
+
+
+def _judged(
+    program: str, tests: str, preamble: str, limits: _Limits, caller: socket.socket
+) -> JsonObject:
+    judgement = judge(program, tests, preamble=preamble, caller=caller, **limits)
+    return {"status": "Success", "judgement": dataclasses.asdict(judgement)}
+
+
+def _reported(result: SandboxResult) -> JsonObject:
+    """How a program ended, in SandboxFusion's words."""
     return {
         "status": "Success" if result.ok else "Failed",
         "message": "" if result.ok else f"the program ended with {result.status.value}",
         "compile_result": None,
         "run_result": {
-            "status": words.get(result.status, "Error"),
+            "status": _STATUSES.get(result.status, "Error"),
             "execution_time": result.wall_s,
             "return_code": result.exit_code,
             "stdout": result.stdout,
@@ -222,17 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-concurrent", type=int, required=True)
     parser.add_argument("--max-memory-mb", type=int, required=True)
     parser.add_argument("--max-timeout-s", type=float, default=300.0)
-    parser.add_argument("--name", action="append", default=[], help="a name clients call it by")
+    parser.add_argument(
+        "--name", action="append", default=[], dest="names", help="a name clients call it by"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
-    with SandboxServer(
-        options.host,
-        options.port,
-        max_concurrent=options.max_concurrent,
-        max_memory_mb=options.max_memory_mb,
-        max_timeout_s=options.max_timeout_s,
-        names=options.name,
-    ) as server:
+    with SandboxServer(**vars(options)) as server:
         log.info("sandbox service on %s", server.url)
         server.serve_forever()
 

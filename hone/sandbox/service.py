@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from hone.sandbox.judging import Judgement
-from hone.sandbox.orders import Answer
 from hone.sandbox.result import (
     Job,
     JobFields,
@@ -25,7 +24,7 @@ from hone.sandbox.result import (
     SandboxUnavailable,
     Status,
 )
-from hone.types import JsonObject
+from hone.types import JsonObject, Row
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,18 +59,15 @@ class SandboxService:
 
     def run(self, job: Job) -> SandboxResult:
         """Run one job there. memory_mb is the smaller of the job's and the service's."""
+        if job.files or job.argv:
+            raise ValueError("sandbox service: files and argv are not part of its interface")
         request: JsonObject = {
             "code": job.code,
             "stdin": job.stdin,
             "language": "python",
             "compile_timeout": job.timeout_s,
-            "run_timeout": job.timeout_s,
-            "memory_limit_MB": min(job.memory_mb, self._memory_limit_mb),
         }
-        if job.files or job.argv:
-            raise ValueError("sandbox service: files and argv are not part of its interface")
-        with self._slots:
-            answer = self._post(self._url, request, job.timeout_s)
+        answer = self._post(self._url, request, job.timeout_s, job.memory_mb)
         try:
             return _verdict(answer, job.output_bytes)
         except (TypeError, ValueError) as error:
@@ -82,30 +78,19 @@ class SandboxService:
     ) -> Judgement:
         """As hone.sandbox.judging.judge, elsewhere. Only our own server has two boxes for it."""
         url = self._url.rpartition("/")[0] + "/judge_code"
-        request: JsonObject = {
-            "program": program,
-            "tests": tests,
-            "preamble": preamble,
-            "run_timeout": timeout_s,
-            "memory_limit_MB": min(memory_mb, self._memory_limit_mb),
-        }
+        request: JsonObject = {"program": program, "tests": tests, "preamble": preamble}
         try:
-            with self._slots:
-                answer = self._post(url, request, timeout_s)
-        except SandboxServiceError as error:
-            if error.code in _ABSENT:
-                raise SandboxUnavailable(
-                    f"the service {self._url} cannot keep a program from its tests (it has no"
-                    " judge_code). Run `python -m hone.sandbox.server` as the service, or leave"
-                    " reward_model.sandbox_fusion.url empty to judge assertions on this machine"
-                ) from error
-            raise
-        if answer["status"] == "SandboxError":
-            raise SandboxServiceError(f"sandbox service failed: {answer.get('message')}")
-        try:
-            return Judgement(**answer["judgement"])
+            return Judgement(**self._post(url, request, timeout_s, memory_mb)["judgement"])
         except (KeyError, TypeError) as error:
             raise SandboxServiceError(f"sandbox service {url} answered no judgement") from error
+        except SandboxServiceError as error:
+            if error.code not in _ABSENT:
+                raise
+            raise SandboxUnavailable(
+                f"the service {self._url} cannot keep a program from its tests (it has no"
+                " judge_code). Run `python -m hone.sandbox.server` as the service, or leave"
+                " reward_model.sandbox_fusion.url empty to judge assertions on this machine"
+            ) from error
 
     def run_python(self, code: str, **limits: Unpack[JobFields]) -> SandboxResult:
         """As hone.sandbox.run_python, elsewhere."""
@@ -116,50 +101,48 @@ class SandboxService:
         with ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="service") as pool:
             return list(pool.map(self.run, jobs))
 
-    def _post(self, url: str, request: JsonObject, timeout_s: float) -> Answer:
-        body = json.dumps(request).encode()
+    def _post(self, url: str, request: JsonObject, timeout_s: float, memory_mb: int) -> Row:
+        """The answer, in one of the slots; a busy or absent service is tried again."""
+        limits = {"run_timeout": timeout_s}
+        limits["memory_limit_MB"] = min(memory_mb, self._memory_limit_mb)
+        body = json.dumps({**request, **limits}).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        pause_s = _FIRST_PAUSE_S
-        for attempt in range(1, _ATTEMPTS + 1):
-            message = urllib.request.Request(url, body, headers, method="POST")
-            try:
-                with urllib.request.urlopen(message, timeout=2 * timeout_s + _GRACE_S) as answer:
-                    return _decode(answer.read(), url)
-            except urllib.error.HTTPError as error:
-                with error:
-                    reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
-                if error.code not in _BUSY:
-                    raise SandboxServiceError(
-                        f"sandbox service {url} refused: {reason}", error.code
-                    ) from error
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-                reason = str(error)
-            if attempt < _ATTEMPTS:
-                time.sleep(pause_s)
-                pause_s *= 2
+        message = urllib.request.Request(url, body, headers, method="POST")
+        with self._slots:
+            for attempt in range(_ATTEMPTS):
+                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) if attempt else 0.0)
+                try:
+                    seconds = 2 * timeout_s + _GRACE_S
+                    with urllib.request.urlopen(message, timeout=seconds) as answer:
+                        return _decode(answer.read(), url)
+                except urllib.error.HTTPError as error:
+                    with error:
+                        reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+                    if error.code not in _BUSY:
+                        raise SandboxServiceError(
+                            f"sandbox service {url} refused: {reason}", error.code
+                        ) from error
+                except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+                    reason = str(error)
         raise SandboxServiceError(
             f"sandbox service {url} gave no answer in {_ATTEMPTS} attempts ({reason});"
             " is it running, and is reward_model.sandbox_fusion.url right?"
         )
 
 
-def _decode(data: bytes, url: str) -> Answer:
+def _decode(data: bytes, url: str) -> Row:
     try:
-        answer: Answer = json.loads(data)
+        answer = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise SandboxServiceError(
-            f"sandbox service {url} answered no JSON: {data[:200]!r}"
-        ) from error
+        raise SandboxServiceError(f"sandbox service {url} sent no JSON: {data[:200]!r}") from error
     if not isinstance(answer, dict) or "status" not in answer:
-        raise SandboxServiceError(
-            f"sandbox service {url}: no 'status' in the answer {data[:200]!r}"
-        )
+        raise SandboxServiceError(f"sandbox service {url}: no 'status' in {data[:200]!r}")
+    if answer["status"] == "SandboxError":
+        raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
     return answer
 
 
-def _verdict(answer: Answer, output_bytes: int) -> SandboxResult:
-    if answer["status"] == "SandboxError":
-        raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
+def _verdict(answer: Row, output_bytes: int) -> SandboxResult:
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, dict):
         raise SandboxServiceError(

@@ -1,7 +1,7 @@
 """Makes an interpreter in a closed home reachable for an unprivileged bubblewrap.
 
 Root's own Python often lies below /root, where uid 65534 cannot go. The warden, in a mount namespace
-of its own, binds just the paths that are needed to a place everybody can go. Nothing outside sees it.
+of its own, binds just the paths that are needed to a place that is open. Nothing outside sees it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNT_NAMESPACE = 0x00020000
 _BIND, _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEV = 4096, 16384, 1 << 18, 2, 4
 _PLACES = ("/mnt", "/media", "/srv", "/opt", "/run")
@@ -26,45 +27,33 @@ class Stage:
         """path → where it can be reached. OSError when this process may not mount."""
         for path in paths:
             if path not in self._bound:
-                self._bound[path] = self._bind_one(path, self._prepare(paths))
+                self._place = self._place or _open_place(paths)
+                target = os.path.join(self._place, str(len(self._bound)))
+                if os.path.isdir(path):
+                    os.mkdir(target)
+                else:
+                    os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o755))
+                _mount(path, target, None, _BIND)
+                self._bound[path] = target
         return {path: self._bound[path] for path in paths}
 
-    def _prepare(self, paths: Sequence[str]) -> str:
-        if self._place is not None:
-            return self._place
-        free = (
-            place
-            for place in _PLACES
-            if os.path.isdir(place) and not any(p.startswith(place + "/") for p in paths)
-        )
-        place = next(free, None)
-        if place is None:
-            raise OSError(f"no directory of {_PLACES} is free to bind the interpreter to")
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(_NEW_MOUNT_NAMESPACE) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"no mount namespace for the interpreter: {os.strerror(code)}")
-        _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-        _mount("hone", place, "tmpfs", _NO_SUID | _NO_DEV, "size=64k,mode=0755")
-        self._place = place
-        return place
 
-    def _bind_one(self, path: str, place: str) -> str:
-        target = os.path.join(place, str(len(self._bound)))
-        if os.path.isdir(path):
-            os.mkdir(target)
-        else:
-            os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o755))
-        _mount(path, target, None, _BIND)
-        return target
+def _open_place(paths: Sequence[str]) -> str:
+    for place in _PLACES:
+        if os.path.isdir(place) and not any(p.startswith(place + "/") for p in paths):
+            if _LIBC.unshare(_NEW_MOUNT_NAMESPACE) != 0:
+                code = ctypes.get_errno()
+                raise OSError(code, f"no mount namespace for the interpreter: {os.strerror(code)}")
+            _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+            _mount("hone", place, "tmpfs", _NO_SUID | _NO_DEV, "size=64k,mode=0755")
+            return place
+    raise OSError(f"no directory of {_PLACES} is free to bind the interpreter to")
 
 
 def _mount(
     source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
 ) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    texts = [None if text is None else text.encode() for text in (source, target, kind)]
-    options = None if data is None else data.encode()
-    if libc.mount(*texts, ctypes.c_ulong(flags), options) != 0:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    if _LIBC.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot mount on {target}: {os.strerror(code)}")

@@ -10,21 +10,20 @@ import contextlib
 import ctypes
 import functools
 import gc
-import json
 import math
 import os
+import pickle
 import resource
 import selectors
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from hone.sandbox.box import Box
-from hone.sandbox.cgroups import Parents, sweep
+from hone.sandbox.cgroups import sweep
 from hone.sandbox.plan import NOBODY, Order
-from hone.sandbox.result import MAX_FILES, Status
+from hone.sandbox.result import MAX_FILES, SandboxError, SandboxResult, Status
 from hone.sandbox.rights import lower, raised
 from hone.sandbox.spares import Spares
 from hone.sandbox.stage import Stage
@@ -45,10 +44,14 @@ class Caller:
         self._rest = memoryview(b"")
         connection.setblocking(False)
 
-    def watch(self, on_hang_up: Callable[[], None]) -> None:
+    def watch(self, box: Box) -> None:
+        def on_hang_up() -> None:
+            self._forget()
+            box.kill(Status.KILLED)
+
         self._selector.register(self._connection, selectors.EVENT_READ, on_hang_up)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._connection)
 
@@ -58,9 +61,9 @@ class Caller:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a hang-up is seen later
             socket.send_fds(self._connection, [LENT], descriptors)
 
-    def answer(self, data: bytes) -> None:
-        self.forget()
-        self._rest = memoryview(data)
+    def answer(self, reply: SandboxResult | SandboxError) -> None:
+        self._forget()
+        self._rest = memoryview(pickle.dumps(reply))
         self._send()
 
     def _send(self) -> None:
@@ -73,7 +76,7 @@ class Caller:
             return
         except OSError:
             pass  # the caller is gone; so is the interest in the answer
-        self.forget()
+        self._forget()
         self._connection.close()
 
 
@@ -83,7 +86,7 @@ class Warden:
     def __init__(self, control: socket.socket, keep_spares_s: float) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
-        self._boxes: dict[Box, Caller | None] = {}  # None: nobody waits for it any more
+        self._boxes: dict[Box, Caller | None] = {}  # None: its reply has no reader any more
         self._leaving: list[Box] = []
         self._swept: set[str] = set()
         self._number = 0
@@ -107,8 +110,7 @@ class Warden:
             self._reap()
 
     def _patience(self) -> float | None:
-        due = min((box.wake_at for box in self._boxes), default=math.inf)
-        due = min(due, self._spares.due or math.inf)
+        due = min([box.wake_at for box in self._boxes] + [self._spares.due])
         if self._leaving:
             due = min(due, time.monotonic() + _RETRY_S)
         return None if due == math.inf else min(_LONGEST_WAIT_S, max(0.0, due - time.monotonic()))
@@ -128,22 +130,42 @@ class Warden:
             for descriptor in descriptors:  # out of descriptors; the caller sees a hang-up
                 os.close(descriptor)
             return
-        connection, stdin, *files = descriptors
+        connection, *texts = descriptors
         caller = Caller(socket.socket(fileno=connection), self._selector)
         try:
-            order = Order.from_json(data)
-            self._sweep(order.plan.cgroup)
-            texts = (stdin, files)
-            box = self._from_spare(order, caller, *texts) or self._fresh(order, caller, *texts)
-            self._admit(box, caller)
+            order: Order = pickle.loads(data)
+            box = self._start(order, caller, *texts)
+            self._boxes[box] = caller
+            caller.watch(box)
         except Exception as error:  # of any kind: an order may fail itself, never the warden
-            caller.answer(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+            reason = f"{type(error).__name__}: {error}"
+            caller.answer(SandboxError(f"sandbox: the box could not be built: {reason}"))
             return
         finally:
-            for descriptor in (stdin, *files):
+            for descriptor in texts:
                 os.close(descriptor)
         with contextlib.suppress(Exception):  # the next order builds its own box, and reports it
             self._spares.restock(order)
+
+    def _start(self, order: Order, caller: Caller, stdin: int, *files: int) -> Box:
+        parents = order.plan.cgroup
+        if parents is not None and not self._swept.issuperset(parents.unique):
+            self._swept.update(parents.unique)
+            with raised():
+                sweep(parents)
+        spare = self._spares.take(order)
+        if spare is not None:
+            spare.lend = caller.lend
+            with contextlib.suppress(OSError):  # it died while it waited
+                hand_over = functools.partial(spare.hand_over, order, stdin, files[0])
+                return self._or_abandon(spare, hand_over)
+        box, staged = self._new(order)
+        box.lend = caller.lend
+        return self._or_abandon(box, functools.partial(box.start, stdin, [*files], staged))
+
+    def _build_spare(self, order: Order) -> Box:
+        box, staged = self._new(order)
+        return self._or_abandon(box, functools.partial(box.prepare, staged))
 
     def _new(self, order: Order) -> tuple[Box, dict[str, str]]:
         self._number += 1
@@ -151,45 +173,15 @@ class Warden:
             staged = self._stage.bind(order.plan.interpreter.reads if order.plan.staged else ())
         return Box(order, self._number, self._selector), staged
 
-    def _fresh(self, order: Order, caller: Caller, stdin: int, files: list[int]) -> Box:
-        box, staged = self._new(order)
-        box.lend = caller.lend
-        with self._or_abandon(box):
-            box.start(stdin, files, staged)
-        return box
-
-    def _from_spare(self, order: Order, caller: Caller, stdin: int, files: list[int]) -> Box | None:
-        box = self._spares.take(order)
-        if box is not None:
-            box.lend = caller.lend
-            try:
-                with self._or_abandon(box):
-                    box.hand_over(order, stdin, files[0])
-            except OSError:  # it died while it waited
-                return None
-        return box
-
-    def _build_spare(self, order: Order) -> Box:
-        box, staged = self._new(order)
-        with self._or_abandon(box):
-            box.prepare(staged)
-        return box
-
-    @contextlib.contextmanager
-    def _or_abandon(self, box: Box) -> Iterator[None]:
+    def _or_abandon(self, box: Box, action: Callable[[], None]) -> Box:
+        """The box after the action; one on which it fails is taken down."""
         try:
-            yield
+            action()
         except BaseException:
-            self._abandon(box)
-            raise
-
-    def _admit(self, box: Box, caller: Caller) -> None:
-        def on_hang_up() -> None:
-            caller.forget()
             box.kill(Status.KILLED)
-
-        self._boxes[box] = caller
-        caller.watch(on_hang_up)
+            self._release(box)
+            raise
+        return box
 
     def _give_up(self, box: Box) -> None:
         box.kill(Status.KILLED)
@@ -197,34 +189,26 @@ class Warden:
 
     def _finish(self, box: Box) -> None:
         caller = self._boxes.pop(box)
-        reply = box.reply() if caller is not None else b""
-        if not box.release():
-            self._leaving.append(box)
-        if caller is not None:
+        reply = box.reply() if caller is not None else None
+        self._release(box)
+        if caller is not None and reply is not None:
             caller.answer(reply)
 
-    def _abandon(self, box: Box) -> None:
-        box.kill(Status.KILLED)
+    def _release(self, box: Box) -> None:
         if not box.release():
             self._leaving.append(box)
-
-    def _sweep(self, parents: Parents | None) -> None:
-        if parents is not None and not self._swept.issuperset(parents.unique):
-            self._swept.update(parents.unique)
-            with raised():
-                sweep(parents)
 
     def _reap(self) -> None:
         """Orphans of a box come to us: let none stay a zombie. Our own children are left alone."""
         ours = {box.pid for box in self._boxes} | self._spares.pids
         while True:
             try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if found is None or found.si_pid in ours:
+            if ended is None or ended.si_pid in ours:
                 return
-            os.waitpid(found.si_pid, 0)
+            os.waitpid(ended.si_pid, 0)
 
 
 def main(descriptor: int, keep_spares_s: float) -> None:
@@ -241,7 +225,3 @@ def main(descriptor: int, keep_spares_s: float) -> None:
     gc.disable()
     gc.freeze()
     Warden(socket.socket(fileno=descriptor), keep_spares_s).serve()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))

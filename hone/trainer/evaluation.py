@@ -21,11 +21,10 @@ from hone.rewards import check_sources, default_compute_score, get_custom_reward
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
 from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.managers.naive import NaiveRewardManager
-from hone.rewards.outcome import Response, vote_of
+from hone.rewards.outcome import Response, compare_ahead, vote_of
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores import table
 from hone.rewards.scores.latex import boxed_answer
-from hone.rewards.symbolic_batch import compare_ahead
 from hone.rewards.transcript import of_policy
 from hone.rewards.transport import row_scorer_keywords
 from hone.tracking import progress

@@ -14,7 +14,7 @@ from hone.agents.collate import input_ids
 from hone.controller import Dispatch, register
 from hone.data.chat_template import apply_template
 from hone.protocol import DataProto
-from hone.rewards.managers.reading import last_policy_tokens
+from hone.rewards.managers.reading import on_last_policy_token
 from hone.types import Settings
 from hone.workers.frozen_classifier import FrozenClassifier
 
@@ -42,15 +42,13 @@ class RewardModelWorker(FrozenClassifier):
         """`rm_scores` [B, T]: the score on the last token the policy wrote, 0 elsewhere."""
         limit = self.config.reward_model.max_length
         rows = [ids if limit is None else ids[-limit:] for ids in self._rows(data)]
-        scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
-        ends = last_policy_tokens(data)
+        scores = [0.0] * len(rows)
         with self.present():
             for part in self.rule.split([len(ids) for ids in rows]):
                 found = self._score([rows[i] for i in part])
                 for row, score in zip(part, found.tolist(), strict=True):
-                    if (end := ends[row]) is not None:
-                        scores[row, end] = score
-        return DataProto.from_dict({"rm_scores": scores})
+                    scores[row] = score
+        return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
 
     def _rows(self, data: DataProto) -> list[list[int]]:
         """Prompt and response as the reward model's own tokens, without padding."""

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.rewards import failures
-from hone.rewards.failures import Failed, FailurePolicy, Scored
+from hone.rewards.failures import Failed, FailurePolicy, Scored, count_mishap
 from hone.rewards.outcome import Response, read_result, score_row
 
 ROW = Response("mine", "text", "truth", {"a": 1})
@@ -80,7 +79,7 @@ def test_an_async_scorer_is_awaited_also_inside_a_running_loop() -> None:
 
 def test_mishaps_inside_a_scorer_travel_with_its_score() -> None:
     def unlucky(solution_str: str) -> float:
-        failures.events["symbolic_timeout"] += 1
+        count_mishap("symbolic_timeout")
         return 0.0
 
     assert score_row(unlucky, ROW, {}) == Scored(0.0, {}, {"symbolic_timeout": 1})

@@ -204,18 +204,14 @@ def test_a_closed_pool_says_so_and_leaves_no_process(
 
 
 def test_an_interrupted_run_leaves_no_stale_answer(
-    make_pool: Callable[..., DeadlinePool], monkeypatch: pytest.MonkeyPatch
+    make_pool: Callable[..., DeadlinePool],
 ) -> None:
     pool = make_pool()
-    pool.run([add(0)], 60)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "_collect", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pool.run([add(1)], 60)
+    [pid] = pool.run([{"action": "pid"}], 60)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([{"action": "hang"}, add(1)], 600)
+    assert gone(pid)
     assert pool.run([add(2)], 60) == [2]
 
 

@@ -70,13 +70,10 @@ def test_a_row_without_tests_is_an_error_not_a_pass(truth: Any) -> None:
 
 def test_the_mark_of_the_program_parts_preamble_and_tests() -> None:
     test = SourceTest("import math\n__CODE__\nassert f(1)\n")
-    assert (test.preamble, test.tests) == ("import math\n", "\nassert f(1)\n")
-    assert (SourceTest("assert f(1)").preamble, SourceTest("assert f(1)").tests) == (
-        "",
-        "assert f(1)",
-    )
+    assert test.parts() == ("import math\n", "\nassert f(1)\n")
+    assert SourceTest("assert f(1)").parts() == ("", "assert f(1)")
     with pytest.raises(GroundTruthError, match="line of its own"):
-        _ = SourceTest("x = '__CODE__'").tests
+        SourceTest("x = '__CODE__'").parts()
 
 
 def test_the_suite_stops_at_the_first_failure_then_counts_the_first_tests(

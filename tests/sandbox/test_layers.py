@@ -18,7 +18,7 @@ from hone.sandbox import (
     Status,
     bubblewrap,
     client,
-    landlock,
+    direct,
     layers,
     run_python,
 )
@@ -113,7 +113,7 @@ def test_without_proc_the_box_still_works(bwrap: None) -> None:
 
 @pytest.fixture
 def bare(without_bwrap: None) -> Plan:
-    if landlock.abi() == 0:
+    if direct.landlock_abi() == 0:
         pytest.skip("this kernel has no Landlock: there is no box without bubblewrap")
     return plan_for({"filesystem", "network"})
 

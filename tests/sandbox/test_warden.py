@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import time
 import uuid
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,7 +197,7 @@ def test_a_warden_killed_while_a_box_is_being_built_leaves_nothing(bwrap: None) 
         {"processes": -(2**70)},
         {"disk_mb": 1.5},
         {"open_files": None},
-        {"files": ("main.py", "\ud800")},
+        {"files": {"\ud800": ""}},
         {"argv": ("\ud800",)},
         {"argv": 5},
         {"plan": None},
@@ -214,8 +212,9 @@ def test_no_order_takes_the_warden_and_other_runs_with_it(
     code = "import time; time.sleep(0.3); print(1)"
     other = threading.Thread(target=lambda: others.append(run_python(code).stdout))
     other.start()
-    raw = json.loads(Order.of(Job("pass"), plan_for(DEFAULT_MINIMUM)).to_json())
-    order = SimpleNamespace(to_json=lambda: json.dumps({**raw, **limits}).encode())
+    order = Order.of(Job("pass"), plan_for(DEFAULT_MINIMUM))
+    for name, value in limits.items():
+        object.__setattr__(order if name == "plan" else order.job, name, value)
     with monkeypatch.context() as patched:
         patched.setattr(Order, "of", lambda *_, **__: order)
         with contextlib.suppress(SandboxError):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.config.reward import OverlongBufferConfig
-from hone.rewards.failures import FailurePolicy, WrongSetting
+from hone.rewards.failures import WrongSetting
 from hone.rewards.managers.abstract import RawRewardFn
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.tokenizer import Tokenizer
@@ -34,13 +34,9 @@ class DAPORewardManager(NaiveRewardManager):
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
         overlong_buffer_cfg: OverlongBufferConfig | Settings | None = None,
-        *,
-        policy: FailurePolicy | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            tokenizer, num_examine, compute_score, reward_fn_key, policy=policy, **options
-        )
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **options)
         if isinstance(overlong_buffer_cfg, Mapping):
             overlong_buffer_cfg = OverlongBufferConfig(**overlong_buffer_cfg)
         self.buffer = overlong_buffer_cfg or OverlongBufferConfig()
@@ -55,11 +51,11 @@ class DAPORewardManager(NaiveRewardManager):
     def shape(
         self, scores: list[float], lengths: list[int]
     ) -> tuple[list[float], dict[str, Sequence[JsonValue]]]:
-        buffer = self.buffer
-        if not buffer.enable or self.max_resp_len is None:
+        buffer, longest = self.buffer, self.max_resp_len
+        if not buffer.enable or longest is None:
             return scores, {}
         penalties = [
-            overlong_penalty(length, self.max_resp_len, buffer.len, buffer.penalty_factor)
+            overlong_penalty(length, longest, buffer.len, buffer.penalty_factor)
             for length in lengths
         ]
         shaped = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]

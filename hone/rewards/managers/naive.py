@@ -15,35 +15,32 @@ from hone.rewards.calling import taken_arguments
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response, failed_by, read_result, score_row
-from hone.rewards.symbolic_batch import compare_ahead
+from hone.rewards.outcome import Response, compare_ahead, failed_by, read_result, score_row
 from hone.types import Function
 
 
 class NaiveRewardManager(RuleRewardManager):
-    """One call of the scorer a row."""
+    """One call of the scorer per row."""
 
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         function = self.compute_score
         if inspect.iscoroutinefunction(getattr(function, "func", function)):
-            return run_coroutine(self.gather(rows))
-        compare_ahead(self.compute_score, rows, self.options)
-        return [self.score_one(row) for row in rows]
+            return run_coroutine(self._await_all(rows))
+        compare_ahead(function, rows, self.options)
+        return [self._score_one(row) for row in rows]
 
-    def score_one(self, row: Response) -> Scored | Failed:
-        """Score under the soft deadline."""
+    def _score_one(self, row: Response) -> Scored | Failed:
         work = partial(score_row, self.compute_score, row, self.options)
         try:
             return call_with_deadline(work, self.policy.timeout_s)
         except DeadlineExceeded:
             return self.late()
 
-    async def gather(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    async def _await_all(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Await all rows together, each under its own deadline."""
-        return list(await asyncio.gather(*(self.await_one(row) for row in rows)))
+        return list(await asyncio.gather(*map(self._await_one, rows)))
 
-    async def await_one(self, row: Response) -> Scored | Failed:
-        """One row of an async scorer."""
+    async def _await_one(self, row: Response) -> Scored | Failed:
         function: Function = self.compute_score
         arguments = taken_arguments(function, row.arguments(), self.options)
         try:
@@ -58,10 +55,6 @@ class NaiveRewardManager(RuleRewardManager):
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy decides
-            return failed_by(error, self.compute_score)
+            return failed_by(error, function)
         except SystemExit as error:  # the event loop goes on past it
-            return failed_by(as_exception(error), self.compute_score)
-
-    def late(self) -> Failed:
-        """The failure of a scorer that passed its deadline."""
-        return Failed("timeout", f"no score after {self.policy.timeout_s:g} s")
+            return failed_by(as_exception(error), function)

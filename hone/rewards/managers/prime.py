@@ -10,33 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from hone.cores import usable_cores
-from hone.rewards.failures import Failed, FailurePolicy, Scored
-from hone.rewards.managers.abstract import RawRewardFn
+from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import Response, compare_ahead
 from hone.rewards.pool import DeadlinePool
-from hone.rewards.symbolic_batch import compare_ahead
 from hone.rewards.transport import row_scorer_keywords
-from hone.tokenizer import Tokenizer
 
 
 class PrimeRewardManager(RuleRewardManager):
-    """`num_processes` scoring processes, by default one a core; they live from batch to batch."""
+    """`num_processes` scoring processes, by default one per core; they live from batch to batch."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        num_examine: int,
-        compute_score: RawRewardFn | None = None,
-        reward_fn_key: str = "data_source",
-        *,
-        num_processes: int | None = None,
-        policy: FailurePolicy | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            tokenizer, num_examine, compute_score, reward_fn_key, policy=policy, **options
-        )
+    def __init__(self, *args: Any, num_processes: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.num_processes = num_processes or usable_cores()
         self.pool: DeadlinePool[Scored | Failed] | None = None
 

@@ -6,11 +6,13 @@ tools, searches and users said is in `extra_info["transcript"]`, and in no score
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
+from hone.ops.masked import last_true
 from hone.protocol import DataProto
 from hone.rewards.outcome import Response
 from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
@@ -32,33 +34,31 @@ def tensors(data: DataProto) -> TensorDict:
 
 
 def response_attention(data: DataProto) -> torch.Tensor:
-    """Which response tokens exist, [B, T]."""
-    width = tensors(data)["responses"].shape[1]
-    return (
-        tensors(data)["attention_mask"][:, -width:].bool() if width else tensors(data)["responses"]
-    )
+    """Which response tokens exist, bool [B, T]."""
+    attention, width = tensors(data)["attention_mask"], tensors(data)["responses"].shape[1]
+    return attention[:, attention.shape[1] - width :].bool()
 
 
 def valid_response_ids(data: DataProto) -> list[list[int]]:
     """Token ids of each response without padding."""
-    attention = response_attention(data)
-    responses = tensors(data)["responses"]
-    return [row[keep].tolist() for row, keep in zip(responses, attention.bool(), strict=True)]
+    rows = zip(tensors(data)["responses"], response_attention(data), strict=True)
+    return [ids[exists].tolist() for ids, exists in rows]
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:
-    """Which response tokens the policy wrote, [B, T]; all that exist where nothing says."""
+    """Which response tokens the policy wrote, bool [B, T]; all that exist without a response_mask."""
     if "response_mask" in tensors(data):
         return tensors(data)["response_mask"].bool()
-    return response_attention(data).bool()
+    return response_attention(data)
 
 
-def last_policy_tokens(data: DataProto) -> list[int | None]:
-    """Position of the last token the policy wrote in each row; None where it wrote none."""
-    mask = policy_mask(data)
-    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    last = (mask * positions).max(dim=1).values if mask.shape[1] else torch.zeros(len(mask))
-    return [int(value) - 1 if value > 0 else None for value in last.tolist()]
+def on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torch.Tensor:
+    """Zeros [B, T] with each row's score on the last token the policy wrote, if it wrote any."""
+    rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)
+    for row, position in enumerate(last_true(policy_mask(data)).tolist()):
+        if position >= 0:
+            rewards[row, position] = scores[row]
+    return rewards
 
 
 def read_rows(
@@ -76,8 +76,8 @@ def read_rows(
             f"the batch has no column {key!r} to choose a score by; it has "
             f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
         )
-    exists, written = response_attention(data).bool(), policy_mask(data)
-    observed = (exists & ~written).any(dim=1).tolist() if len(ids) else []
+    exists, by_policy = response_attention(data), policy_mask(data)
+    observed = (exists & ~by_policy).any(dim=1).tolist()
     assert tokenizer is not None, "a manager without a tokenizer scores texts, not batches"
     rows = []
     for index, token_ids in enumerate(ids):
@@ -85,16 +85,15 @@ def read_rows(
         transcript = tokenizer.decode(token_ids, skip_special_tokens=True)
         segments = [{"role": POLICY, "text": transcript}]
         if observed[index]:
-            by_policy = written[index][exists[index]].tolist()
-            segments = _segments(token_ids, by_policy, tokenizer)
+            authors = by_policy[index][exists[index]].tolist()
+            segments = _segments(token_ids, authors, tokenizer)
         extra = extra_info_of(columns, reward_model, index)
-        extra |= {"transcript": transcript, "transcript_segments": segments}
         rows.append(
             Response(
                 data_source=str(columns[key][index]),
                 solution_str=transcript if score_observations else policy_text(segments),
                 ground_truth=reward_model.get("ground_truth"),
-                extra_info=extra,
+                extra_info=extra | {"transcript": transcript, "transcript_segments": segments},
             )
         )
     return rows
@@ -115,12 +114,12 @@ def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Row:
     """The row's `extra_info`, other fields of its `reward_model`, and facts of the rollout."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
-    for name, sources in (("num_turns", _TURNS), ("rollout_reward_scores", _ROLLOUT_SCORES)):
-        found = next((columns[source][index] for source in sources if source in columns), None)
-        if found is not None or name == "rollout_reward_scores":
-            extra[name] = found if found is not None else {}
-        else:
-            extra.setdefault(name, None)
+    turns, scores = (
+        next((columns[name][index] for name in names if name in columns), None)
+        for names in (_TURNS, _ROLLOUT_SCORES)
+    )
+    extra["num_turns"] = extra.get("num_turns") if turns is None else turns
+    extra["rollout_reward_scores"] = {} if scores is None else scores
     return extra
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from hone.rewards.calling import ROW_ARGUMENTS, check_signature
 from hone.rewards.failures import Failed, FailurePolicy, RewardError, Scored
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
-    last_policy_tokens,
+    on_last_policy_token,
+    policy_mask,
     read_rows,
     tensors,
     valid_response_ids,
@@ -56,7 +58,10 @@ class RuleRewardManager(AbstractRewardManager):
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
-        self.policy = policy or default_policy()
+        defaults = RewardKwargs()
+        self.policy = policy or FailurePolicy(
+            defaults.on_failure, defaults.failure_score, defaults.timeout_s
+        )
         self.repeat_threshold = repeat_threshold
         self.score_observations = score_observations
         self.is_first_batch = True
@@ -77,7 +82,7 @@ class RuleRewardManager(AbstractRewardManager):
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         extras: dict[str, Sequence[JsonValue]] = {}
         if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
-            # verl's way: without ground truths there is no rule, and the model's word stands.
+            # As in verl: without ground truths there is no rule, and the reward model's score stands.
             rewards = tensors(data)["rm_scores"]
         else:
             rewards, extras = self.score_batch(data)
@@ -86,44 +91,38 @@ class RuleRewardManager(AbstractRewardManager):
     def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, Sequence[JsonValue]]]:
         """Rewards [B, T] and the extra columns of a batch."""
         ids = valid_response_ids(data)
+        observations = self.score_observations
         rows = read_rows(
-            data,
-            ids,
-            self.tokenizer,
-            self.reward_fn_key,
-            score_observations=self.score_observations,
+            data, ids, self.tokenizer, self.reward_fn_key, score_observations=observations
         )
         if self.uses_table:
             table.check_sources(row.data_source for row in rows)
         outcomes = self.score_known(rows)
-        self.stop_if_nothing_scores(rows, outcomes)
-        results = self.judge(rows, outcomes)
-        scores = [result.score for result in results]
-        shaped, extras = self.shape(scores, [len(row) for row in ids])
+        self._stop_if_nothing_scores(rows, outcomes)
+        results = self._apply_policy(rows, outcomes)
+        rewards, extras = self.shape([result.score for result in results], [len(r) for r in ids])
         if self.repeat_threshold is not None:
             repeats = [repeatness(row.solution_str) for row in rows]
             extras["repeat_score"] = repeats
-            kept = zip(shaped, repeats, strict=True)
-            shaped = [0.0 if r > self.repeat_threshold else reward for reward, r in kept]
-        rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]
-        for index, position in enumerate(last_policy_tokens(data)):
-            if position is None:
-                self.failures["no_policy_token"] += 1
-            else:
-                rewards[index, position] = shaped[index]
-        self.examine(rows, shaped)
-        return rewards, {**extra_columns(results), **extras}
+            for index, repeat in enumerate(repeats):
+                if repeat > self.repeat_threshold:
+                    rewards[index] = 0.0
+        unplaced = int((~policy_mask(data).any(dim=1)).sum())
+        if unplaced:
+            self.failures["no_policy_token"] += unplaced
+        self._log_examples(rows, rewards)
+        return on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
 
     def score_known(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Score the rows that have what their rule needs; the others fail without a call."""
-        lacks = self.lacks_ground_truth
-        lacking = {i for i, row in enumerate(rows) if lacks(row.data_source, row.ground_truth)}
-        scored = iter(self.score_rows([r for i, r in enumerate(rows) if i not in lacking]))
+        lacking = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
+        known = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
+        scored = iter(self.score_rows(known))
         return [
             Failed("no_ground_truth", f"reward_model.ground_truth is {row.ground_truth!r:.80}")
-            if index in lacking
+            if lacks
             else next(scored)
-            for index, row in enumerate(rows)
+            for row, lacks in zip(rows, lacking, strict=True)
         ]
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
@@ -151,7 +150,11 @@ class RuleRewardManager(AbstractRewardManager):
         if self.uses_table:
             table.check_sources(rows, self.reward_fn_key, where)
 
-    def stop_if_nothing_scores(
+    def late(self) -> Failed:
+        """The failure of a scorer that passed its deadline."""
+        return Failed("timeout", f"no score after {self.policy.timeout_s:g} s")
+
+    def _stop_if_nothing_scores(
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
         """Raise where not one row of the first batch has a score: such a scorer never works."""
@@ -166,26 +169,28 @@ class RuleRewardManager(AbstractRewardManager):
                 f"{first.reason}: {first.detail}"
             )
 
-    def judge(self, rows: Sequence[Response], results: Sequence[Scored | Failed]) -> list[Scored]:
+    def _apply_policy(
+        self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
+    ) -> list[Scored]:
         """Apply the failure policy, count, and add `score` and `acc` to the extras."""
-        judged = []
-        for index, (row, result) in enumerate(zip(rows, results, strict=True)):
-            if isinstance(result, Failed):
-                result = self.settle_failure(index, row, result)
-            self.failures.update(result.mishaps)
-            extras = {"score": result.score, **result.extras}
+        results = []
+        for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+            if isinstance(outcome, Failed):
+                outcome = self._settle_failure(index, row, outcome)
+            self.failures.update(outcome.mishaps)
+            extras = {"score": outcome.score, **outcome.extras}
             if self.uses_table and "acc" not in extras:
                 entry = table.find(row.data_source)
                 full_mark = self.options.get("score", entry.full_mark if entry else 1.0)
-                extras["acc"] = float(result.score >= full_mark)
-            judged.append(Scored(result.score, extras))
-        if any("acc" in result.extras for result in judged):
-            for result in judged:
+                extras["acc"] = float(outcome.score >= full_mark)
+            results.append(Scored(outcome.score, extras))
+        if any("acc" in result.extras for result in results):
+            for result in results:
                 if "reward_failure" in result.extras:
                     result.extras["acc"] = 0.0
-        return judged
+        return results
 
-    def settle_failure(self, index: int, row: Response, failed: Failed) -> Scored:
+    def _settle_failure(self, index: int, row: Response, failed: Failed) -> Scored:
         """Raise or score, as the policy says; either way the failure is counted and logged."""
         self.failures[failed.reason] += 1
         message = (
@@ -197,30 +202,19 @@ class RuleRewardManager(AbstractRewardManager):
                 f"{message}. Mend the scorer, or set "
                 "reward_model.reward_kwargs.on_failure=score to give such rows failure_score."
             )
-        # One line a reason and step; the count is in the metrics.
+        # One line per reason and step; the count is in the metrics.
         level = logging.WARNING if self.failures[failed.reason] == 1 else logging.DEBUG
         logger.log(level, "%s; scored %s", message, self.policy.failure_score)
         return Scored(self.policy.failure_score, {"reward_failure": failed.reason})
 
-    def examine(self, rows: Sequence[Response], scores: Sequence[float]) -> None:
+    def _log_examples(self, rows: Sequence[Response], scores: Sequence[float]) -> None:
         """Log the first `num_examine` responses of each data source."""
-        shown: dict[str, int] = {}
+        logged: Counter[str] = Counter()
+        text = "[%s] score %s, ground truth %s, response:\n%s"
         for row, score in zip(rows, scores, strict=True):
-            shown[row.data_source] = shown.get(row.data_source, 0) + 1
-            if shown[row.data_source] <= self.num_examine:
-                logger.info(
-                    "[%s] score %s, ground truth %s, response:\n%s",
-                    row.data_source,
-                    score,
-                    row.ground_truth,
-                    row.solution_str,
-                )
-
-
-def default_policy() -> FailurePolicy:
-    """The policy that `reward_model.reward_kwargs` has when nothing is set."""
-    defaults = RewardKwargs()
-    return FailurePolicy(defaults.on_failure, defaults.failure_score, defaults.timeout_s)
+            logged[row.data_source] += 1
+            if logged[row.data_source] <= self.num_examine:
+                logger.info(text, row.data_source, score, row.ground_truth, row.solution_str)
 
 
 def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:

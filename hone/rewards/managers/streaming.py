@@ -19,11 +19,12 @@ import torch
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
-from hone.rewards.failures import Failed, RewardError
+from hone.rewards.failures import Failed, RewardError, Scored
 from hone.rewards.managers import registry
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.dapo import overlong_penalty
-from hone.rewards.managers.reading import last_policy_tokens, read_rows, valid_response_ids
+from hone.rewards.managers.reading import on_last_policy_token, read_rows, valid_response_ids
+from hone.rewards.managers.rule import extra_columns
 from hone.rewards.outcome import read_result
 from hone.rewards.scores.table import default_compute_score
 from hone.text import described
@@ -72,18 +73,12 @@ class RewardManagerBase(AbstractRewardManager, ABC):
     @classmethod
     def assemble_rm_scores(cls, data: DataProto, scores: list[float]) -> torch.Tensor:
         """Rewards [B, T], each at the last token that the policy wrote in its row."""
-        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
-        for row, position in enumerate(last_policy_tokens(data)):
-            if position is not None:
-                rewards[row, position] = scores[row]
-        return rewards
+        return on_last_policy_token(data, scores)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         results = run_coroutine(self._run_all(data))
         rewards = self.assemble_rm_scores(data, [result["reward_score"] for result in results])
-        infos = [result.get("reward_extra_info") or {} for result in results]
-        names = dict.fromkeys(name for info in infos for name in info)
-        extras = {name: [info.get(name) for info in infos] for name in names}
+        extras = extra_columns([Scored(0.0, r.get("reward_extra_info") or {}) for r in results])
         return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
 
     async def _run_all(self, data: DataProto) -> list[Row]:
@@ -93,7 +88,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     async def _run_one(self, data: DataProto) -> Row:
         """`run_single` under the failure policy of `reward_kwargs`, where there is one."""
-        policy = _block(self.config).get("reward_kwargs") or {}
+        policy = _reward_kwargs(self.config)
         try:
             return await self.run_single(data)
         except Exception as error:  # a user's manager may raise anything; the policy decides
@@ -102,10 +97,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
             self.failures["exception"] += 1
             if self.failures["exception"] == 1:
                 logger.warning("a response could not be scored: %s", described(error))
-            return {
-                "reward_score": policy["failure_score"],
-                "reward_extra_info": {"reward_failure": "exception"},
-            }
+            return _result(policy["failure_score"], {"reward_failure": "exception"})
 
     async def _score(self, data: DataProto) -> tuple[float, Row, int]:
         """Score, extra information and number of tokens of a batch's last trajectory."""
@@ -125,8 +117,8 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         outcome = read_result(result)
         if isinstance(outcome, Failed):
             raise RewardError(f"the score function returned {outcome.detail}")
-        given = dict(result) if isinstance(result, Mapping) else {"acc": outcome.score}
-        return outcome.score, given, len(ids[0])
+        extra = dict(result) if isinstance(result, Mapping) else {"acc": outcome.score}
+        return outcome.score, extra, len(ids[0])
 
 
 class NaiveRewardManager(RewardManagerBase):
@@ -134,7 +126,7 @@ class NaiveRewardManager(RewardManagerBase):
 
     async def run_single(self, data: DataProto) -> Row:
         score, extra, _ = await self._score(data)
-        return {"reward_score": score, "reward_extra_info": extra}
+        return _result(score, extra)
 
 
 class DAPORewardManager(RewardManagerBase):
@@ -142,16 +134,16 @@ class DAPORewardManager(RewardManagerBase):
 
     async def run_single(self, data: DataProto) -> Row:
         reward, extra, length = await self._score(data)
-        settings = _block(self.config).get("reward_kwargs") or {}
-        given = settings.get("overlong_buffer_cfg") or {}
-        buffer = OverlongBufferConfig(**given) if isinstance(given, dict) else given
+        settings = _reward_kwargs(self.config)
+        buffer = settings.get("overlong_buffer_cfg") or {}
+        buffer = OverlongBufferConfig(**buffer) if isinstance(buffer, dict) else buffer
         longest = settings.get("max_resp_len") or self.config["data"]["max_response_length"]
-        if buffer and buffer.enable:
+        if buffer.enable:
             penalty = overlong_penalty(length, longest, buffer.len, buffer.penalty_factor)
             reward += penalty
             if buffer.log:
                 extra |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return {"reward_score": reward, "reward_extra_info": extra}
+        return _result(reward, extra)
 
 
 class AsyncTokenBucket:
@@ -204,10 +196,11 @@ class RateLimitedRewardManager(RewardManagerBase):
             return
         super().init_class(config, tokenizer)
         limits = _limits(config)
+        rpm, tpm = (limits.get(name) for name in ("max_rpm", "max_tpm"))
         cls._max_concurrent = limits.get("max_concurrent", 1)
         cls._semaphore = None
-        cls._rpm_limiter = _per_minute(limits.get("max_rpm"))
-        cls._tpm_limiter = _per_minute(limits.get("max_tpm"))
+        cls._rpm_limiter = None if rpm is None else AsyncTokenBucket(rpm / 60.0)
+        cls._tpm_limiter = None if tpm is None else AsyncTokenBucket(tpm / 60.0)
         tokens = limits.get("estimated_tokens_per_request", TOKENS_PER_REQUEST)
         cls._estimated_tokens_per_request = tokens
 
@@ -234,23 +227,26 @@ class RateLimitedRewardManager(RewardManagerBase):
                 self.failures["exception"] += 1
                 logger.warning("a score function failed and its response scores 0: %r", error)
                 score, extra = 0.0, {"error": str(error), "acc": 0.0}
-        return {"reward_score": score, "reward_extra_info": extra}
+        return _result(score, extra)
 
 
-def _per_minute(limit: float | None) -> AsyncTokenBucket | None:
-    return None if limit is None else AsyncTokenBucket(limit / 60.0, limit / 60.0)
-
-
-def _limits(config: Settings) -> Settings:
-    """The settings of the block, and those given under its `reward_kwargs`."""
-    block = _block(config)
-    return {**block, **((block.get("reward_kwargs") or {}).get("extra") or {})}
+def _result(score: float, extra: Row) -> Row:
+    return {"reward_score": score, "reward_extra_info": extra}
 
 
 def _block(config: Settings) -> Settings:
     """The settings of rewards: verl calls the block `reward`, before 0.9 `reward_model`."""
     block: Settings = config.get("reward") or config.get("reward_model") or {}
     return block
+
+
+def _reward_kwargs(config: Settings) -> Settings:
+    return _block(config).get("reward_kwargs") or {}
+
+
+def _limits(config: Settings) -> Settings:
+    """The settings of the block, and those given under its `reward_kwargs`."""
+    return {**_block(config), **(_reward_kwargs(config).get("extra") or {})}
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
@@ -260,4 +256,6 @@ def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
         "dapo": DAPORewardManager,
         "rate_limited": RateLimitedRewardManager,
     }
-    return own[name] if name in own else registry.get_reward_manager_cls(name)
+    if name in own:
+        return own[name]
+    return registry.get_reward_manager_cls(name)

@@ -6,13 +6,11 @@ Assertions come from the ground truth, or from `extra_info` in the benchmarks' o
 
 from __future__ import annotations
 
-from hone.config.reward import SandboxFusionConfig
 from hone.data.preprocess.programs import humaneval_tests
 from hone.rewards import ground_truth as truth
 from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
+from hone.rewards.scores.prime_code import TEST_TIMEOUT_S
 from hone.types import JsonValue, Row, Settings
-
-TEST_TIMEOUT_S = 10.0
 
 
 def compute_score(
@@ -24,8 +22,7 @@ def compute_score(
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> float:
     """1.0 if every assertion holds, else 0.0."""
-    memory_mb = memory_limit_mb or SandboxFusionConfig().memory_limit_mb
-    limits = Limits(timeout_s, memory_mb, sandbox_fusion_url)
+    limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
     tests = read_tests(ground_truth or _from_benchmark(extra_info or {}), extra_info)
     sources = [test.source for test in tests if isinstance(test, SourceTest)]
     together = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
@@ -38,6 +35,7 @@ def _from_benchmark(extra_info: Settings) -> list[JsonValue]:
     info: Row = {name: truth.plain(value) for name, value in extra_info.items()}
     if info.get("test") and info.get("entry_point"):
         return [humaneval_tests(info)]
-    imports = info.get("test_imports") or []
+    if not info.get("test_list"):
+        return []
     setup = [info["test_setup_code"]] if info.get("test_setup_code") else []
-    return [*imports, *setup, *info["test_list"]] if info.get("test_list") else []
+    return [*(info.get("test_imports") or []), *setup, *info["test_list"]]

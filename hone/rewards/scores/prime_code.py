@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from threading import Semaphore
 
-from hone.config.reward import SandboxFusionConfig
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
 from hone.types import JsonValue, Row, Settings
 
@@ -28,14 +27,13 @@ def judge(
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> dict[str, float]:
     """Score and `acc` (all tests pass)."""
-    memory_mb = memory_limit_mb or SandboxFusionConfig().memory_limit_mb
-    limits = Limits(timeout_s, memory_mb, sandbox_fusion_url)
+    limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
     tests = read_tests(ground_truth, extra_info)
     code = extract_code(solution_str)
     with concurrent_semaphore or contextlib.nullcontext():
-        everything, passed = count_passed(code, tests, limits, FIRST_TESTS if continuous else 0)
+        all_passed, passed = count_passed(code, tests, limits, FIRST_TESTS if continuous else 0)
     share = passed / min(FIRST_TESTS, len(tests)) if continuous else 0.0
-    return {"score": 1.0 if everything else share, "acc": float(everything)}
+    return {"score": 1.0 if all_passed else share, "acc": float(all_passed)}
 
 
 def compute_score(
@@ -47,15 +45,7 @@ def compute_score(
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> tuple[float, Row]:
     """verl's form: (score, metadata). The score is 1 or 0, or with `continuous` a share of the first ten."""
-    found = judge(
-        completion,
-        test_cases,
-        sandbox_fusion_url=sandbox_fusion_url,
-        memory_limit_mb=memory_limit_mb,
-        continuous=continuous,
-        timeout_s=timeout_s,
-    )
-    return found["score"], {
-        "all_passed": found["acc"] == 1.0,
-        "tests": len(read_tests(test_cases, None)),
-    }
+    url, memory_mb = sandbox_fusion_url, memory_limit_mb
+    result = judge(completion, test_cases, None, url, None, memory_mb, continuous, timeout_s)
+    tests = len(read_tests(test_cases, None))
+    return result["score"], {"all_passed": result["acc"] == 1.0, "tests": tests}

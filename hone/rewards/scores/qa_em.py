@@ -1,6 +1,6 @@
 """Open questions: the last `<answer>` equals one of the reference answers (Search-R1).
 
-Neither the prompt's example nor an `<information>` block can answer, whoever wrote the block.
+Neither the prompt's example nor an `<information>` block can answer, also one that the policy wrote.
 `reward_model.*_score` settings lead to `qa_em_format`.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hone.rewards import ground_truth as truth
 from hone.rewards.scores.answer_tag import all_answers, last_answer
@@ -56,8 +56,7 @@ def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
     """Whether a reference answer stands inside the prediction."""
     given = normalize_answer(prediction)
     answers = [golden] if isinstance(golden, str) else golden
-    wanted = [normalize_answer(answer) for answer in answers]
-    return any(answer and answer in given for answer in wanted)
+    return any(answer and answer in given for answer in map(normalize_answer, answers))
 
 
 def remove_information(text: str) -> str:
@@ -76,8 +75,8 @@ def remove_information(text: str) -> str:
 def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
     """The last answer. `compat` is for prompt and response together: a single answer is ignored."""
     if compat:
-        found = all_answers(solution_str)
-        return found[-1] if len(found) > 1 else None
+        answers = all_answers(solution_str)
+        return answers[-1] if len(answers) > 1 else None
     return last_answer(remove_information(solution_str))
 
 
@@ -99,16 +98,14 @@ def judge(
         return qa_em_format.judge(
             solution_str,
             ground_truth,
-            structure_format_score=structure_format_score,
-            final_format_score=final_format_score,
-            retrieval_score=retrieval_score,
-            score=score,
-            extra_info=extra_info,
-            score_observations=score_observations,
+            structure_format_score,
+            final_format_score,
+            retrieval_score,
+            score,
+            extra_info,
+            score_observations,
         )
-    answer = extract_solution(solution_str)
-    right = answer is not None and em_check(answer, golden_answers(ground_truth))
-    return {"score": _score(solution_str, answer, right, format_score, score), "acc": float(right)}
+    return _graded(solution_str, ground_truth, em_check, format_score, score)
 
 
 def compute_score(
@@ -119,9 +116,7 @@ def compute_score(
     score: float = 1.0,
 ) -> float:
     """`score` for an exact match, `format_score` for another answer, 0 without one."""
-    answer = extract_solution(solution_str)
-    right = answer is not None and em_check(answer, golden_answers(ground_truth))
-    return _score(solution_str, answer, right, format_score, score)
+    return _graded(solution_str, ground_truth, em_check, format_score, score)["score"]
 
 
 compute_score_em = compute_score
@@ -135,15 +130,20 @@ def compute_score_subem(
     score: float = 1.0,
 ) -> float:
     """As `compute_score`, but a reference answer inside the prediction is enough."""
-    answer = extract_solution(solution_str)
-    right = answer is not None and subem_check(answer, golden_answers(ground_truth))
-    return _score(solution_str, answer, right, format_score, score)
+    return _graded(solution_str, ground_truth, subem_check, format_score, score)["score"]
 
 
-def _score(text: str, answer: str | None, right: bool, format_score: float, score: float) -> float:
+def _graded(
+    text: str,
+    ground_truth: JsonValue,
+    check: Callable[[str, list[str]], bool],
+    format_score: float,
+    score: float,
+) -> dict[str, float]:
+    answer = extract_solution(text)
     if answer is None:
-        return 0.0
-    if not right:
-        return format_score
+        return {"score": 0.0, "acc": 0.0}
+    if not check(answer, golden_answers(ground_truth)):
+        return {"score": format_score, "acc": 0.0}
     spam = max(text.count("<answer>"), text.count("</answer>")) > MAX_TAGS
-    return score / 4 if spam else score
+    return {"score": score / 4 if spam else score, "acc": 1.0}

@@ -10,12 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from hone.rewards.scores.qa_em import (
-    em_check,
-    extract_solution,
-    golden_answers,
-    normalize_answer,
-)
+from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, normalize_answer
 from hone.rewards.transcript import POLICY, Segments, segments_of
 from hone.types import JsonValue, Settings
 
@@ -61,21 +56,17 @@ def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
     return _well_formed(_without_trailing_special("".join(parts)))
 
 
+def _without_trailing_special(text: str) -> str:
+    text = text.rstrip()
+    while (special := _SPECIAL.search(text, max(0, len(text) - 44))) is not None:
+        text = text[: special.start()].rstrip()
+    return text
+
+
 def _well_formed(text: str) -> tuple[bool, str]:
     for tag in _TAGS:
         if text.count(f"<{tag}>") != text.count(f"</{tag}>"):
             return False, f"unbalanced <{tag}>"
-    return _follows_order(text)
-
-
-def _without_trailing_special(text: str) -> str:
-    text = text.rstrip()
-    while (found := _SPECIAL.search(text, max(0, len(text) - 44))) is not None:
-        text = text[: found.start()].rstrip()
-    return text
-
-
-def _follows_order(text: str) -> tuple[bool, str]:
     done, inside, position = "start", None, 0
     for match in _TAG.finditer(text):
         closing, tag = bool(match.group(1)), match.group(2)
@@ -96,9 +87,9 @@ def _follows_order(text: str) -> tuple[bool, str]:
 
 
 def extract_information_blocks(text: str) -> list[str]:
-    """The `<information>` blocks of a whole transcript, whoever wrote them."""
-    found = re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
-    return [block.strip() for block in found]
+    """The `<information>` blocks of a whole transcript, of any author."""
+    blocks = re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
+    return [block.strip() for block in blocks]
 
 
 def observed_passages(segments: Segments) -> list[str]:
@@ -115,8 +106,8 @@ def _passage(observation: str) -> str | None:
 
 def is_retrieval_correct(passages: Iterable[str], golden: list[str]) -> bool:
     """Whether a reference answer stands in something that was retrieved."""
-    wanted = [answer for answer in map(normalize_answer, golden) if answer]
-    return any(answer in normalize_answer(passage) for passage in passages for answer in wanted)
+    answers = [answer for answer in map(normalize_answer, golden) if answer]
+    return any(answer in normalize_answer(passage) for passage in passages for answer in answers)
 
 
 def judge(
@@ -172,16 +163,9 @@ def compute_score(
     score_observations: bool = False,
 ) -> float:
     """The score alone. `method` and `format_score` are in Search-R1's signature and unused there."""
-    return judge(
-        solution_str,
-        ground_truth,
-        structure_format_score,
-        final_format_score,
-        retrieval_score,
-        score,
-        extra_info,
-        score_observations,
-    )["score"]
+    form = (structure_format_score, final_format_score, retrieval_score)
+    parts = judge(solution_str, ground_truth, *form, score, extra_info, score_observations)
+    return parts["score"]
 
 
 compute_score_em = compute_score

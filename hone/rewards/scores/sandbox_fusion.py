@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-from hone.config.reward import SandboxFusionConfig
 from hone.rewards.programs import Limits, extract_code, passes, read_tests
 from hone.rewards.scores.prime_code import FIRST_TESTS
 from hone.types import JsonValue, Row
@@ -20,13 +19,10 @@ def compute_score(
     timeout: float = 10,
 ) -> tuple[float, list[Row]]:
     """The share of tests that pass, of the first ten with `continuous`; and one entry per test."""
-    memory_mb = memory_limit_mb or SandboxFusionConfig().memory_limit_mb
-    limits = Limits(timeout, memory_mb, sandbox_fusion_url)
+    limits = Limits(timeout, memory_limit_mb, sandbox_fusion_url)
     code = extract_code(completion)
-    tests = read_tests(test_cases, None)
+    tests = read_tests(test_cases, None)[: FIRST_TESTS if continuous else None]
     with concurrent_semaphore or contextlib.nullcontext():
-        results = [
-            passes(code, test, limits) for test in tests[: FIRST_TESTS if continuous else None]
-        ]
+        results = [passes(code, test, limits) for test in tests]
     metadata: list[Row] = [{"test": i, "passed": passed} for i, passed in enumerate(results)]
     return sum(results) / len(results), metadata

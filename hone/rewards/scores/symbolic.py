@@ -16,8 +16,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 
 from hone.cores import usable_cores
-from hone.rewards import failures
-from hone.rewards.failures import Failed
+from hone.rewards.failures import Failed, count_mishap
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.scores.expression_size import too_large
 
@@ -60,7 +59,7 @@ def symbolically_equal(answer: str, truth: str) -> bool:
         compare_all([pair])
     result = _cache[pair]
     if isinstance(result, Failed):
-        failures.events[f"symbolic_{result.reason}"] += 1
+        count_mishap(f"symbolic_{result.reason}")
         return False
     return result
 
@@ -90,14 +89,14 @@ def noting() -> Iterator[list[Pair]]:
 
 def compare_all(pairs: Iterable[Pair]) -> None:
     """Make the comparisons that are not known yet, in parallel; late ones are tried once more."""
-    unknown = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
-    for pair in unknown:
-        if reason := too_large(pair[0]) or too_large(pair[1]):
-            _remember(pair, Failed("refused", reason))
-    rest = [pair for pair in unknown if pair not in _cache]
+    new = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
+    reasons = {pair: too_large(pair[0]) or too_large(pair[1]) for pair in new}
+    remember({pair: Failed("refused", reason) for pair, reason in reasons.items() if reason})
+    rest = [pair for pair in new if not reasons[pair]]
     if len(rest) > 1:
-        _compare_within_budget(rest, SHORT_CPU_S)
-        rest = [pair for pair in rest if _is_late(pair)]
+        results = _compare_within_budget(rest, SHORT_CPU_S)
+        late = zip(rest, results, strict=True)
+        rest = [pair for pair, r in late if isinstance(r, Failed) and r.reason == "timeout"]
     _compare_within_budget(rest[:MAX_LONG], LONG_CPU_S)
 
 
@@ -107,9 +106,11 @@ def known(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
 
 
 def remember(comparisons: Mapping[Pair, bool | Failed]) -> None:
-    """Take over comparisons that another process made."""
+    """Add comparisons to the cache."""
     for pair, result in comparisons.items():
-        _remember(pair, result)
+        while len(_cache) >= _CACHE_SIZE:
+            del _cache[next(iter(_cache))]
+        _cache[pair] = result
 
 
 def use_processes(count: int) -> None:
@@ -118,29 +119,17 @@ def use_processes(count: int) -> None:
     _processes = count
 
 
-def _is_late(pair: Pair) -> bool:
-    result = _cache.get(pair)
-    return isinstance(result, Failed) and result.reason == "timeout"
-
-
-def _remember(pair: Pair, result: bool | Failed) -> None:
-    while len(_cache) >= _CACHE_SIZE:
-        del _cache[next(iter(_cache))]
-    _cache[pair] = result
-
-
-def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> None:
+def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
     """Compare part by part, so that a batch that kills process after process comes to an end."""
-    deaths, size = 0, 2 * MAX_PROCESSES
-    for start in range(0, len(pairs), size):
-        part = pairs[start : start + size]
-        if deaths >= MAX_DEATHS:
-            results: list[bool | Failed] = [Failed("skipped", "the budget is spent")] * len(part)
+    results: list[bool | Failed] = []
+    for start in range(0, len(pairs), 2 * MAX_PROCESSES):
+        part = pairs[start : start + 2 * MAX_PROCESSES]
+        if sum(isinstance(r, Failed) and r.reason == "crash" for r in results) >= MAX_DEATHS:
+            results += [Failed("skipped", "the budget is spent")] * len(part)
         else:
-            results = _run(part, cpu_s)
-        for pair, result in zip(part, results, strict=True):
-            deaths += isinstance(result, Failed) and result.reason == "crash"
-            _remember(pair, result)
+            results += _run(part, cpu_s)
+    remember(dict(zip(pairs, results, strict=True)))
+    return results
 
 
 def _run(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
@@ -152,4 +141,4 @@ def _run(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
         pool = _pool
     jobs = [{"answer": answer, "truth": truth, "cpu_s": cpu_s} for answer, truth in pairs]
     late = Failed("timeout", f"not equal after {cpu_s:g} s of CPU time")
-    return [late if found is None else found for found in pool.run(jobs, WALL_LIMIT_S)]
+    return [late if result is None else result for result in pool.run(jobs, WALL_LIMIT_S)]

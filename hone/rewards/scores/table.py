@@ -23,6 +23,10 @@ _MATCHES = ("exact", "prefix", "substring")
 _SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _BOXED_SETS = ("math500", "amc23", "olympiadbench", "minerva_math", "svamp", "asdiv", "mawps")
 _AIME_SETS = ("Maxwell-Jia/AIME_2024", "yentinglin/aime_2025", "HuggingFaceH4/aime_2024")
+_CONTESTS = ("codecontests", "apps", "codeforces", "taco")
+_ASSERT_SETS = (
+    *("mbpp", "google-research-datasets/mbpp", "humaneval", "openai/openai_humaneval", "leetcode"),
+)
 _NUMINA_SETS = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 
 
@@ -56,26 +60,11 @@ _EXACT: dict[str, Entry] = {
     **_rows("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS, symbolic=True),
     **_rows("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
     **_rows("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS), symbolic=True),
-    **_rows(
-        "prime_code",
-        "codecontests",
-        "apps",
-        "codeforces",
-        "taco",
-        function="judge",
-        needs_ground_truth=False,
-    ),
+    **_rows("prime_code", *_CONTESTS, function="judge", needs_ground_truth=False),
     **_rows("geo3k", "hiyouga/geometry3k", function="judge", symbolic=True),
     **_rows("qa_em", *_SEARCH_SETS, function="judge"),
     **_rows("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="judge"),
-    **_rows("asserts", "mbpp", "google-research-datasets/mbpp", needs_ground_truth=False),
-    **_rows("asserts", "humaneval", "openai/openai_humaneval", needs_ground_truth=False),
-    **_rows("asserts", "leetcode", needs_ground_truth=False),
-}
-_PREFIX: dict[str, Entry] = _rows("math_dapo", "aime")
-_SUBSTRING: dict[str, Entry] = {
-    **_rows("countdown", "countdown"),
-    **_rows("arithmetic", "multiply", "arithmetic"),
+    **_rows("asserts", *_ASSERT_SETS, needs_ground_truth=False),
 }
 SYMBOLIC_MODULES = frozenset(
     entry.target.partition(":")[0]
@@ -85,8 +74,11 @@ SYMBOLIC_MODULES = frozenset(
 """Modules whose score functions may also be chosen for all rows, by `custom_reward_function.path`."""
 _BUILT_IN: dict[str, dict[str, Entry]] = {
     "exact": _EXACT,
-    "prefix": _PREFIX,
-    "substring": _SUBSTRING,
+    "prefix": _rows("math_dapo", "aime"),
+    "substring": {
+        **_rows("countdown", "countdown"),
+        **_rows("arithmetic", "multiply", "arithmetic"),
+    },
 }
 _registered: dict[str, dict[str, Entry]] = {match: {} for match in _MATCHES}
 _resolved: dict[str, tuple[Entry, Function]] = {}
@@ -130,12 +122,12 @@ def find(data_source: str) -> Entry | None:
     for table in (_registered, _BUILT_IN):
         if data_source in table["exact"]:
             return table["exact"][data_source]
-        for prefix, entry in table["prefix"].items():
-            if data_source.startswith(prefix):
-                return entry
-        for part, entry in table["substring"].items():
-            if part in data_source:
-                return entry
+        entries = [
+            *(entry for prefix, entry in table["prefix"].items() if data_source.startswith(prefix)),
+            *(entry for part, entry in table["substring"].items() if part in data_source),
+        ]
+        if entries:
+            return entries[0]
     return None
 
 

@@ -13,53 +13,98 @@ from _json import encode_basestring_ascii, make_encoder
 
 TYPE_CHECKING = False  # importing typing takes longer than most programs
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from hone.sandbox.judging.plain_data import Table, Value
+    from hone.sandbox.judging.plain_data import Value
 
-_ATOMS = frozenset({type(None), bool, float, str})
-_FLAT = _ATOMS | {int}
+_FLAT = frozenset({type(None), bool, int, float, str})
 _LARGE = 1 << 4096  # larger integers travel as hexadecimal text
-_DEEPER = 64  # frames of ours below the program's; its recursion limit stays what it expects
-_TAGS: dict[type, str] = {tuple: "t", set: "s", frozenset: "f"}
-_NAMED = {
-    ("collections", "deque"): "q",
-    ("collections", "Counter"): "C",
-    ("collections", "OrderedDict"): "O",
-    ("collections", "defaultdict"): "D",
-    ("decimal", "Decimal"): "N",
-    ("fractions", "Fraction"): "F",
-    ("re", "Match"): "M",
-}
-_BASES: dict[type, Callable[[Value], Value]] = {  # a subclass's instance goes as what it is made of
+_OWN_FRAMES = 64  # stack frames of ours; the recursion limit stays what the program expects
+_EXACT: dict[type, Callable[[Value], Value]] = {  # a subclass's instance goes as what it is made of
+    **{base: base for base in (bytes, list, tuple, dict, set, frozenset)},
     int: int.__int__,
     float: float.__float__,
     str: str.__str__,
-    bytes: bytes,
-    list: list,
-    tuple: tuple,
-    dict: dict,
-    set: set,
-    frozenset: frozenset,
 }
-_VIEWS: dict[type, str] = {type({}.keys()): "K", type({}.items()): "I", type({}.values()): "V"}
+
+
+def _pairs(value: dict[Value, Value]) -> list[Value]:
+    return [part for pair in value.items() for part in pair]
+
+
+_PARTS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] = {
+    tuple: ("t", list),
+    set: ("s", list),
+    frozenset: ("f", list),
+    dict: ("d", _pairs),
+    bytes: ("b", lambda value: value.decode("latin-1")),
+    bytearray: ("B", lambda value: value.decode("latin-1")),
+    range: ("r", lambda value: [value.start, value.stop, value.step]),
+    complex: ("c", lambda value: [value.real, value.imag]),
+    type({}.keys()): ("K", list),
+    type({}.items()): ("I", lambda value: [part for pair in value for part in pair]),
+    type({}.values()): ("V", list),
+    type(...): (".", lambda _: None),
+    ("collections", "deque"): ("q", lambda value: [[*value], value.maxlen]),
+    ("collections", "Counter"): ("C", _pairs),
+    ("collections", "OrderedDict"): ("O", _pairs),
+    ("collections", "defaultdict"): ("D", _pairs),
+    ("decimal", "Decimal"): ("N", str),
+    ("fractions", "Fraction"): ("F", lambda value: [value.numerator, value.denominator]),
+    ("re", "Match"): ("M", lambda value: [value.group(), *value.span()]),
+}
+"""Type (by name where it must not be imported here) → its tag, and the plain data it is made of."""
 _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", False, False, True)
+
+
+class Request:
+    """A request of the judge: `words` natively, shared objects rebuilt and numbered as the judge does."""
+
+    def __init__(self, answers: Answers, data: bytes) -> None:
+        self.objects: list[Value] = []
+        self.data = data
+        self._answers = answers
+        self.words = marshal.loads(data[1:]) if data[:1] == b"m" else self._unpickle()
+
+    def _unpickle(self) -> Value:
+        import io
+        from _pickle import Unpickler
+
+        request = self
+
+        class Reader(Unpickler):
+            def find_class(self, module: str, name: str) -> Value:
+                return request._resolve if name == "resolve" else super().find_class(module, name)
+
+        reader = Reader(io.BytesIO(self.data[1:]))
+        words = reader.load()
+        for shared in self.objects:  # grows meanwhile
+            for name, value in reader.load().items():
+                setattr(shared, name, value)
+        return words
+
+    def _resolve(self, kind: str, key: Value) -> Value:
+        if kind == "handle":
+            return self._answers.handles[key]
+        if kind == "callback":
+            return self._answers.call_back(key)
+        shared = self._answers.scope[key]
+        self.objects.append(shared.__new__(shared))
+        return self.objects[-1]
 
 
 class Answers:
     """One conversation: the program's names, and its objects that the judge holds by number."""
 
-    def __init__(self, channel: int, scope: dict[str, Value], shared: frozenset[str]) -> None:
-        self.scope, self.shared = scope, shared
+    def __init__(self, channel: int, scope: dict[str, Value]) -> None:
+        self.scope = scope
+        self.shared: frozenset[str] = frozenset()  # classes that the tests know too
         self.handles: list[Value] = []
         self._channel = channel
 
-    # ---- messages ----
-
-    def receive(self) -> tuple[tuple[Value, ...], bytes]:
-        """A request and its bytes. Ends the process when the judge has hung up."""
-        data = self._read(int.from_bytes(self._read(8), "big"))
-        return marshal.loads(data), data
+    def receive(self) -> Request:
+        """The next request. Ends the process when the judge has hung up."""
+        return Request(self, self._read(int.from_bytes(self._read(8), "big")))
 
     def _read(self, size: int) -> bytes:
         parts = []
@@ -72,7 +117,7 @@ class Answers:
         return b"".join(parts)
 
     def send(self, kind: str, value: Value, after: list[Value], encoder: Encoder) -> None:
-        message = [kind, value, encoder.finish(), after]
+        message = [kind, value, encoder.table(), after]
         data = "".join(_to_json(message, 0)).encode()
         view = memoryview(len(data).to_bytes(8, "big") + data)
         while view:
@@ -84,20 +129,15 @@ class Answers:
             message = str(error)[:2000]
         except Exception:
             message = ""
-        self.send("x", [names, message], [], Encoder(self, {}, True))
+        self.send("x", [names, message], [], Encoder(self, [], True))
 
-    def serve(self) -> None:
-        while True:
-            self.answer(*self.receive())
-
-    def answer(self, request: tuple[Value, ...], data: bytes) -> None:
+    def answer(self, request: Request) -> None:
         try:
-            decoder = Decoder(self, request[1])
-            value, arguments = self._do(request[0], decoder, request[2:])
+            value, arguments = self._do(*request.words)
             for fast in (True, False):
-                encoder = Encoder(self, decoder.numbers, fast)
+                encoder = Encoder(self, request.objects, fast)
                 try:
-                    after = self._after(encoder, arguments, request, data)
+                    after = self._changed(encoder, arguments, request)
                     self.send("v", encoder.encode(value), after, encoder)
                     return
                 except ValueError:  # a large integer in a plain list
@@ -106,69 +146,58 @@ class Answers:
         except BaseException as error:  # whatever the program raised is the answer
             self.send_error(error)
 
-    def _do(self, verb: str, decoder: Decoder, words: tuple[Value, ...]) -> tuple[Value, Value]:
-        """The value asked for, and the arguments that may have been changed."""
+    def _do(self, verb: str, key: Value, *words: Value) -> tuple[Value, Value]:
+        """The requested value, and the arguments that the program may have changed."""
         if verb == "get":
-            if words[0] not in self.scope:
-                return Absent, None
-            return self.scope[words[0]], None
-        target = self.handles[words[0]]
+            return self.scope.get(key, Absent), None
+        target = self.handles[key]
         if verb == "call":
-            arguments = decoder.decode(words[1]), decoder.decode(words[2])
-            return target(*arguments[0], **arguments[1]), arguments
+            return target(*words[0], **words[1]), words
         if verb == "attribute":
-            return getattr(target, words[1]), None
+            return getattr(target, words[0]), None
         if verb == "assign":
-            setattr(target, words[1], decoder.decode(words[2])[0])
+            setattr(target, words[0], words[1][0])
             return None, None
         if verb == "method":
-            if not hasattr(target, words[1]):
-                raise TypeError(f"{type(target).__name__!r} object has no {words[1]}")
-            return getattr(target, words[1])(*decoder.decode(words[2])), None
-        if verb == "next":
-            items = []
-            for item in target:
-                items.append(item)
-                if len(items) == words[1]:
-                    return [items, False], None
-            return [items, True], None
-        raise LookupError(verb)
+            if not hasattr(target, words[0]):
+                raise TypeError(f"{type(target).__name__!r} object has no {words[0]}")
+            return getattr(target, words[0])(*words[1]), None
+        assert verb == "next"
+        items = []
+        for item in target:
+            items.append(item)
+            if len(items) == words[0]:
+                return [items, False], None
+        return [items, True], None
 
-    def _after(
-        self, encoder: Encoder, arguments: Value, request: tuple[Value, ...], data: bytes
-    ) -> list[Value]:
-        """[place, new value] of every argument that is not what it was."""
+    @staticmethod
+    def _changed(encoder: Encoder, arguments: Value, request: Request) -> list[Value]:
+        """[place, new value] of every argument that the call changed."""
         if arguments is None:
             return []
         places = [*enumerate(arguments[0]), *arguments[1].items()]
-        changeable = [(place, now) for place, now in places if type(now) not in _FLAT]
-        if not changeable:
-            return []
-        before: Value = None
-        if not request[1]:
-            _, _, _, first, named = marshal.loads(data)
+        mutable = [(place, now) for place, now in places if type(now) not in _FLAT]
+        if mutable and request.data[:1] == b"m":
+            first, named = marshal.loads(request.data[1:])[2:]
             before = {**dict(enumerate(first)), **named}
-        changed = []
-        for place, now in changeable:
-            if before is None or type(now) is not type(before[place]) or now != before[place]:
-                changed.append([place, encoder.encode(now)])
-        return changed
+            mutable = [(place, now) for place, now in mutable if now != before[place]]
+        return [[place, encoder.encode(now)] for place, now in mutable]
 
     def call_back(self, number: int) -> Callable[..., Value]:
         """A function of the tests, called where it lives."""
 
         def callback(*arguments: Value, **named: Value) -> Value:
-            encoder = Encoder(self, {}, False)
-            self.send(
-                "b", [number, encoder.encode([*arguments]), encoder.encode(named)], [], encoder
-            )
+            encoder = Encoder(self, [], False)
+            content = [number, encoder.encode([*arguments]), encoder.encode(named)]
+            self.send("b", content, [], encoder)
             while True:
-                request, data = self.receive()
-                if request[0] == "return":
-                    return Decoder(self, request[1]).decode(request[2])
-                if request[0] == "raise":
-                    raise getattr(sys.modules["builtins"], request[2], Exception)(request[3])
-                self.answer(request, data)
+                request = self.receive()
+                verb, *words = request.words
+                if verb == "return":
+                    return words[0]
+                if verb == "raise":
+                    raise getattr(sys.modules["builtins"], words[0], Exception)(words[1])
+                self.answer(request)
 
         return callback
 
@@ -180,71 +209,36 @@ class Absent:
 class Encoder:
     """Values of one answer as JSON with tags; objects of shared classes go into a table."""
 
-    def __init__(self, answers: Answers, numbers: dict[int, tuple[int, Value]], fast: bool) -> None:
+    def __init__(self, answers: Answers, known: list[Value], fast: bool) -> None:
         self._answers = answers
-        self._numbers = dict(numbers)  # id → (number, object)
-        self._queue = list(numbers.values())
         self._fast = fast
+        self._objects = [*known]
+        self._numbers = {id(value): number for number, value in enumerate(known)}
 
     def encode(self, value: Value) -> Value:
         kind = type(value)
-        if kind in _ATOMS:
-            return value
         if kind is int:
             return value if -_LARGE < value < _LARGE else {"i": hex(value)}
+        if kind in _FLAT:
+            return value
         if kind is list:
-            return self._items(value)
-        if kind in _TAGS:
-            return {_TAGS[kind]: self._items([*value])}
-        if kind is dict:
-            return {"d": self._pairs(value)}
-        return self._rare(value, kind)
-
-    def _items(self, items: list[Value]) -> list[Value]:
-        if self._fast and _FLAT.issuperset(map(type, items)):
-            return items
-        return [self.encode(item) for item in items]
-
-    def _pairs(self, value: dict[Value, Value]) -> list[Value]:
-        return self._items([part for pair in value.items() for part in pair])
-
-    def _rare(self, value: Value, kind: type) -> Value:
-        if kind is bytes or kind is bytearray:
-            return {"b" if kind is bytes else "B": value.decode("latin-1")}
-        if kind is range:
-            return {"r": self._items([value.start, value.stop, value.step])}
-        if kind is complex:
-            return {"c": [value.real, value.imag]}
-        if kind in _VIEWS:
-            return {_VIEWS[kind]: self._items([*value])}
-        tag = _NAMED.get((kind.__module__, kind.__name__))
-        if tag == "q":
-            return {"q": [self._items([*value]), value.maxlen]}
-        if tag == "N":
-            return {"N": str(value)}
-        if tag == "F":
-            return {"F": self._items([value.numerator, value.denominator])}
-        if tag == "M":
-            return {"M": self._items([value.group(), *value.span()])}
-        if tag is not None:
-            return {tag: self._pairs(value)}
+            if self._fast and _FLAT.issuperset(map(type, value)):
+                return value
+            return [self.encode(item) for item in value]
+        parts = _PARTS.get(kind) or _PARTS.get((kind.__module__, kind.__name__))
+        if parts is not None:
+            return {parts[0]: self.encode(parts[1](value))}
         if value is Absent:
             return {"-": None}
-        if value is Ellipsis:
-            return {".": None}
         if kind.__name__ in self._answers.shared and hasattr(value, "__dict__"):
-            return self._shared(value, kind.__name__)
-        for base, plain in _BASES.items():
+            number = self._numbers.setdefault(id(value), len(self._objects))
+            if number == len(self._objects):
+                self._objects.append(value)
+            return {"o": [number, kind.__name__]}
+        for base, exact in _EXACT.items():
             if isinstance(value, base):
-                return self.encode(plain(value))
+                return self.encode(exact(value))
         return self._handle(value, kind)
-
-    def _shared(self, value: Value, name: str) -> Value:
-        if id(value) not in self._numbers:
-            entry = (len(self._numbers), value)
-            self._numbers[id(value)] = entry
-            self._queue.append(entry)
-        return {"o": [self._numbers[id(value)][0], name]}
 
     def _handle(self, value: Value, kind: type) -> Value:
         self._answers.handles.append(value)
@@ -256,87 +250,12 @@ class Encoder:
             return {"g": number}
         return {"h": number}
 
-    def finish(self) -> list[Value]:
-        """The table of shared objects: [number, class, attributes], found while it is written."""
-        table = []
-        for number, value in self._queue:  # grows meanwhile
-            table.append([number, type(value).__name__, self._pairs(value.__dict__)])
-        return table
-
-
-class Decoder:
-    """A request's values: native ones as they are, others behind (..., tag, content)."""
-
-    def __init__(self, answers: Answers, table: Table) -> None:
-        self._answers = answers
-        self.numbers: dict[int, tuple[int, Value]] = {}
-        self._objects = []
-        for number, (name, _) in enumerate(table):
-            shared = answers.scope[name]
-            self._objects.append(shared.__new__(shared))
-            self.numbers[id(self._objects[-1])] = (number, self._objects[-1])
-        for number, (_, attributes) in enumerate(table):
-            for name, value in attributes.items():
-                setattr(self._objects[number], name, self.decode(value))
-
-    def decode(self, value: Value) -> Value:
-        kind = type(value)
-        if kind is list:
-            if not _FLAT.issuperset(map(type, value)):
-                value[:] = [self.decode(item) for item in value]
-        elif kind is tuple:
-            if value[:1] == (...,):
-                return self._special(*value[1:])
-            if not _FLAT.issuperset(map(type, value)):
-                return tuple([self.decode(item) for item in value])
-        elif kind is dict:
-            for key, item in value.items():
-                value[key] = self.decode(item)
-        return value
-
-    def _special(self, tag: str, content: Value = None, extra: Value = None) -> Value:
-        if tag == "h":
-            return self._answers.handles[content]
-        if tag == "o":
-            return self._objects[content]
-        if tag == "b":
-            return self._answers.call_back(content)
-        if tag == "builtin":
-            return getattr(sys.modules["builtins"], content)
-        if tag == ".":
-            return ...
-        if tag == "B":
-            return bytearray(content)
-        if tag == "r":
-            return range(*content)
-        return _collection(tag, self.decode(content), extra)
-
-
-def _collection(tag: str, content: Value, extra: Value) -> Value:
-    import collections
-
-    if tag == "q":
-        return collections.deque(content, extra)
-    if tag == "C":
-        return collections.Counter(content)
-    if tag == "O":
-        return collections.OrderedDict(content)
-    if tag == "D":
-        return collections.defaultdict(extra and getattr(sys.modules["builtins"], extra), content)
-    if tag == "N":
-        from decimal import Decimal
-
-        return Decimal(content)
-    from fractions import Fraction
-
-    return Fraction(*content)
-
-
-def classes_of(scope: dict[str, Value]) -> Iterator[str]:
-    """Names of the classes that the source in this scope has defined."""
-    for name, value in scope.items():
-        if isinstance(value, type) and value.__module__ == "__main__" and value.__name__ == name:
-            yield name
+    def table(self) -> list[Value]:
+        """The shared objects as [number, class, attributes]; writing one may add others."""
+        rows = []
+        for number, value in enumerate(self._objects):  # grows meanwhile
+            rows.append([number, type(value).__name__, self.encode(_pairs(value.__dict__))])
+        return rows
 
 
 def main(program: str, preamble: str) -> None:
@@ -348,15 +267,21 @@ def main(program: str, preamble: str) -> None:
     scope = sys.modules["__main__"].__dict__
     for name in [name for name in scope if not name.startswith("__")]:
         del scope[name]
-    sys.setrecursionlimit(sys.getrecursionlimit() + _DEEPER)
-    answers = Answers(channel, scope, frozenset())
+    sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)
+    answers = Answers(channel, scope)
     try:
         if preamble:
             exec(compile(preamble, "preamble.py", "exec", dont_inherit=True), scope)
-            answers.shared = frozenset(classes_of(scope))
+            answers.shared = frozenset(
+                name
+                for name, value in scope.items()
+                if isinstance(value, type)
+                and (value.__module__, value.__name__) == ("__main__", name)
+            )
         exec(compile(program, "main.py", "exec", dont_inherit=True), scope)
     except BaseException as error:  # the judge is told; it decides
         answers.send_error(error)
     else:
-        answers.send("v", None, [], Encoder(answers, {}, True))
-    answers.serve()
+        answers.send("v", None, [], Encoder(answers, [], True))
+    while True:
+        answers.answer(answers.receive())

@@ -1,4 +1,4 @@
-"""Runs in the judge's box: for each request a child that runs the tests and says what they found.
+"""Runs in the judge's box: for each request a child that runs the tests and writes the verdict.
 
 The server holds no tests and no program: a child is forked for one judgement, gets its tests, the
 program's channel and the place for its verdict as descriptors, and ends.
@@ -23,53 +23,58 @@ from hone.sandbox.judging.proxies import Failed, Names, Session
 
 REQUEST = struct.Struct("!dQ")  # seconds, bytes of memory; descriptors: channel, verdict, source
 READY = b"judge ready\n"
-_DEEPER = 64  # frames of ours below the tests'
-_LOADED = "bisect copy datetime functools heapq itertools math operator random re string typing"
+_OWN_FRAMES = 64  # stack frames of ours below the tests'
+_PRELOADED = "bisect copy datetime functools heapq itertools math operator random re string typing"
 """Modules that tests import most: loaded once, before any child is forked."""
 
 
-class Server:
-    """Forks a child per request, and says how it ended to the one who waits for its verdict."""
+class Unusable(Exception):
+    """The tests themselves cannot run."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
-        self._children: dict[int, int] = {}
 
-    def serve(self) -> None:
-        signal.signal(signal.SIGCHLD, self._on_child)
-        self._control.sendall(READY)
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, 3)
-            if len(data) != REQUEST.size or len(descriptors) != 3:
-                os._exit(0)
-            self._judge(data, *descriptors)
+def main() -> None:
+    """Serve on standard input, which is a socket; output goes nowhere."""
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    for name in _PRELOADED.split():
+        importlib.import_module(name)
+    gc.freeze()
+    verdicts: dict[int, int] = {}  # child → where its verdict goes
 
-    def _judge(self, data: bytes, channel: int, verdict: int, source: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        with contextlib.suppress(OSError):  # no more processes: the caller sees no verdict
-            pid = os.fork()
-            if pid == 0:
-                decide(data, channel, verdict, source)
-            self._children[pid] = os.dup(verdict)
-        for descriptor in (channel, verdict, source):
-            os.close(descriptor)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-
-    def _on_child(self, number: int, frame: FrameType | None) -> None:
-        while self._children:
+    def on_child(number: int, frame: FrameType | None) -> None:
+        """A child that ended without a verdict still has one: the second line is not read."""
+        while verdicts:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            verdict = self._children.pop(pid, None)
-            if verdict is not None:
-                _say(verdict, False, f"the tests ended ({os.waitstatus_to_exitcode(status)})", 0)
+            if (verdict := verdicts.pop(pid, None)) is not None:
+                code = os.waitstatus_to_exitcode(status)
+                _write_verdict(verdict, False, f"the tests ended ({code})", 0)
                 os.close(verdict)
 
+    signal.signal(signal.SIGCHLD, on_child)
+    control.sendall(READY)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, REQUEST.size, 3)
+        if len(data) != REQUEST.size or len(descriptors) != 3:
+            os._exit(0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        with contextlib.suppress(OSError):  # no more processes: the caller sees no verdict
+            pid = os.fork()
+            if pid == 0:
+                _decide(data, *descriptors)
+            verdicts[pid] = os.dup(descriptors[1])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
-def decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
+
+def _decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
     """The child: run the tests, write one line, end."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -81,17 +86,14 @@ def decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
         session = Session(channel)
         try:
             _run(session, texts["preamble"], texts["tests"])
-            _say(verdict, Failed.reason is None, Failed.reason or "", session.answers)
+            _write_verdict(verdict, Failed.reason is None, Failed.reason or "", session.answers)
         except Unusable as error:
-            _say(verdict, False, str(error), 0, usable=False)
+            _write_verdict(verdict, False, str(error), 0, usable=False)
         except BaseException as error:  # whatever the tests raise is a failure of the program
-            _say(verdict, False, f"{type(error).__name__}: {error}"[:500], session.answers)
+            reason = f"{type(error).__name__}: {error}"[:500]
+            _write_verdict(verdict, False, reason, session.answers)
     finally:
         os._exit(0)
-
-
-class Unusable(Exception):
-    """The tests themselves cannot run."""
 
 
 def _run(session: Session, preamble: str, tests: str) -> None:
@@ -101,7 +103,7 @@ def _run(session: Session, preamble: str, tests: str) -> None:
         code = compile(tests, "tests.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise Unusable(f"the tests do not compile: {error}") from None
-    sys.setrecursionlimit(sys.getrecursionlimit() + _DEEPER)
+    sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)
     try:
         exec(before, names)
     except Exception as error:
@@ -109,29 +111,16 @@ def _run(session: Session, preamble: str, tests: str) -> None:
     session.shared = {
         name: value
         for name, value in names.items()
-        if isinstance(value, type) and value.__module__ == "__main__" and value.__name__ == name
+        if isinstance(value, type) and (value.__module__, value.__name__) == ("__main__", name)
     }
     session.wait_until_loaded()
     names.resolve(code)
     exec(code, names)
 
 
-def _say(verdict: int, passed: bool, reason: str, answers: int, usable: bool = True) -> None:
+def _write_verdict(
+    verdict: int, passed: bool, reason: str, answers: int, usable: bool = True
+) -> None:
     line = {"passed": passed, "reason": reason, "answers": answers, "usable": usable}
     with contextlib.suppress(OSError):  # the caller has gone
         os.write(verdict, json.dumps(line).encode() + b"\n")
-
-
-def main() -> None:
-    """Serve on standard input, which is a socket; output goes nowhere."""
-    control = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    for name in _LOADED.split():
-        importlib.import_module(name)
-    gc.freeze()
-    Server(control).serve()
-
-
-__all__ = ["READY", "REQUEST", "Failed", "main"]

@@ -6,7 +6,6 @@ replaced and asked again. The program's box is used once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import marshal
@@ -19,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.sandbox import sealed
-from hone.sandbox.client import Run
-from hone.sandbox.hang_up import wait_for
+from hone.sandbox.client import Run, wait_for
 from hone.sandbox.judging.deciding import READY, REQUEST
 from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
 from hone.sandbox.plan import Plan
 from hone.sandbox.result import MAX_TIMEOUT_S, Job, SandboxError
 
 _HERE = Path(__file__).parent
-_INSIDE = ("plain_data.py", "proxies.py", "deciding.py")
 _CONCURRENT = 8
 _CHILD_MEMORY_MB = 1024  # address space of one judgement
 _START_S, _GRACE_S = 30.0, 2.0
@@ -36,7 +33,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the tests found."""
+    """The outcome of the tests."""
 
     passed: bool
     reason: str
@@ -67,19 +64,23 @@ def judge(
     SandboxError when a box, not the program, failed. caller: a connection whose end ends it all.
     """
     plan = plan_for(minimum, interpreter)
-    job = Job(_boot(program, preamble), timeout_s=timeout_s, memory_mb=memory_mb)
+    boot = (
+        f"exec({_answering()}, _ := {{'__name__': 'answering'}})\n"
+        f"_['main']({program!r}, {preamble!r})\n"
+    )
+    job = Job(boot, timeout_s=timeout_s, memory_mb=memory_mb)
     texts = json.dumps({"preamble": preamble, "tests": tests})
-    for attempt in range(1, _ATTEMPTS + 1):
+    for _ in range(_ATTEMPTS - 1):
         try:
             return _judge_once(job, plan, texts, caller)
         except JudgeLost:
-            if attempt == _ATTEMPTS:
-                raise
-    raise AssertionError("unreachable")
+            pass
+    return _judge_once(job, plan, texts, caller)
 
 
 def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) -> Judgement:
-    bench = _bench(plan)
+    with _benches_lock:  # one per plan and process: a fork must not share its parent's box
+        bench = _benches.setdefault((os.getpid(), repr(plan)), Bench(plan))
     bench.start()  # before the program's clock
     with bench.slots, Run(job, plan, channel=True, caller=caller) as run:
         channel = run.channel()
@@ -91,31 +92,19 @@ def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) 
             theirs.close()
             os.close(channel)
             os.close(source)
+        data = b""
         with ours:
-            judgement = _read_verdict(ours, job.timeout_s, caller)
-        if judgement is None:
-            bench.drop()
-            raise JudgeLost("sandbox: the judge's box ended before its verdict; run it again")
-        return judgement
-
-
-def _read_verdict(
-    connection: socket.socket, timeout_s: float, caller: socket.socket | None
-) -> Judgement | None:
-    data = b""
-    while not data.endswith(b"\n"):
-        try:
-            wait_for(connection, timeout_s + 2 * _GRACE_S + _START_S, caller)
-            part = connection.recv(1 << 16)
-        except TimeoutError:
-            return None
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            break
-        data += part
-    line = data.partition(b"\n")[0]
-    return Judgement(**json.loads(line)) if line else None
+            while b"\n" not in data:
+                try:
+                    wait_for(ours, job.timeout_s + 2 * _GRACE_S + _START_S, caller)
+                    part = ours.recv(1 << 16)
+                except (TimeoutError, ConnectionResetError):
+                    part = b""
+                if not part:
+                    bench.drop()
+                    raise JudgeLost("sandbox: the judge's box ended before its verdict")
+                data += part
+        return Judgement(**json.loads(data.partition(b"\n")[0]))
 
 
 class Bench:
@@ -124,69 +113,58 @@ class Bench:
     def __init__(self, plan: Plan) -> None:
         self.slots = threading.BoundedSemaphore(_CONCURRENT)
         self._plan = plan
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._run: Run | None = None
         self._control: socket.socket | None = None
 
-    def start(self) -> None:
+    def start(self) -> socket.socket:
         with self._lock:
-            if self._control is None:
-                self._start()
+            if self._control is not None:
+                return self._control
+            job = Job(
+                "from hone.sandbox.judging.deciding import main\nmain()\n",
+                timeout_s=MAX_TIMEOUT_S,
+                cpu_s=MAX_TIMEOUT_S,
+                memory_mb=_CHILD_MEMORY_MB * (_CONCURRENT + 1),
+                processes=4 * _CONCURRENT,
+                files=_files(),
+            )
+            self._run = Run(job, self._plan, channel=True)
+            self._control = socket.socket(fileno=self._run.channel())
+            self._control.settimeout(_START_S)
+            try:
+                if self._control.recv(len(READY)) != READY:
+                    self._run.result()  # says what failed, if the box did
+                    raise JudgeLost("sandbox: the judge's box did not start")
+            except TimeoutError as error:
+                self.drop()
+                raise JudgeLost(f"sandbox: the judge's box not ready in {_START_S} s") from error
+            except BaseException:
+                self.drop()
+                raise
+            return self._control
 
     def send(self, timeout_s: float, descriptors: list[int]) -> None:
         message = REQUEST.pack(timeout_s + _GRACE_S, _CHILD_MEMORY_MB << 20)
         with self._lock:
             try:
-                socket.send_fds(self._control or self._start(), [message], descriptors)
+                socket.send_fds(self.start(), [message], descriptors)
             except (BrokenPipeError, ConnectionResetError) as error:
-                self._drop()
-                raise JudgeLost("sandbox: the judge's box has ended; run it again") from error
+                self.drop()
+                raise JudgeLost("sandbox: the judge's box has ended") from error
 
     def drop(self) -> None:
         """End the box; the next judgement starts another."""
         with self._lock:
-            self._drop()
-
-    def _start(self) -> socket.socket:
-        job = Job(
-            "from hone.sandbox.judging.deciding import main\nmain()\n",
-            timeout_s=MAX_TIMEOUT_S,
-            cpu_s=MAX_TIMEOUT_S,
-            memory_mb=_CHILD_MEMORY_MB * (_CONCURRENT + 1),
-            processes=4 * _CONCURRENT,
-            files=_files(),
-        )
-        self._run = Run(job, self._plan, channel=True)
-        self._control = socket.socket(fileno=self._run.channel())
-        self._control.settimeout(_START_S)
-        try:
-            if self._control.recv(len(READY)) != READY:
-                self._run.result()  # says what failed, if the box did
-                raise JudgeLost("sandbox: the judge's box did not start")
-        except TimeoutError as error:
-            raise JudgeLost(f"sandbox: the judge's box was not ready in {_START_S} s") from error
-        except BaseException:
-            self._drop()
-            raise
-        return self._control
-
-    def _drop(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._run is not None:
-            with contextlib.ExitStack() as stack:
-                stack.push(self._run)
-        self._control = self._run = None
+            if self._control is not None:
+                self._control.close()
+            if self._run is not None:
+                self._run.close()
+            self._control = self._run = None
 
 
 _benches: dict[tuple[int, str], Bench] = {}
 _benches_lock = threading.Lock()
-
-
-def _bench(plan: Plan) -> Bench:
-    """One per plan and process: a forked process must not share its parent's box."""
-    with _benches_lock:
-        return _benches.setdefault((os.getpid(), repr(plan)), Bench(plan))
 
 
 def close() -> None:
@@ -200,7 +178,10 @@ def close() -> None:
 @functools.lru_cache(maxsize=1)
 def _files() -> dict[str, str]:
     packages = ("hone/__init__.py", "hone/sandbox/__init__.py", "hone/sandbox/judging/__init__.py")
-    modules = {f"hone/sandbox/judging/{name}": (_HERE / name).read_text() for name in _INSIDE}
+    modules = {
+        f"hone/sandbox/judging/{name}.py": (_HERE / f"{name}.py").read_text()
+        for name in ("plain_data", "proxies", "deciding")
+    }
     return {**dict.fromkeys(packages, ""), **modules}
 
 
@@ -212,11 +193,4 @@ def _answering() -> str:
     return (
         f"__import__('marshal').loads({compiled!r}) if __import__('sys').hexversion =="
         f" {sys.hexversion} else compile({source!r}, 'answering.py', 'exec')"
-    )
-
-
-def _boot(program: str, preamble: str) -> str:
-    return (
-        f"exec({_answering()}, _ := {{'__name__': 'answering'}})\n"
-        f"_['main']({program!r}, {preamble!r})\n"
     )

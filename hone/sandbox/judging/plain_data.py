@@ -1,37 +1,37 @@
-"""Plain data across the wall, on the judge's side: requests written, answers read and checked.
+"""Plain data between the judge and the program, on the judge's side.
 
-What comes from the program is hostile. It is JSON with tags, and becomes exact built-in types, instances
-of classes that the tests themselves define, or a handle; anything else is Malformed.
+Requests may hold anything that the program may know. What comes back is hostile: it is JSON with tags,
+and becomes exact built-in types, instances of the tests' own classes, or a handle; else Malformed.
 """
 
 from __future__ import annotations
 
 import collections
+import io
 import json
+import marshal
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 Value: TypeAlias = Any
 """A value of the program or of its tests: what it is, only they know."""
-Table: TypeAlias = list[tuple[str, dict[str, Value]]]
-"""Class and attributes of the shared objects that a request names, by number."""
+Shape: TypeAlias = type | list[type]
+"""The exact type of a tag's content, or the exact types of its items."""
 
 MAX_FRAME = 16 << 20
-_MAX_HEX = 1 << 18  # digits of an integer
+_MAX_DIGITS = 1 << 18
 _FLAT = frozenset({type(None), bool, int, float, str, bytes, complex})
-
-
+_SENT = (
+    *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
+    *(Decimal, Fraction, range, complex, bytearray, type(...)),
+)
 _REFUSALS = (
-    ValueError,
-    TypeError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
+    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
+    *(RecursionError, MemoryError),
 )
 
 
@@ -39,76 +39,8 @@ class Malformed(Exception):
     """The program's box sent something that is no answer."""
 
 
-class Reader:
-    """Reads one answer. Objects of shared classes are made first and filled at the end."""
-
-    def __init__(
-        self,
-        shared: dict[str, type],
-        known: list[Value],
-        handle: Callable[[str, int], Value],
-        exception: Callable[[list[str]], type],
-    ) -> None:
-        self._shared, self._handle, self._exception = shared, handle, exception
-        self._objects: dict[int, Value] = dict(enumerate(known))
-        self._makers: dict[str, Callable[[Value], Value]] = {
-            "i": _large_integer,
-            "t": lambda items: tuple(_list(items)),
-            "s": lambda items: set(_list(items)),
-            "f": lambda items: frozenset(_list(items)),
-            "d": _mapping,
-            "b": lambda text: _text(text).encode("latin-1"),
-            "B": lambda text: bytearray(_text(text).encode("latin-1")),
-            "r": lambda items: range(*_integers(items, 3)),
-            "c": lambda items: complex(*_floats(items)),
-            "K": lambda items: dict.fromkeys(_list(items)).keys(),
-            "I": lambda items: dict(_tuples(items)).items(),
-            "V": lambda items: dict(enumerate(_list(items))).values(),
-            "q": _deque,
-            "C": lambda pairs: collections.Counter(_mapping(pairs)),
-            "O": lambda pairs: collections.OrderedDict(_mapping(pairs)),
-            "D": lambda pairs: collections.defaultdict(None, _mapping(pairs)),
-            "N": lambda text: Decimal(_text(text)[:_MAX_HEX]),
-            "F": lambda items: Fraction(*_integers(items, 2)),
-            "M": lambda items: Match(*_list(items)),
-            "o": self._object,
-            "h": lambda number: handle("handle", _integer(number)),
-            "g": lambda number: handle("iterator", _integer(number)),
-            "e": lambda names: exception([_text(name) for name in _list(names)]),
-            "-": lambda _: ABSENT,
-            ".": lambda _: ...,
-        }
-
-    def read(self, data: bytes) -> tuple[str, Value, list[Value]]:
-        """(kind, value, changed arguments) of a message."""
-        try:
-            message = json.loads(data, object_hook=self._tagged)
-            kind, value, table, after = _list(message)
-            for number, name, attributes in map(_list, _list(table)):
-                self._fill(self._object([number, name]), _mapping(attributes))
-            return _text(kind), value, [_list(change) for change in _list(after)]
-        except _REFUSALS as error:
-            raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
-
-    def _tagged(self, content: dict[str, Value]) -> Value:
-        if len(content) != 1:
-            raise Malformed("an object without a tag")
-        ((tag, value),) = content.items()
-        return self._makers[tag](value)
-
-    def _object(self, content: Value) -> Value:
-        number, name = _list(content)
-        if _integer(number) not in self._objects:
-            self._objects[number] = object.__new__(self._shared[_text(name)])
-        return self._objects[number]
-
-    def _fill(self, made: Value, attributes: dict[Value, Value]) -> None:
-        """Attributes hold data; none may stand in front of a method of the tests' class."""
-        for name in attributes:
-            if _is_behaviour(getattr(type(made), _text(name), None)) or name.startswith("__"):
-                raise Malformed(f"attribute {name!r} would replace a method")
-        made.__dict__.clear()
-        made.__dict__.update(attributes)
+class NotPlain(TypeError):
+    """An argument of the tests that cannot be sent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,148 +59,173 @@ class Absent:
 ABSENT = Absent()
 
 
-def _is_behaviour(value: Value) -> bool:
-    return callable(value) or hasattr(type(value), "__get__")
+class Reader:
+    """Reads one answer. Objects of shared classes are made first and filled at the end."""
+
+    def __init__(
+        self,
+        shared: dict[str, type],
+        known: list[Value],
+        handle: Callable[[str, int], Value],
+        exception: Callable[[list[str]], type],
+    ) -> None:
+        self._shared = shared
+        self._objects: dict[int, Value] = dict(enumerate(known))
+        self._tags: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
+            **_TAGS,
+            "o": ([int, str], self._object),
+            "h": (int, lambda number: handle("handle", _natural(number))),
+            "g": (int, lambda number: handle("iterator", _natural(number))),
+            "e": (list, lambda names: exception([_checked(name, str) for name in names])),
+        }
+
+    def read(self, data: bytes) -> tuple[str, Value, list[Value]]:
+        """(kind, value, changed arguments) of a message."""
+        try:
+            message = json.loads(data, object_hook=self._tagged)
+            kind, value, table, after = _checked(message, list)
+            for row in _checked(table, list):
+                number, name, attributes = _checked(row, [int, str, list])
+                self._fill(self._object([number, name]), _mapping(attributes))
+            return _checked(kind, str), value, [_checked(change, list) for change in after]
+        except _REFUSALS as error:
+            raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
+
+    def _tagged(self, content: dict[str, Value]) -> Value:
+        ((tag, value),) = content.items()
+        shape, make = self._tags[tag]
+        return make(_checked(value, shape))
+
+    def _object(self, content: list[Value]) -> Value:
+        number, name = content
+        if number not in self._objects:
+            self._objects[number] = object.__new__(self._shared[name])
+        return self._objects[number]
+
+    @staticmethod
+    def _fill(shared: Value, attributes: dict[Value, Value]) -> None:
+        """Attributes hold data; none may stand in front of a method of the tests' class."""
+        for name in attributes:
+            own = getattr(type(shared), _checked(name, str), None)
+            if callable(own) or hasattr(type(own), "__get__") or name.startswith("__"):
+                raise Malformed(f"attribute {name!r} would replace a method")
+        shared.__dict__.clear()
+        shared.__dict__.update(attributes)
 
 
-def _list(value: Value) -> list[Value]:
-    if type(value) is not list:
-        raise Malformed("a list was expected")
+def _checked(value: Value, shape: Shape) -> Value:
+    if isinstance(shape, type):
+        fits = type(value) is shape
+    else:
+        fits = type(value) is list and [type(item) for item in value] == shape
+    if not fits:
+        raise Malformed(f"{shape} was expected")
     return value
 
 
-def _text(value: Value) -> str:
-    if type(value) is not str:
-        raise Malformed("text was expected")
-    return value
-
-
-def _integer(value: Value) -> int:
-    if type(value) is not int or value < 0:
+def _natural(number: int) -> int:
+    if number < 0:
         raise Malformed("a number was expected")
-    return value
+    return number
 
 
-def _integers(value: Value, count: int) -> list[int]:
-    if len(_list(value)) != count or any(type(item) is not int for item in value):
-        raise Malformed("integers were expected")
-    return list(value)
-
-
-def _floats(value: Value) -> list[float]:
-    if len(_list(value)) != 2 or any(type(item) is not float for item in value):
-        raise Malformed("floats were expected")
-    return list(value)
-
-
-def _tuples(value: Value) -> list[tuple[Value, Value]]:
-    if any(type(item) is not tuple or len(item) != 2 for item in _list(value)):
-        raise Malformed("pairs were expected")
-    return list(value)
-
-
-def _mapping(value: Value) -> dict[Value, Value]:
-    items = _list(value)
-    if len(items) % 2:
-        raise Malformed("a key without a value")
+def _mapping(items: list[Value]) -> dict[Value, Value]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _large_integer(value: Value) -> int:
-    if len(_text(value)) > _MAX_HEX:
+def _large_integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
         raise Malformed("an integer of too many digits")
-    return int(value, 16)
+    return int(text, 16)
 
 
-def _deque(value: Value) -> Value:
-    items, size = _list(value)
-    return collections.deque(_list(items), None if size is None else _integer(size))
+def _deque(content: list[Value]) -> Value:
+    items, size = content
+    return collections.deque(_checked(items, list), size)
 
 
-# ---- what goes to the program, which may know it all ----
+_TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
+    "i": (str, _large_integer),
+    "t": (list, tuple),
+    "s": (list, set),
+    "f": (list, frozenset),
+    "d": (list, _mapping),
+    "b": (str, lambda text: text.encode("latin-1")),
+    "B": (str, lambda text: bytearray(text.encode("latin-1"))),
+    "r": ([int, int, int], lambda parts: range(*parts)),
+    "c": ([float, float], lambda parts: complex(*parts)),
+    "K": (list, lambda items: dict.fromkeys(items).keys()),
+    "I": (list, lambda items: _mapping(items).items()),
+    "V": (list, lambda items: dict(enumerate(items)).values()),
+    "q": (list, _deque),
+    "C": (list, lambda items: collections.Counter(_mapping(items))),
+    "O": (list, lambda items: collections.OrderedDict(_mapping(items))),
+    "D": (list, lambda items: collections.defaultdict(None, _mapping(items))),
+    "N": (str, lambda text: Decimal(text[:_MAX_DIGITS])),
+    "F": ([int, int], lambda parts: Fraction(*parts)),
+    "M": (list, lambda parts: Match(*parts)),
+    "-": (type(None), lambda _: ABSENT),
+    ".": (type(None), lambda _: ...),
+}
+"""Tag → the shape of its content, and what it becomes."""
 
 
-class NotPlain(TypeError):
-    """An argument of the tests that cannot be sent."""
+def resolve(kind: str, key: Value) -> NoReturn:
+    """Stands in a request for what the program's box puts there (see answering.py)."""
+    raise NotImplementedError(kind, key)
 
 
-class Writer:
-    """Arguments of one request: native types as they are, others as (..., tag, content)."""
+class Writer(pickle.Pickler):
+    """Writes one request: values natively, handles, functions and shared objects by number."""
 
     def __init__(
         self,
         shared: dict[str, type],
         handle_of: Callable[[Value], int | None],
-        callback: Callable[[Value], int],
+        register: Callable[[Value], int],
     ) -> None:
-        self._shared, self._handle_of, self._callback = shared, handle_of, callback
-        self._numbers: dict[int, int] = {}
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer)
+        self._shared, self._handle_of, self._register = shared, handle_of, register
         self.objects: list[Value] = []
 
-    def write(self, value: Value) -> Value:
+    def write(self, request: tuple[Value, ...]) -> bytes:
+        try:
+            if _is_native(request):  # the usual case: reading it imports nothing
+                return b"m" + marshal.dumps(request)
+        except (RecursionError, ValueError):
+            pass  # a list that holds itself, or is deeper than marshal reads
+        self.dump(request)
+        for shared in self.objects:  # grows meanwhile
+            self.dump(shared.__dict__)
+        return b"p" + self._buffer.getvalue()
+
+    def reducer_override(self, value: Value) -> Value:
         kind = type(value)
-        if kind in _FLAT:
-            return value
-        if kind is list:
-            return value if _FLAT.issuperset(map(type, value)) else self._each(value)
-        if kind is tuple:
-            if value[:1] == (...,):
-                raise NotPlain("a tuple that begins with ... cannot be sent to the program")
-            return value if _FLAT.issuperset(map(type, value)) else tuple(self._each([*value]))
-        if kind is dict:
-            return {key: self.write(item) for key, item in value.items()}
-        if kind in (set, frozenset):
-            return value
-        return self._rare(value, kind)
-
-    def _each(self, items: list[Value]) -> list[Value]:
-        return [self.write(item) for item in items]
-
-    def _rare(self, value: Value, kind: type) -> Value:
         number = self._handle_of(value)
         if number is not None:
-            return (..., "h", number)
-        if value is ...:
-            return (..., ".")
-        if kind is bytearray:
-            return (..., "B", bytes(value))
-        if kind is range:
-            return (..., "r", [value.start, value.stop, value.step])
-        if kind is collections.deque:
-            return (..., "q", self._each([*value]), value.maxlen)
-        if kind is collections.Counter:
-            return (..., "C", self.write(dict(value)))
-        if kind is collections.OrderedDict:
-            return (..., "O", self.write(dict(value)))
-        if kind is collections.defaultdict:
-            factory = value.default_factory
-            return (..., "D", self.write(dict(value)), factory and factory.__name__)
-        if kind is Decimal:
-            return (..., "N", str(value))
-        if kind is Fraction:
-            return (..., "F", [value.numerator, value.denominator])
+            return resolve, ("handle", number)
+        if kind in _SENT or value is resolve or (isinstance(value, type) and value in _SENT):
+            return NotImplemented
         if self._shared.get(kind.__name__) is kind:
-            return (..., "o", self._object(value))
-        if getattr(value, "__module__", None) == "builtins" and callable(value):
-            return (..., "builtin", value.__name__)
+            self.objects.append(value)
+            return resolve, ("object", kind.__name__)
         if callable(value):
-            return (..., "b", self._callback(value))
+            if getattr(value, "__module__", None) == "builtins":
+                return NotImplemented
+            return resolve, ("callback", self._register(value))
         if hasattr(kind, "__next__"):
-            return self._each([*value])
+            return list, ([*value],)
         raise NotPlain(f"{kind.__name__} is not plain data: it cannot be sent to the program")
 
-    def _object(self, value: Value) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self.objects)
-            self.objects.append(value)
-        return self._numbers[id(value)]
 
-    def table(self) -> Table:
-        """Class and attributes of every shared object, found while it is written."""
-        rows = []
-        for value in self.objects:  # grows meanwhile
-            rows.append((type(value).__name__, self.write(value.__dict__)))
-        return rows
+def _is_native(value: Value) -> bool:
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset):
+        return _FLAT.issuperset(map(type, value)) or all(map(_is_native, value))
+    if kind is dict:
+        return all(map(_is_native, value)) and all(map(_is_native, value.values()))
+    return kind in _FLAT
 
 
 def update(mine: Value, theirs: Value) -> Value:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
-import marshal
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -63,41 +62,32 @@ class Session:
         self._exceptions: dict[str, type] = {}
 
     def wait_until_loaded(self) -> None:
-        kind, value, _ = self._receive(Reader({}, [], self._no_handle, self._exception))
+        kind, value, _ = self._receive([])
         if kind != "v":
-            raise Failed(f"the program does not load: {_describe(value)}")
+            raise Failed(f"the program does not load: {_error_text(value)}")
 
     def ask(
         self, verb: str, *words: Value, arguments: tuple[list[Value], dict[str, Value]]
     ) -> Value:
         """Send a request, answer call-backs meanwhile, and return the value or raise."""
-        writer = Writer(self.shared, _number_of, self._register)
         positional, named = arguments
-        sent = [writer.write(value) for value in positional]
-        sent_named = {name: writer.write(value) for name, value in named.items()}
-        content = (sent, sent_named) if verb == "call" else (sent,)
-        self._send((verb, writer.table(), *words, *content))
+        content = (positional, named) if verb == "call" else (positional,)
+        objects = self._send((verb, *words, *content))
         while True:
-            reader = Reader(self.shared, writer.objects, self._proxy, self._exception)
-            kind, value, after = self._receive(reader)
+            kind, value, after = self._receive(objects)
             if kind == "b":
                 self._run_callback(value)
                 continue
-            self._apply(after, positional, named)
+            try:  # the tests' own arguments change as the program changed its copies
+                for place, changed in after:
+                    update(named[place] if type(place) is str else positional[place], changed)
+            except (LookupError, TypeError, ValueError):
+                raise Failed("the program's box changed an argument that was not given") from None
             if kind == "x":
                 raise self._raised(value)
             if kind != "v" or (value is ABSENT and verb != "get"):
                 raise Failed("the program's box sent no value")
             return value
-
-    @staticmethod
-    def _apply(after: list[Value], positional: list[Value], named: dict[str, Value]) -> None:
-        """Change the tests' own arguments as the program changed its copies."""
-        try:
-            for place, changed in after:
-                update(named[place] if type(place) is str else positional[place], changed)
-        except (LookupError, TypeError, ValueError):
-            raise Failed("the program's box changed an argument that was not given") from None
 
     def value(self, verb: str, *words: Value, arguments: Value = ((), {})) -> Value:
         """ask(), counted: the tests have learned something about the program."""
@@ -105,23 +95,25 @@ class Session:
         self.answers += not isinstance(value, Remote)
         return value
 
-    # ---- messages ----
-
-    def _send(self, request: tuple[Value, ...]) -> None:
-        data = marshal.dumps(request)
+    def _send(self, request: tuple[Value, ...]) -> list[Value]:
+        """Send a request; the shared objects in it."""
+        writer = Writer(self.shared, _number_of, self._register)
+        data = writer.write(request)
         view = memoryview(len(data).to_bytes(8, "big") + data)
         try:
             while view:
                 view = view[os.write(self._channel, view) :]
         except OSError:
             raise Failed("the program ended before the tests did") from None
+        return writer.objects
 
-    def _receive(self, reader: Reader) -> tuple[str, Value, list[Value]]:
+    def _receive(self, objects: list[Value]) -> tuple[str, Value, list[Value]]:
         size = int.from_bytes(self._read(8), "big")
         if size > MAX_FRAME:
             raise Failed(f"an answer of {size} bytes; at most {MAX_FRAME} are read")
         try:
-            return reader.read(self._read(size))
+            data = self._read(size)
+            return Reader(self.shared, objects, self._proxy, self._exception).read(data)
         except Malformed as error:
             raise Failed(f"the program's box sent no answer: {error}") from None
 
@@ -138,14 +130,8 @@ class Session:
             size -= len(part)
         return b"".join(parts)
 
-    # ---- what answers name ----
-
     def _proxy(self, kind: str, number: int) -> Remote:
         return RemoteIterator(self, number) if kind == "iterator" else Remote(self, number)
-
-    @staticmethod
-    def _no_handle(kind: str, number: int) -> NoReturn:
-        raise Malformed("a handle before the program was loaded")
 
     def _exception(self, names: list[str]) -> type:
         """A class of ours for one of the program's: its name, below its nearest built-in base."""
@@ -155,9 +141,9 @@ class Session:
         return self._exceptions.get(names[0], base) if names else base
 
     def _raised(self, value: Value) -> Exception:
-        names, message = _list_of_text(value)
-        if not {"Exception"} & set(names):  # SystemExit, KeyboardInterrupt, GeneratorExit
-            raise Failed(f"the program raised {_describe(value)}")
+        names, message = _error_parts(value)
+        if "Exception" not in names:  # SystemExit, KeyboardInterrupt, GeneratorExit
+            raise Failed(f"the program raised {_error_text(value)}")
         try:
             error = self._exception(names)(message)
         except TypeError:  # UnicodeDecodeError and its like want more than a message
@@ -176,12 +162,9 @@ class Session:
         except (TypeError, ValueError, LookupError):
             raise Failed("the program's box called a function it was not given") from None
         try:
-            result = function(*positional, **named)
-            writer = Writer(self.shared, _number_of, self._register)
-            sent = writer.write(result)
-            self._send(("return", writer.table(), sent))
+            self._send(("return", function(*positional, **named)))
         except Exception as error:
-            self._send(("raise", [], type(error).__name__, str(error)))
+            self._send(("raise", type(error).__name__, str(error)))
 
 
 class Remote:
@@ -222,9 +205,7 @@ class Remote:
     __instancecheck__ = __subclasscheck__ = _refuse
 
 
-def _forward(name: str) -> Callable[..., Value]:
-    special = f"__{name}__"
-
+def _forward(special: str) -> Callable[..., Value]:
     def operator(self: Remote, *arguments: Value) -> Value:
         return self._session.value("method", self._number, special, arguments=(arguments, {}))
 
@@ -232,7 +213,7 @@ def _forward(name: str) -> Callable[..., Value]:
 
 
 for _name in _OPERATORS:
-    setattr(Remote, f"__{_name}__", _forward(_name))
+    setattr(Remote, f"__{_name}__", _forward(f"__{_name}__"))
 
 
 class RemoteIterator(Remote):
@@ -242,7 +223,10 @@ class RemoteIterator(Remote):
 
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(session, number)
-        for name, value in (("_done", False), ("_items", []), ("_portion", 1)):
+        self._keep([], False, 1)
+
+    def _keep(self, items: list[Value], done: bool, portion: int) -> None:
+        for name, value in (("_items", items), ("_done", done), ("_portion", portion)):
             object.__setattr__(self, name, value)
 
     def __iter__(self) -> Iterator[Value]:
@@ -256,9 +240,8 @@ class RemoteIterator(Remote):
             answer = self._session.value("next", self._number, self._portion)
             if type(answer) is not list or len(answer) != 2 or type(answer[0]) is not list:
                 raise Failed("the program's box sent no items")
-            object.__setattr__(self, "_items", answer[0][::-1])
-            object.__setattr__(self, "_done", answer[1] is not False or not answer[0])
-            object.__setattr__(self, "_portion", min(2 * self._portion, 1024))
+            done = answer[1] is not False or not answer[0]
+            self._keep(answer[0][::-1], done, min(2 * self._portion, 1024))
         if not self._items:
             raise StopIteration
         return self._items.pop()
@@ -268,7 +251,7 @@ def _number_of(value: Value) -> int | None:
     return value._number if isinstance(value, Remote) else None
 
 
-def _list_of_text(value: Value) -> tuple[list[str], str]:
+def _error_parts(value: Value) -> tuple[list[str], str]:
     if type(value) is list and len(value) == 2 and type(value[0]) is list:
         names, message = value
         if names and all(type(item) is str for item in [*names, message]):
@@ -276,8 +259,8 @@ def _list_of_text(value: Value) -> tuple[list[str], str]:
     raise Failed("the program's box sent no error")
 
 
-def _describe(value: Value) -> str:
-    names, message = _list_of_text(value)
+def _error_text(value: Value) -> str:
+    names, message = _error_parts(value)
     return f"{names[0]}: {message}"[:300]
 
 
@@ -301,85 +284,56 @@ class Names(dict[str, Value]):
     def __init__(self, session: Session, content: dict[str, Value]) -> None:
         super().__init__(content)
         self._session = session
-        self.code: CodeType | None = None
+        self._codes: list[CodeType] = []
 
     def resolve(self, code: CodeType) -> None:
         """The names are those of this code. A class body looks names up without __missing__, so what
         it may mean is looked up now."""
-        self.code = code
-        for body in _nested(code):
-            if body is not code and not body.co_flags & CO_OPTIMIZED:
-                for name in body.co_names:
-                    with contextlib.suppress(KeyError):
-                        self[name] = self[name]
+        self._codes = [code]
+        for body in self._codes:  # grows meanwhile
+            self._codes += [part for part in body.co_consts if isinstance(part, CodeType)]
+        for body in self._codes[1:]:
+            for name in () if body.co_flags & CO_OPTIMIZED else body.co_names:
+                with contextlib.suppress(KeyError):
+                    self[name] = self[name]
 
     def __missing__(self, name: str) -> Value:
-        if self.code is None or name.startswith("__"):
+        if not self._codes or name.startswith("__"):
             raise KeyError(name)
         if hasattr(builtins, name):
-            return self._builtin(name)
-        if name in sys.stdlib_module_names and not self._is_called(name):
-            self[name] = module = __import__(name)
-            return module
+            remote = self._session.ask("get", name, arguments=([], {}))
+            if remote is ABSENT or self._tested() != {name}:
+                return self.setdefault(name, getattr(builtins, name))
+            self._session.answers += not isinstance(remote, Remote)
+            return remote
+        if name in sys.stdlib_module_names and not any(_calls(code, name) for code in self._codes):
+            return self.setdefault(name, __import__(name))
         value = self._session.value("get", name)
         if value is ABSENT:
             raise KeyError(name)
         return value
 
-    def _builtin(self, name: str) -> Value:
-        """Ours, unless the program has one and the tests ask for nothing else of the program."""
-        remote = self._session.ask("get", name, arguments=([], {}))
-        if remote is not ABSENT and self._tested() == {name}:
-            self._session.answers += not isinstance(remote, Remote)
-            return remote
-        self[name] = getattr(builtins, name)
-        return self[name]
-
     def _tested(self) -> set[str]:
         """Names that the tests load and do not define; built-ins only when there are no others."""
-        assert self.code is not None
-        loaded, stored = _globals_of(self.code)
+        steps = [step for code in self._codes for step in dis.get_instructions(code)]
+        loaded = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        stored = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_NAME")}
         unknown = {name for name in loaded - stored if name not in self}
         others = {name for name in unknown if not hasattr(builtins, name)}
         return others or {name for name in unknown if _is_function(getattr(builtins, name))}
-
-    def _is_called(self, name: str) -> bool:
-        """Whether the tests call it: then it is a function of the program, not a module."""
-        assert self.code is not None
-        return any(_calls(code, name) for code in _nested(self.code))
 
 
 def _is_function(value: Value) -> bool:
     return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
-
-
-def _globals_of(code: CodeType) -> tuple[set[str], set[str]]:
-    loaded, stored = set(), set()
-    for part in _nested(code):
-        for instruction in dis.get_instructions(part):
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                loaded.add(instruction.argval)
-            elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
-                stored.add(instruction.argval)
-    return loaded, stored
-
-
 def _calls(code: CodeType, name: str) -> bool:
     """A name that is loaded and whose attributes are not: `calendar(3)`, not `calendar.month(3)`."""
-    before = ""
-    used = False
-    for instruction in dis.get_instructions(code):
+    before, used = "", False
+    for step in dis.get_instructions(code):
         if before == name:
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 return False
             used = True
-        loads = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        before = instruction.argval if loads else ""
+        before = step.argval if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""
     return used

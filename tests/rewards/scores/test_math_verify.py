@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hone.rewards import failures
+from hone.rewards.failures import count_mishap
 from hone.rewards.scores import math_batch, math_verify
 from hone.rewards.scores import math_verify as module
 
@@ -17,7 +17,7 @@ def test_boxed_or_not_the_answer_is_compared() -> None:
 
 def test_a_check_that_ran_out_of_time_scores_timeout_score(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(given: str, truth: str) -> tuple[bool, bool, str]:
-        failures.events["symbolic_timeout"] += 1
+        count_mishap("symbolic_timeout")
         return False, True, ""
 
     monkeypatch.setattr(module, "compare", late)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.sandbox.judging.answering import Answers, Request
 from hone.sandbox.judging.plain_data import ABSENT, Malformed, Match, Reader, Writer, update
 
 
@@ -151,14 +152,49 @@ def test_any_bytes_are_refused_or_read(data: bytes) -> None:
         reader().read(data)
 
 
+def sent(value: Any) -> Any:
+    """What the program's box makes of a value of the tests."""
+    answers = Answers(0, {"Node": Node})
+    answers.handles.append("an object of the program")
+    writer = Writer({"Node": Node}, lambda v: 0 if type(v) is Handle else None, lambda function: 0)
+    return Request(answers, writer.write(("call", 0, [value], {}))).words[2][0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"a": (1, range(2), None)}, b"x", 1j, ...],
+        [collections.deque([1], 3), collections.Counter("aab"), collections.OrderedDict(a=1)],
+        [Decimal("0.1"), Fraction(1, 3), bytearray(b"x"), {1, 2}, frozenset({3})],
+        [len, int, ValueError],
+        (..., "h", 0),
+    ],
+)
+def test_plain_data_of_the_tests_arrives_as_it_is(value: Any) -> None:
+    assert sent(value) == value
+    assert [*map(type, sent(value))] == [*map(type, value)]
+
+
+def test_one_list_in_two_places_stays_one_list() -> None:
+    row: list[Any] = [0]
+    for shared in ([row, row], [row, row, Handle()]):
+        copy = sent(shared)
+        assert copy[0] is copy[1]
+
+
+def test_objects_of_both_sides_and_functions_cross_by_number() -> None:
+    node = Node(1)
+    node.val = [node, Handle()]
+    copy = sent(node)
+    assert type(copy) is Node
+    assert copy.val == [copy, "an object of the program"]
+    assert callable(sent(lambda x: x))
+    assert sent(iter([1, 2])) == [1, 2]
+
+
 def test_what_cannot_be_sent_is_named() -> None:
-    writer = Writer({"Node": Node}, lambda value: None, lambda function: 0)
-    assert writer.write([{"a": (1, range(2))}]) == [{"a": (1, (..., "r", [0, 2, 1]))}]
-    assert writer.write(len) == (..., "builtin", "len")
-    with pytest.raises(TypeError, match="Handle is not plain data"):
-        writer.write([Handle()])
-    with pytest.raises(TypeError, match="begins with"):
-        writer.write((..., "h", 0))
+    with pytest.raises(TypeError, match="Absent is not plain data"):
+        sent([ABSENT])
 
 
 def test_changes_reach_the_tests_own_objects() -> None:
