@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 MAX_CHARS = 512
 MAX_DEPTH = 32
@@ -19,7 +20,17 @@ MAX_DIGITS = 24
 MAX_COMPAT_EXPONENT = 64
 MAX_COMPAT_BITS = 4096
 
-_TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))", re.ASCII)
+_EXACT_CHARS = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
+_COMPAT_CHARS = re.compile(r"[\d+\-*/().\s]+")
+_SIGNS = re.compile(rf"[-+]\s*(?:[-+]\s*){{{MAX_DEPTH},}}")
+_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
+_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
 
 
 class ExpressionError(ValueError):
@@ -36,131 +47,56 @@ class Evaluated:
 
 def evaluate(text: str) -> Evaluated:
     """Value of `text`, or ExpressionError. Time is bounded by MAX_CHARS, MAX_DEPTH, MAX_DIGITS."""
-    parser = _Parser(_tokens(text))
-    value = parser.sum(0)
-    if parser.position != len(parser.tokens):
-        raise ExpressionError(f"unexpected {parser.tokens[parser.position]!r}")
-    return Evaluated(value, tuple(parser.numbers))
+    if not _EXACT_CHARS.fullmatch(text[: MAX_CHARS + 1]) or _LONG_NUMBER.search(text[:MAX_CHARS]):
+        raise ExpressionError(f"not integers of {MAX_DIGITS} digits with + - * / ( )")
+    numbers: list[int] = []
 
+    def leaf(number: int) -> Fraction:
+        numbers.append(number)
+        return Fraction(number)
 
-def _tokens(text: str) -> list[str]:
-    if len(text) > MAX_CHARS:
-        raise ExpressionError(f"longer than {MAX_CHARS} characters")
-    text = text.rstrip()
-    tokens: list[str] = []
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ExpressionError(
-                f"unexpected text at {position}: {text[position : position + 8]!r}"
-            )
-        tokens.append(match.group(1) or match.group(2))
-        position = match.end()
-    if not tokens:
-        raise ExpressionError("empty expression")
-    return tokens
-
-
-class _Parser:
-    """Recursive descent; `depth` counts parentheses and signs so that nesting is bounded."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self.tokens = tokens
-        self.position = 0
-        self.numbers: list[int] = []
-
-    def sum(self, depth: int) -> Fraction:
-        value = self.product(depth)
-        while self.peek() in ("+", "-"):
-            sign = self.take()
-            right = self.product(depth)
-            value = value + right if sign == "+" else value - right
-        return value
-
-    def product(self, depth: int) -> Fraction:
-        value = self.factor(depth)
-        while self.peek() in ("*", "/"):
-            sign = self.take()
-            right = self.factor(depth)
-            if sign == "/" and right == 0:
-                raise ExpressionError("division by zero")
-            value = value * right if sign == "*" else value / right
-        return value
-
-    def factor(self, depth: int) -> Fraction:
-        if depth > MAX_DEPTH:
-            raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
-        token = self.take()
-        if token == "-":
-            return -self.factor(depth + 1)
-        if token == "(":
-            value = self.sum(depth + 1)
-            if self.take() != ")":
-                raise ExpressionError("expected ')'")
-            return value
-        return Fraction(self.number(token))
-
-    def number(self, token: str) -> int:
-        if not token.isdigit():
-            raise ExpressionError(f"expected a number, got {token!r}")
-        if len(token) > MAX_DIGITS:
-            raise ExpressionError(f"a number of {len(token)} digits")
-        if len(token) > 1 and token[0] == "0" and token.strip("0"):
-            raise ExpressionError(f"leading zero in {token!r}")
-        self.numbers.append(int(token))
-        return self.numbers[-1]
-
-    def peek(self) -> str | None:
-        return self.tokens[self.position] if self.position < len(self.tokens) else None
-
-    def take(self) -> str:
-        token = self.peek()
-        if token is None:
-            raise ExpressionError("expression ends early")
-        self.position += 1
-        return token
-
-
-_COMPAT_CHARS = re.compile(r"[\d+\-*/().\s]+")
-_COMPAT_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
+    return Evaluated(_value(" ".join(text.split()), leaf, _OPERATORS), tuple(numbers))
 
 
 def evaluate_compat(text: str) -> float:
     """What upstream's whitelisted `eval` gave: floats, `**`, `//` too. Huge powers are refused."""
-    if len(text) > MAX_CHARS or text.count("(") > MAX_DEPTH or not _COMPAT_CHARS.fullmatch(text):
-        raise ExpressionError("not in the whitelist of characters, or too large")
-    if re.search(rf"[-+]\s*(?:[-+]\s*){{{MAX_DEPTH},}}", text):
-        raise ExpressionError(f"more than {MAX_DEPTH} signs in a row")
+    if not _COMPAT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
+        raise ExpressionError("not in the whitelist of characters")
+    more = {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.Pow: _power}
+    return _value(text.strip(), lambda number: number, {**_OPERATORS, **more})
+
+
+def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..., Any]]) -> Any:
+    """The value of a short and shallow expression: its numbers by `leaf`, its operators by the table."""
+    if len(text) > MAX_CHARS or nesting_depth(text) > MAX_DEPTH or _SIGNS.search(text):
+        raise ExpressionError(f"longer than {MAX_CHARS} characters, or deeper than {MAX_DEPTH}")
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            return leaf(node.value)
+        if isinstance(node, ast.UnaryOp) and type(node.op) in operators:
+            return operators[type(node.op)](value(node.operand))
+        if isinstance(node, ast.BinOp) and type(node.op) in operators:
+            left = value(node.left)
+            return operators[type(node.op)](left, value(node.right))
+        raise ExpressionError(f"{type(node).__name__} is not arithmetic")
+
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-        return _compat_value(tree.body)
+        return value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError) as error:
         raise ExpressionError(str(error)) from error
 
 
-def _compat_value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-        operand = _compat_value(node.operand)
-        return -operand if isinstance(node.op, ast.USub) else operand
-    if isinstance(node, ast.BinOp):
-        left, right = _compat_value(node.left), _compat_value(node.right)
-        if isinstance(node.op, ast.Pow):
-            return _compat_power(left, right)
-        if type(node.op) in _COMPAT_OPERATORS:
-            return _COMPAT_OPERATORS[type(node.op)](left, right)
-    raise ExpressionError(f"{type(node).__name__} is not arithmetic")
+def nesting_depth(text: str) -> int:
+    """How deep brackets of any kind are nested."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
-def _compat_power(base: float, exponent: float) -> float:
+def _power(base: float, exponent: float) -> float:
     bits = base.bit_length() if isinstance(base, int) else 64
     if abs(exponent) > MAX_COMPAT_EXPONENT or bits * abs(exponent) > MAX_COMPAT_BITS:
         raise ExpressionError("a power this large is refused")

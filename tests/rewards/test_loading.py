@@ -159,7 +159,7 @@ def test_repetitive_responses_lose_their_reward_when_told_so(
 def test_scoring_observations_is_a_setting_and_is_told_once(
     load: Callable[..., Any], make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loading._tell_of_observations.cache_clear()
+    loading._warn_of_observations.cache_clear()
     data = make_batch(["ask #### 1"], "openai/gsm8k", ["1"], masks=["111100000000"])
     assert load()(data).sum() == 0.0
     assert caplog.records == []

@@ -1,11 +1,11 @@
-"""Scores by rule: one file a data source, found through the one table in `table.py`.
+"""Scores by rule: one file per data source, found through the one table in `table.py`.
 
 Importing this package loads no scorer and no torch; `scores.gsm8k` loads when it is first used.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from types import ModuleType
 
 from hone.rewards.scores.table import (
@@ -16,27 +16,13 @@ from hone.rewards.scores.table import (
     register_score,
 )
 
-_MODULES = {
-    "arithmetic": "arithmetic",
-    "asserts": "asserts",
-    "countdown": "countdown",
-    "geo3k": "geo3k",
-    "gsm8k": "gsm8k",
+_ALIASES = {
     "math": "math_reward",
-    "math_dapo": "math_dapo",
-    "math_reward": "math_reward",
     "math_batch": "math_reward",
-    "math_verify": "math_verify",
     "multiply": "arithmetic",
-    "prime_code": "prime_code",
-    "prime_math": "prime_math",
-    "qa_em": "qa_em",
-    "qa_em_format": "qa_em_format",
-    "rlla": "rlla",
-    "sandbox_fusion": "sandbox_fusion",
     "search_r1_like_qa_em": "qa_em",
 }
-"""verl's module names, each with the file that holds it here."""
+"""verl's module names that are not those of the files here."""
 
 __all__ = [
     "UnknownSourceError",
@@ -48,6 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = f"{__name__}.{_ALIASES.get(name, name)}"
+    if name.startswith("__") or importlib.util.find_spec(module) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(module)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from hone.rewards.expressions import nesting_depth
+
 MAX_EXPONENT = 9_999
 MAX_POWERS = 1_000_000
 """Product of the exponents from 100 on: a power of a power multiplies them."""
@@ -36,12 +38,4 @@ def too_large(text: str) -> str | None:
         return "a tower of powers"
     if _COUNTING.search(text) and any(int(number or 0) > MAX_COUNTED for number in numbers):
         return f"a factorial, sum or the like of more than {MAX_COUNTED}"
-    return "nested too deeply" if _depth(text) > MAX_DEPTH else None
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+    return "nested too deeply" if nesting_depth(text) > MAX_DEPTH else None
