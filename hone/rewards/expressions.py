@@ -62,7 +62,8 @@ def evaluate_compat(text: str) -> float:
     """What upstream's whitelisted `eval` gave: floats, `**`, `//` too. Huge powers are refused."""
     if not _COMPAT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
         raise ExpressionError("not in the whitelist of characters")
-    more = {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.Pow: _power}
+    more: dict[Any, Callable[..., Any]] = {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos}
+    more[ast.Pow] = _power
     return _value(text.strip(), lambda number: number, {**_OPERATORS, **more})
 
 
