@@ -1,13 +1,13 @@
-"""Every column of a batch, declared once: shape, type, who writes it, when, and what it means.
+"""Every column of a batch, declared once: shape, type, its writer, when, and its meaning.
 
-`require` reads a column or says who should have written it; `write` adds one, once. Leaves out the
+`require` reads a column or names its writer; `write` adds one, once. Leaves out the
 batch itself (hone.protocol): any object with `has_column`, `column` and `set_column` will do.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,204 +67,126 @@ class ColumnWrittenTwice(ValueError):
     """Two steps write the same column."""
 
 
-_B, _BT, _BPT = "[B]", "[B, T]", "[B, P+T]"
-
 _ALWAYS = "always"
-_TOOLS = "an agent loop calls tools or has an interaction"
-_READ = "an estimator or a loss reads it"
-_CORRECTED = "algorithm.rollout_correction has rollout_is or rollout_rs, without bypass_mode"
 _PASS = (
     "old log-probs, entropies or sums of squares are read before the update: more than one update per "
     "batch, KL in the reward, rollout correction, critic_warmup, or an estimator that reads them"
 )
 
 
-def _objects(step: str, when: str, **meanings: str) -> tuple[Column, ...]:
-    """Columns of one object per row."""
-    return tuple(Column(name, _B, "object", step, when, text) for name, text in meanings.items())
-
-
-_DECLARED = (
-    # what a data row brings
-    *_objects(
-        "prompts",
-        _ALWAYS,
-        uid="names the prompt; its responses are a group",
-        data_source="which data set; picks the scorer",
-        reward_model="how to score: style, ground_truth",
-        extra_info="whatever else the row brought",
-        raw_prompt="the prompt as chat messages, or as text",
-        prompt_ids="the prompt as token ids, no padding",
-        index="the row's index in its data set",
-        dataset_index="where the row stands among the rows that were kept",
-        agent_name="which agent loop plays this row; None is the default loop",
-        tools_kwargs="arguments for each tool",
-        interaction_kwargs="arguments for the environment that answers",
-    ),
-    *_objects("prompts", "the data has it", ability="kind of task"),
-    *_objects(
-        "prompts", "the data has images, video or audio", multi_modal_data="media of the prompt"
-    ),
-    # what a trajectory is
-    *_objects(
-        "generate",
-        _ALWAYS,
-        trajectory_id="names the attempt; its rows are one trajectory",
-        sample_index="which response of its group this is",
-        seed="sampling seed of the response",
-        num_turns="messages of the conversation: the prompt, the model's and what answered it",
-        stop_reason="why generation ended",
-        versions="weights version that wrote each token, a list; None where a loop does not say",
-    ),
-    Column("prompts", "[B, P]", "int", "generate", _ALWAYS, "prompt ids, left-padded"),
-    Column("responses", _BT, "int", "generate", _ALWAYS, "response ids, right-padded"),
-    Column("response_mask", _BT, "mask", "generate", _ALWAYS, "1 where the policy wrote the token"),
-    Column("attention_mask", _BPT, "mask", "generate", _ALWAYS, "1 where there is a token"),
-    Column("input_ids", _BPT, "int", "generate", _READ, "prompts then responses"),
-    Column("position_ids", _BPT, "int", "generate", _READ, "each token's position, from 0"),
-    Column(
-        "rollout_log_probs",
-        _BT,
-        "float",
+_DECLARED = {  # (step, when): its columns
+    ("prompts", _ALWAYS): """
+        uid object [B]: names the prompt; its responses are a group
+        data_source object [B]: which data set; picks the scorer
+        reward_model object [B]: how to score: style, ground_truth
+        extra_info object [B]: whatever else the row brought
+        raw_prompt object [B]: the prompt as chat messages, or as text
+        prompt_ids object [B]: the prompt as token ids, no padding
+        index object [B]: the row's index in its data set
+        dataset_index object [B]: where the row stands among the rows that were kept
+        agent_name object [B]: which agent loop plays this row; None is the default loop
+        tools_kwargs object [B]: arguments for each tool
+        interaction_kwargs object [B]: arguments for the environment that answers
+    """,
+    ("prompts", "the data has it"): "ability object [B]: kind of task",
+    ("prompts", "the data has images, video or audio"): """
+        multi_modal_data object [B]: media of the prompt
+    """,
+    ("generate", _ALWAYS): """
+        trajectory_id object [B]: names the attempt; its rows are one trajectory
+        sample_index object [B]: which response of its group this is
+        seed object [B]: sampling seed of the response
+        num_turns object [B]: messages of the conversation: the prompt, the model's and what answered it
+        stop_reason object [B]: why generation ended
+        versions object [B]: weights version that wrote each token, a list; None where a loop does not say
+        prompts int [B, P]: prompt ids, left-padded
+        responses int [B, T]: response ids, right-padded
+        response_mask mask [B, T]: 1 where the policy wrote the token
+        attention_mask mask [B, P+T]: 1 where there is a token
+    """,
+    ("generate", "an estimator or a loss reads it"): """
+        input_ids int [B, P+T]: prompts then responses
+        position_ids int [B, P+T]: each token's position, from 0
+    """,
+    (
         "generate",
         "actor_rollout_ref.rollout.calculate_log_probs=True and the agent loops return them",
-        "log-prob of each token as the rollout engine sampled it",
-    ),
-    Column(
-        "reward/agent",
-        _BT,
-        "float",
-        "generate",
-        "an agent loop scores its trajectory",
-        "reward part 'agent': the loop's own score, on the last token of the policy",
-    ),
-    *_objects(
-        "generate",
-        _TOOLS,
-        tool_outputs="what tools answered",
-        tool_rewards="what tools scored",
-        turn_scores="what the interaction scored, turn by turn",
-        timeouts="waits that were cut off",
-        tool_call_counts="how many calls the policy made",
-        tool_failures="how many calls and answers failed",
-        reward_scores="score of the trajectory by each tool and interaction",
-        turn_spans="role, tokens, tool calls and score of each turn, in order",
-    ),
-    # what it was worth
-    *_objects(
-        "score", _ALWAYS, reward_failure="why the row could not be scored; None where it was"
-    ),
-    Column(
-        "rm_scores",
-        _BT,
-        "float",
-        "score",
-        "reward_model.enable=True and reward_model.type=orm",
-        "the reward model's score, on the last token of the policy",
-    ),
-    Column(
-        "step_mask",
-        _BT,
-        "mask",
-        "score",
-        "reward_model.type=prm",
-        "where a reasoning step ends: the process reward model judges it there",
-    ),
-    Column(
-        "token_level_scores", _BT, "float", "score", _ALWAYS, "configured sum of the reward parts"
-    ),
-    Column(
-        "reward_baselines",
-        _B,
-        "float",
-        "score",
-        "an estimator reads it (remax)",
-        "score of the greedy response to the same prompt",
-    ),
-    # what the models say about it
-    Column(
-        "old_log_probs",
-        _BT,
-        "float",
-        "log_probs",
-        f"bypass_mode, or {_PASS}",
-        "log-prob of each token before the update",
-    ),
-    Column(
-        "entropys",
-        _BT,
-        "float",
-        "log_probs",
-        _PASS,
-        "policy entropy at each token before the update",
-    ),
-    Column(
-        "sum_pi_squared",
-        _BT,
-        "float",
+    ): "rollout_log_probs float [B, T]: log-prob of each token as the rollout engine sampled it",
+    ("generate", "an agent loop scores its trajectory"): """
+        reward/agent float [B, T]: reward part 'agent': the loop's own score, on the last token of the policy
+    """,
+    ("generate", "an agent loop calls tools or has an interaction"): """
+        tool_outputs object [B]: what tools answered
+        tool_rewards object [B]: what tools scored
+        turn_scores object [B]: what the interaction scored, turn by turn
+        timeouts object [B]: waits that were cut off
+        tool_call_counts object [B]: how many calls the policy made
+        tool_failures object [B]: how many calls and answers failed
+        reward_scores object [B]: score of the trajectory by each tool and interaction
+        turn_spans object [B]: role, tokens, tool calls and score of each turn, in order
+    """,
+    ("score", _ALWAYS): """
+        reward_failure object [B]: why the row could not be scored; None where it was
+        token_level_scores float [B, T]: configured sum of the reward parts
+    """,
+    ("score", "reward_model.enable=True and reward_model.type=orm"): """
+        rm_scores float [B, T]: the reward model's score, on the last token of the policy
+    """,
+    ("score", "reward_model.type=prm"): """
+        step_mask mask [B, T]: where a reasoning step ends: the process reward model judges it there
+    """,
+    ("score", "an estimator reads it (remax)"): """
+        reward_baselines float [B]: score of the greedy response to the same prompt
+    """,
+    ("log_probs", f"bypass_mode, or {_PASS}"): """
+        old_log_probs float [B, T]: log-prob of each token before the update
+    """,
+    ("log_probs", _PASS): """
+        entropys float [B, T]: policy entropy at each token before the update
+    """,
+    (
         "log_probs",
         "an estimator reads it (optimal_token_baseline), or actor.calculate_sum_pi_squared=True",
-        "sum of squared token probabilities at each position",
-    ),
-    Column(
-        "ref_log_prob",
-        _BT,
-        "float",
+    ): "sum_pi_squared float [B, T]: sum of squared token probabilities at each position",
+    (
         "ref_log_probs",
         "algorithm.use_kl_in_reward=True, actor_rollout_ref.actor.use_kl_loss=True, or an estimator or "
         "a loss reads it",
-        "log-prob of each token under the reference",
-    ),
-    Column(
-        "values",
-        _BT,
-        "float",
-        "values",
-        "an estimator reads it (gae), or critic.enable=True",
-        "critic estimate before each token",
-    ),
-    # what follows from it
-    Column(
-        "token_level_rewards", _BT, "float", "advantages", _ALWAYS, "scores after KL and shaping"
-    ),
-    Column("advantages", _BT, "float", "advantages", _ALWAYS, "how much better than expected"),
-    Column("returns", _BT, "float", "advantages", _ALWAYS, "what the critic should have said"),
-    Column(
-        "loss_mask",
-        _BT,
-        "mask",
+    ): "ref_log_prob float [B, T]: log-prob of each token under the reference",
+    ("values", "an estimator reads it (gae), or critic.enable=True"): """
+        values float [B, T]: critic estimate before each token
+    """,
+    ("advantages", _ALWAYS): """
+        token_level_rewards float [B, T]: scores after KL and shaping
+        advantages float [B, T]: how much better than expected
+        returns float [B, T]: what the critic should have said
+        step_row int [B]: the row's number in the step, before ranks share rows; mini-batches draw over it
+    """,
+    (
         "advantages",
-        _CORRECTED,
-        "tokens the policy loss reads where they are not those of response_mask",
-    ),
-    Column(
-        "rollout_is_weights",
-        _BT,
-        "float",
-        "advantages",
-        "algorithm.rollout_correction.rollout_is is set, without bypass_mode",
-        "importance weight of each token, trainer over rollout",
-    ),
-    Column(
-        "step_row",
-        _B,
-        "int",
-        "advantages",
-        _ALWAYS,
-        "the row's number in the step before ranks share the rows: mini-batches are drawn over it",
-    ),
-    # what the controller adds on the way to a worker, and takes off again
-    Column(
-        "padded_row",
-        _B,
-        "mask",
-        "dispatch",
-        "a batch does not divide over the ranks",
-        "1 for a row added to even out the ranks: leave it out of means",
-    ),
-)
+        "algorithm.rollout_correction has rollout_is or rollout_rs, without bypass_mode",
+    ): "loss_mask mask [B, T]: tokens the policy loss reads where they are not those of response_mask",
+    ("advantages", "algorithm.rollout_correction.rollout_is is set, without bypass_mode"): """
+        rollout_is_weights float [B, T]: importance weight of each token, trainer over rollout
+    """,
+    ("dispatch", "a batch does not divide over the ranks"): """
+        padded_row mask [B]: 1 for a row added to even out the ranks: leave it out of means
+    """,
+}
 
-COLUMNS: dict[str, Column] = {column.name: column for column in _DECLARED}
+
+def _columns(step: str, when: str, lines: str) -> Iterator[Column]:
+    for line in filter(None, map(str.strip, lines.splitlines())):
+        head, _, meaning = line.partition(": ")
+        name, dtype, shape = head.split(maxsplit=2)
+        yield Column(name, shape, dtype, step, when, meaning)
+
+
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for (step, when), lines in _DECLARED.items()
+    for column in _columns(step, when, lines)
+}
 
 
 def reward_column(part: str) -> str:
@@ -281,7 +203,9 @@ def declared(name: str) -> Column | None:
     if name.startswith(REWARD_PREFIX) and len(name) > len(REWARD_PREFIX):
         part = name.removeprefix(REWARD_PREFIX)
         when = f"the reward part {part!r} is configured"
-        return Column(name, _BT, "float", "score", when, f"reward part {part!r}, token by token")
+        return Column(
+            name, "[B, T]", "float", "score", when, f"reward part {part!r}, token by token"
+        )
     return None
 
 
@@ -326,9 +250,9 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
 
 def adopt(batch: DataProto, result: DataProto, names: Iterable[str] | None = None) -> None:
     """Write the columns that a worker returned, or those of them that are named."""
-    kept = result.column_names() if names is None else [n for n in names if result.has_column(n)]
-    for name in kept:
-        write(batch, name, result.column(name))
+    for name in result.column_names() if names is None else names:
+        if result.has_column(name):
+            write(batch, name, result.column(name))
 
 
 def _mismatch(column: Column, value: Tensor | np.ndarray) -> str | None:

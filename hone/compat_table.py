@@ -6,7 +6,7 @@ Nothing is imported here. Leaves out what verl keeps private; `hone.compat` answ
 from __future__ import annotations
 
 _CONTROLLER = "hone.controller"
-_MODES = f"{_CONTROLLER}.modes"
+_MODES = f"{_CONTROLLER}.decorator"
 _SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
 _STREAMING = f"{_MANAGERS}.streaming"
@@ -170,7 +170,7 @@ _CORE_ALGOS = {
     **_from(
         _CORE,
         "ADV_ESTIMATOR_REGISTRY POLICY_LOSS_REGISTRY AdvantageEstimator "
-        "compute_gae_advantage_return compute_gdpo_outcome_advantage "
+        "compute_entropy_loss compute_gae_advantage_return compute_gdpo_outcome_advantage "
         "compute_gpg_outcome_advantage compute_grpo_outcome_advantage "
         "compute_grpo_passk_outcome_advantage compute_multi_turn_optimal_token_baseline_advantage "
         "compute_opo_outcome_advantage compute_optimal_token_baseline_advantage "
@@ -186,17 +186,15 @@ _CORE_ALGOS = {
     **{
         f"compute_policy_loss_{name}": f"{_LOSSES}.{file}:{name}"
         for file, names in {
-            "covariance": ("clip_cov", "kl_cov"),
-            "dppo": ("dppo_tv", "dppo_kl"),
-            "reinforce": ("gpg",),
-            "sequence_ratio": ("gspo", "geo_mean"),
-            **{name: (name,) for name in ("vanilla", "sapo", "cispo", "dro")},
-            "bypass": ("bypass_mode",),
+            "covariance": "clip_cov kl_cov",
+            "sequence_ratio": "gspo geo_mean",
+            "token_ratio": "dppo_tv dppo_kl gpg sapo cispo dro",
+            "vanilla": "vanilla",
+            "bypass": "bypass_mode",
         }.items()
-        for name in names
+        for name in names.split()
     },
     **_from("hone.algorithms.value_loss", "compute_value_loss"),
-    **_from("hone.algorithms.entropy", "compute_entropy_loss"),
     **_from("hone.algorithms.aggregation", "agg_loss"),
     **_from(
         "hone.algorithms.kl",

@@ -7,6 +7,7 @@ returns one sentence per violation. Each is also shown to fail on a small plante
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +61,43 @@ PRINTING_FILES = {"tracking/console.py", "cli.py"}
 NO_CODE_FROM_TEXT_ROOMS = {"rewards", "agents"}
 HEAVY = ("torch", "ray", "transformers")
 
+MIRRORED_ROOMS = ("trainer/ppo/", "workers/", "weights/", "engine/", "rollout/", "algorithms/")
+TESTED_ELSEWHERE = {
+    # by the contract of their room, which every engine and strategy is run through
+    "engine/contract.py",
+    "rollout/contract.py",
+    "weights/contract.py",
+    # by tests/weights/test_streamed.py, over every transport
+    "weights/collective.py",
+    "weights/window.py",
+    # not moved yet
+    "trainer/ppo/agent_checks.py",
+    "trainer/ppo/credit.py",
+    "trainer/ppo/metrics.py",
+    "trainer/ppo/preview.py",
+    "trainer/ppo/prompt_lengths.py",
+    "trainer/ppo/publish.py",
+    "trainer/ppo/samples.py",
+    "trainer/ppo/scorer_trial.py",
+    "rollout/gate.py",
+    "rollout/hf.py",
+    "rollout/native/answers.py",
+    "rollout/native/cache.py",
+    "rollout/native/cut_rows.py",
+    "rollout/native/decode_graph.py",
+    "rollout/native/decoder.py",
+    "rollout/native/exact_decoder.py",
+    "rollout/native/exact_layouts.py",
+    "rollout/native/exact_reference.py",
+    "rollout/native/kernel_choice.py",
+    "rollout/native/kernels_reference.py",
+    "rollout/native/paged_layouts.py",
+    "rollout/native/paged_rows.py",
+    "rollout/native/sampler.py",
+    "rollout/weights.py",
+}
+"""Files without a test at their own path; the list may only shrink."""
+
 
 def _kernel_file(path: str) -> bool:
     inside = path.startswith(("rollout/native/", "ops/"))
@@ -99,9 +137,12 @@ class Import:
         self.target, self.line, self.at_load = target, line, at_load
 
 
-def sources(package: Path) -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(package.rglob("*.py")):
-        yield file.relative_to(package).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
+@functools.cache
+def sources(package: Path) -> list[tuple[str, ast.Module]]:
+    return [
+        (file.relative_to(package).as_posix(), ast.parse(file.read_text(encoding="utf-8")))
+        for file in sorted(package.rglob("*.py"))
+    ]
 
 
 def room_of(path: str) -> str:
@@ -294,6 +335,18 @@ def model_text_is_never_run(package: Path) -> list[str]:
     ]
 
 
+def tests_mirror_the_rooms(package: Path) -> list[str]:
+    tests = package.parent / "tests"
+    wrong = []
+    for path, _ in sources(package):
+        folder, _, name = path.rpartition("/")
+        exempt = name == "__init__.py" or name.endswith("_triton.py") or path in TESTED_ELSEWHERE
+        test = f"{folder}/test_{name}"
+        if path.startswith(MIRRORED_ROOMS) and not exempt and not (tests / test).is_file():
+            wrong.append(f"hone/{path} has no tests/{test}")
+    return wrong
+
+
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 ALLOWED_FUNCTION = "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
 
@@ -396,6 +449,13 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
         [
             {"rewards/a.py": "import json, re\nmodel.eval()\nre.compile('x')\njson.loads('1')"},
             {"sandbox/child.py": "exec(code)"},
+        ],
+    ),
+    tests_mirror_the_rooms: (
+        [{"engine/a.py": ""}, {"rollout/native/a.py": "", "../tests/rollout/test_a.py": ""}],
+        [
+            {"engine/a.py": "", "../tests/engine/test_a.py": ""},
+            {"engine/__init__.py": "", "rollout/native/a_triton.py": "", "ops/a.py": ""},
         ],
     ),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import COLUMNS
-from hone.protocol.union import same
+from hone.protocol.rows import same
 from hone.text import shown
 from hone.types import Settings
 

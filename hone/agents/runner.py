@@ -15,7 +15,7 @@ from hone.agents.contract import AgentLoopOutput
 from hone.agents.loop_thread import LOOPS_GRACE_S, LoopThread
 from hone.agents.trajectory import AgentLoopFailed, Job, TrajectoryMaker
 from hone.config import PPOTrainerConfig
-from hone.controller.phase_deadlines import PhaseDeadlines
+from hone.controller.waiting import PhaseDeadlines
 from hone.protocol import DataProto
 from hone.rollout.contract import Driven, RolloutEngine
 from hone.tokenizer import Tokenizer

@@ -6,39 +6,38 @@ formula has none (rloo, opo, gpg, reinforce_plus_plus_baseline) is taken and ent
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from hone.algorithms import advantages, policy_losses
+from hone.algorithms.advantages.estimator import Pair, VerlForm
 from hone.algorithms.advantages.gae import gae
 from hone.algorithms.advantages.gdpo import gdpo
-from hone.algorithms.advantages.gpg import gpg
+from hone.algorithms.advantages.group_baseline import gpg, grpo_passk, opo
 from hone.algorithms.advantages.grpo import EPS, grpo
-from hone.algorithms.advantages.opo import opo
 from hone.algorithms.advantages.optimal_token_baseline import EPS as BASELINE_EPS
 from hone.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
-from hone.algorithms.advantages.passk import grpo_passk
-from hone.algorithms.advantages.reinforce_plus_plus import (
+from hone.algorithms.advantages.returns import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
 )
-from hone.algorithms.advantages.remax import remax
 from hone.algorithms.advantages.rloo import rloo
-from hone.algorithms.policy_losses.reinforce import reinforce
+from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.policy_losses.token_ratio import reinforce
 from hone.algorithms.policy_losses.vanilla import vanilla
 from hone.algorithms.shaping import pf_ppo_rows
-from hone.ops.groups import Labels
 from hone.plugins import TableView
 from hone.protocol import DataProto
-from hone.types import Row, Settings
-
-Pair = tuple[Tensor, Tensor]  # advantages and returns, both [B, T]
+from hone.types import Settings
 
 ADV_ESTIMATOR_REGISTRY = TableView(advantages.TABLE)
 POLICY_LOSS_REGISTRY = TableView(policy_losses.TABLE)
@@ -63,208 +62,85 @@ class AdvantageEstimator(str, Enum):
     GDPO = "gdpo"
 
 
-def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
-) -> Pair:
-    return gae(token_level_rewards, response_mask, values=values, gamma=gamma, lam=lam)
+class VerlFunction:
+    """An estimator under verl's name: `arguments` are verl's, in verl's order, required before `/`.
+
+    An argument that neither the estimator nor the batch has (`ignored`) enters nothing, as in verl.
+    """
+
+    def __init__(
+        self, estimator: VerlForm, arguments: str, ignored: str = "", **defaults: Any
+    ) -> None:
+        self.__name__ = self.__qualname__ = estimator.__name__
+        self.__doc__ = estimator.__doc__
+        self._estimator, self._ignored = estimator, ignored.split()
+        required, _, optional = arguments.partition("/")
+        kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+        known = dict.fromkeys(required.split(), empty)
+        known |= {name: defaults.get(name) for name in optional.split()}
+        parameters = [inspect.Parameter(name, kind, default=known[name]) for name in known]
+        columns = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
+        self.__signature__ = inspect.Signature([*parameters, columns])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Pair:
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments | bound.arguments.pop("columns")
+        return self._estimator(**{n: v for n, v in values.items() if n not in self._ignored})
 
 
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    epsilon: float = EPS,
-    norm_adv_by_std_in_grpo: bool | None = None,
-    config: Settings | None = None,
-) -> Pair:
-    """The division follows the argument, else the config, else it is on."""
-    by_std = norm_adv_by_std_in_grpo
-    return grpo(
-        token_level_rewards,
-        response_mask,
-        index,
-        config,
-        epsilon=epsilon,
-        norm_adv_by_std_in_grpo=by_std,
-    )
+_GROUPED = "token_level_rewards response_mask index /"
+_BASELINE = (
+    "token_level_rewards response_mask index old_log_probs sum_pi_squared / rollout_is_weights "
+    "handle_zero_tail epsilon config"
+)
+_TAIL: dict[str, Any] = {"handle_zero_tail": True, "epsilon": BASELINE_EPS}
 
-
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    epsilon: float = EPS,
-    norm_adv_by_std_in_grpo: bool | None = None,
-    config: Settings | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    """The division follows the argument, else the config, else it is on."""
-    by_std = norm_adv_by_std_in_grpo
-    return grpo_passk(
-        token_level_rewards,
-        response_mask,
-        index,
-        config,
-        epsilon=epsilon,
-        norm_adv_by_std_in_grpo=by_std,
-        **columns,
-    )
+compute_gae_advantage_return = VerlFunction(
+    gae, "token_level_rewards values response_mask gamma lam /"
+)
+compute_grpo_outcome_advantage = VerlFunction(
+    grpo, f"{_GROUPED} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
+)
+compute_grpo_passk_outcome_advantage = VerlFunction(
+    grpo_passk, f"{_GROUPED} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
+)
+compute_rloo_outcome_advantage = VerlFunction(rloo, f"{_GROUPED} epsilon config", "epsilon")
+compute_opo_outcome_advantage = VerlFunction(opo, f"{_GROUPED} epsilon config", "epsilon")
+compute_reinforce_plus_plus_baseline_outcome_advantage = VerlFunction(
+    reinforce_plus_plus_baseline, f"{_GROUPED} epsilon config", "epsilon"
+)
+compute_reinforce_plus_plus_outcome_advantage = VerlFunction(
+    reinforce_plus_plus, "token_level_rewards response_mask / config index"
+)
+compute_remax_outcome_advantage = VerlFunction(
+    remax, "token_level_rewards reward_baselines response_mask / config index"
+)
+compute_gpg_outcome_advantage = VerlFunction(
+    gpg, f"{_GROUPED} epsilon f_norm alpha config", "epsilon alpha", f_norm=1.0
+)
+compute_optimal_token_baseline_advantage = VerlFunction(optimal_token_baseline, _BASELINE, **_TAIL)
+compute_multi_turn_optimal_token_baseline_advantage = VerlFunction(
+    tir_optimal_token_baseline, _BASELINE, **_TAIL
+)
+_compute_gdpo = VerlFunction(
+    gdpo,
+    f"{_GROUPED} epsilon norm_adv_by_std_in_grpo config non_tensor_batch batch",
+    "batch",
+    epsilon=EPS,
+    norm_adv_by_std_in_grpo=True,
+)
 
 
 def compute_gdpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    epsilon: float = EPS,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Settings | None = None,
-    non_tensor_batch: Row | None = None,
-    batch: TensorDict | None = None,
-    **columns: Labels | None,
+    token_level_rewards: Tensor, *args: Any, config: Settings | None = None, **kwargs: Any
 ) -> Pair:
-    """Without a config the rewards themselves are the only part."""
-    if config is None:
+    """GDPO; without a config the rewards themselves are the only part."""
+    if config is None and len(args) < 5:
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}
-        columns = {**columns, "reward/all": token_level_rewards}
-    return gdpo(
-        token_level_rewards,
-        response_mask,
-        index,
-        config,
-        epsilon=epsilon,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-        non_tensor_batch=non_tensor_batch,
-        **columns,
-    )
-
-
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    epsilon: float = EPS,
-    config: Settings | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    return rloo(token_level_rewards, response_mask, index, config, **columns)
-
-
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    epsilon: float = EPS,
-    config: Settings | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    return opo(token_level_rewards, response_mask, index, config, **columns)
-
-
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    epsilon: float = EPS,
-    config: Settings | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    return reinforce_plus_plus_baseline(
-        token_level_rewards, response_mask, index, config, **columns
-    )
-
-
-def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    config: Settings | None = None,
-    index: Labels | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    return reinforce_plus_plus(token_level_rewards, response_mask, index, config, **columns)
-
-
-def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor,
-    reward_baselines: Tensor,
-    response_mask: Tensor,
-    config: Settings | None = None,
-    index: Labels | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    return remax(
-        token_level_rewards,
-        response_mask,
-        index,
-        config,
-        reward_baselines=reward_baselines,
-        **columns,
-    )
-
-
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    epsilon: float = EPS,
-    f_norm: float = 1.0,
-    alpha: float = 1.0,
-    config: Settings | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    """`alpha` is taken and replaced by the formula's own, as in verl."""
-    return gpg(token_level_rewards, response_mask, index, config, f_norm=f_norm, **columns)
-
-
-def compute_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
-    epsilon: float = BASELINE_EPS,
-    config: Settings | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    return optimal_token_baseline(
-        token_level_rewards,
-        response_mask,
-        index,
-        config,
-        old_log_probs=old_log_probs,
-        sum_pi_squared=sum_pi_squared,
-        rollout_is_weights=rollout_is_weights,
-        handle_zero_tail=handle_zero_tail,
-        epsilon=epsilon,
-        **columns,
-    )
-
-
-def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
-    epsilon: float = BASELINE_EPS,
-    config: Settings | None = None,
-    **columns: Labels | None,
-) -> Pair:
-    return tir_optimal_token_baseline(
-        token_level_rewards,
-        response_mask,
-        index,
-        config,
-        old_log_probs=old_log_probs,
-        sum_pi_squared=sum_pi_squared,
-        rollout_is_weights=rollout_is_weights,
-        handle_zero_tail=handle_zero_tail,
-        epsilon=epsilon,
-        **columns,
-    )
+        kwargs["reward/all"] = token_level_rewards
+    settings: Mapping[str, Any] = {} if config is None else {"config": config}
+    return _compute_gdpo(token_level_rewards, *args, **settings, **kwargs)
 
 
 def compute_policy_loss(
@@ -287,9 +163,8 @@ def compute_policy_loss(
         "clip_ratio_high": cliprange_high,
         "clip_ratio_c": clip_ratio_c,
     }
-    loss, metrics = vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
-    )
+    arguments = (old_log_prob, log_prob, advantages, response_mask)
+    loss, metrics = vanilla(*arguments, loss_agg_mode, config)
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
     clipped, kl, clipped_below = (metrics[name] for name in names)
     return loss, clipped, kl, clipped_below
@@ -304,15 +179,26 @@ def compute_policy_loss_reinforce(
     config: Settings | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    return reinforce(
-        rollout_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        loss_agg_mode,
-        config,
-        rollout_is_weights,
-    )
+    arguments = (rollout_log_prob, log_prob, advantages, response_mask)
+    return reinforce(*arguments, loss_agg_mode, config, rollout_is_weights)
+
+
+def compute_entropy_loss(
+    logits: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """This micro-batch's share of the mean entropy of softmax(logits), logits [B, T, V]."""
+    if logits.dim() != 3 or logits.shape[:2] != response_mask.shape:
+        raise ValueError(
+            f"compute_entropy_loss takes logits [B, T, V] and a mask [B, T]; got "
+            f"{list(logits.shape)} and {list(response_mask.shape)}. Aggregate entropies with agg_loss"
+        )
+    probabilities = torch.softmax(logits, dim=-1)
+    finite = torch.where(probabilities > 0, logits, 0.0)  # a logit of -inf takes no part
+    entropy = torch.logsumexp(logits, dim=-1) - (probabilities * finite).sum(dim=-1)
+    return agg_loss(entropy, response_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
 
 def compute_rewards(

@@ -11,15 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hone.algorithms import thresholds
 from hone.algorithms.correction_metrics import (
     agreement_metrics,
     rejection_metrics,
     weight_metrics,
 )
-from hone.algorithms.rejection import EXPONENT_BOUND, rejection_mask
+from hone.algorithms.rejection import EXPONENT_BOUND, Bound, bound_numbers, rejection_mask
 from hone.algorithms.settings import setting
-from hone.algorithms.thresholds import Bound
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
 from hone.types import Settings
@@ -50,7 +48,7 @@ def correct(
     level, threshold = option("rollout_is"), option("rollout_is_threshold")
     if level is not None:
         weights = importance_weights(log_ratio, mask, level, threshold)
-        bounds = thresholds.numbers(threshold, _THRESHOLD)
+        bounds = bound_numbers(threshold, _THRESHOLD)
         metrics |= weight_metrics(weights, log_ratio, mask, level, bounds)
         if option("rollout_is_batch_normalize"):
             weights, factor = _normalise(weights, mask, level)
@@ -69,7 +67,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: B
 
     One number cuts weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).
     """
-    bounds = thresholds.numbers(threshold, _THRESHOLD)
+    bounds = bound_numbers(threshold, _THRESHOLD)
     weights = _ratio(log_ratio, mask, level)
     if len(bounds) == 1:
         return weights.clamp(max=bounds[0])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hone.algorithms.advantages.chain import rewards_to_go
+from hone.algorithms.advantages.returns import rewards_to_go
 from hone.ops.masked import masked_fill_zero
 
 GAMMA_DECAY = "gamma-decay"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hone.algorithms import thresholds
-from hone.algorithms.thresholds import Bound
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
 
+Bound = float | str
+"""As users write it in `algorithm.rollout_correction`: 2.0, "0.5_2.0"."""
 Options = str | Sequence[str] | None
 """Names of OPTIONS, also with commas between them."""
 Bounds = Bound | Sequence[Bound] | None
@@ -58,7 +58,7 @@ def rejection_mask(
 
 
 def _pair(options: Options, bounds: Bounds) -> list[tuple[str, Bound]]:
-    chosen, given = [str(name) for name in thresholds.split(options)], thresholds.split(bounds)
+    chosen, given = [str(name) for name in split_list(options)], split_list(bounds)
     for option in chosen:
         if option not in OPTIONS:
             raise ValueError(
@@ -95,9 +95,9 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdic
 
 def _limits(kind: str, bound: Bound) -> tuple[float, float]:
     if kind == "k1":
-        low, high = thresholds.ratio_band(bound, _KEY)
+        low, high = ratio_band(bound, _KEY)
         return -math.log(high), -math.log(low)  # k1 falls as the ratio rises
-    limits = thresholds.numbers(bound, _KEY)
+    limits = bound_numbers(bound, _KEY)
     if len(limits) != 1:
         raise ValueError(f"{_KEY}={bound!r}: {kind} takes one upper bound, such as 0.01")
     return -math.inf, limits[0]
@@ -109,3 +109,39 @@ def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
     if kind == "k2":
         return 0.5 * log_ratio**2
     return log_ratio.exp() - 1 - log_ratio
+
+
+def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:
+    """A comma-separated string, a list, or one value, as a list."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def bound_numbers(value: Bound, key: str) -> tuple[float, ...]:
+    """(hi,) of `2.0`, (lo, hi) of `"0.5_2.0"`; all above 0 and in order."""
+    if isinstance(value, bool):
+        raise TypeError(f"{key}={value!r}: a bound is a number, not a boolean")
+    try:
+        parsed = tuple(float(part) for part in str(value).split("_"))
+    except ValueError:
+        parsed = ()
+    if len(parsed) not in (1, 2) or not all(part > 0 for part in parsed) or parsed[0] > parsed[-1]:
+        raise ValueError(
+            f'{key}={value!r} is not a bound; write one number above 0 (2.0) or "lo_hi" ("0.5_2.0")'
+        )
+    return parsed
+
+
+def ratio_band(value: Bound, key: str) -> tuple[float, float]:
+    """Bounds of a ratio around 1; one number stands for 1/hi … hi."""
+    bounds = bound_numbers(value, key)
+    if len(bounds) == 2:
+        return bounds[0], bounds[1]
+    if bounds[0] < 1:
+        raise ValueError(
+            f"{key}={value!r}: a single bound of a ratio must be 1 or more; it allows 1/hi … hi"
+        )
+    return 1 / bounds[0], bounds[0]

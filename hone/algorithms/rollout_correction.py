@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hone.algorithms import thresholds
 from hone.algorithms.correction import correct
 from hone.algorithms.correction_metrics import (
     agreement_metrics,
     rejection_metrics,
     weight_metrics,
 )
-from hone.algorithms.rejection import OPTIONS, rejection_mask
+from hone.algorithms.rejection import OPTIONS, rejection_mask, split_list
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.ops.masked import count_kept, masked_fill_zero
@@ -128,7 +127,7 @@ def compute_rollout_rejection_mask(
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The mask without rejected tokens, and what was rejected, without prefix."""
-    if not thresholds.split(rollout_rs):
+    if not split_list(rollout_rs):
         raise ValueError("rollout_rs names no rejection option, for example token_k1")
     mask = response_mask.bool()
     keep, verdicts = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)

@@ -5,11 +5,12 @@ The defaults themselves live in hone.config only: `defaults` is the class of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from hone.config.block import Block
+from hone.config.errors import did_you_mean, nearest
 from hone.types import Settings
 
 _ABSENT = object()
@@ -52,3 +53,13 @@ def _dig(config: Settings | None, key: str) -> Any:
 @cache
 def _default(block: type[Block]) -> Block:
     return block()
+
+
+def refuse_unknown(function: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for the first unknown keyword argument, with the known one most like it."""
+    names = list(known)
+    for name in unknown:
+        raise TypeError(
+            f"{function} takes no argument {name!r}.{did_you_mean(nearest(name, names))} "
+            f"It takes {', '.join(names)}"
+        )

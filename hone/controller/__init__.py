@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hone.controller.class_with_init_args import ClassWithInitArgs
 from hone.controller.colocated import (
+    ClassWithInitArgs,
     FusedWorker,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,

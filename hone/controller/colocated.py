@@ -1,22 +1,62 @@
-"""Several roles in one process a rank: they share the device and need no transport between them.
-
-Leaves out time-sharing of memory: workers offload what they do not use.
-"""
+"""A worker's class with its arguments, and several roles in one process per rank."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
 from hone.controller.worker import Worker
 
 K = TypeVar("K", bound=Hashable)  # a role, or its name
+P = ParamSpec("P")
+W = TypeVar("W")
+
+
+class ClassWithInitArgs:
+    """`cls(*args, **kwargs)`, to be made later, in another process."""
+
+    def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
+        self.cls = plain_class(cls)
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self) -> Any:
+        """Make one here."""
+        return self.cls(*self.args, **self.kwargs)
+
+    @property
+    def name(self) -> str:
+        return str(self.cls.__name__)
+
+
+class ColocatedClass(ClassWithInitArgs):
+    """Several roles that share one process per rank."""
+
+    def __init__(self, members: Mapping[str, ClassWithInitArgs]) -> None:
+        if not members:
+            raise ValueError("no role to colocate; give at least one")
+        if any(isinstance(member, ColocatedClass) for member in members.values()):
+            raise ValueError("a colocated class cannot be a role of another")
+        self.members = dict(members)
+        super().__init__(dict)
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.members)
+
+
+def plain_class(cls: Callable[P, W]) -> type:
+    """The class itself, also where it went through `ray.remote`."""
+    remote = getattr(cls, "__ray_metadata__", None)
+    plain = remote.modified_class if remote is not None else cls
+    if not isinstance(plain, type):
+        raise TypeError(f"a worker is made from a class, not from {cls!r}")
+    return plain
 
 
 def create_colocated_worker_cls(class_dict: Mapping[K, ClassWithInitArgs]) -> ColocatedClass:
-    """Roles by name, to be started as one group; `group.spawn(roles)` gives a group for each."""
-    return ColocatedClass({str(role): made_of for role, made_of in class_dict.items()})
+    """Roles by name, to be started as one group; `group.spawn(roles)` returns a group for each."""
+    return ColocatedClass({str(role): member for role, member in class_dict.items()})
 
 
 create_colocated_worker_cls_fused = create_colocated_worker_cls
@@ -39,7 +79,7 @@ def create_colocated_worker_raw_cls(
     class_dict: Mapping[K, ClassWithInitArgs],
 ) -> type[FusedWorker]:
     """A base class whose workers hold one worker per role; `group.fuse(roles)` calls them directly."""
-    members = {str(role): made_of for role, made_of in class_dict.items()}
+    members = {str(role): member for role, member in class_dict.items()}
     return type("FusedWorker", (FusedWorker,), {"members": members})
 
 

@@ -1,44 +1,195 @@
-"""`@register`: how a worker's method is called from the loop as if there were one process.
+"""`@register`, and the dispatch modes: how a worker's method is called from the loop.
 
-A dispatch mode says how arguments are split over ranks and results joined; an execute mode says
-which ranks run. Leaves out who runs them: that is a worker group's business.
+A dispatch mode splits arguments over ranks (lists with one entry per rank) and joins the results. An
+execute mode says which ranks run.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
-from hone.controller import modes
-from hone.controller.modes import (
-    CollectFn,
-    DispatchFn,
-    collect_nd_compute_dataproto,
-    dispatch_nd_compute_dataproto,
-)
+from tensordict import TensorDict
+
+from hone.protocol import DataProto, DataProtoFuture, split_padded
+from hone.protocol.tensordicts import concat_tensordict
 from hone.types import Function
-
-__all__ = [
-    "Dispatch",
-    "DispatchMode",
-    "Execute",
-    "MethodSpec",
-    "collect_nd_compute_dataproto",
-    "dispatch_nd_compute_dataproto",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "method_spec",
-    "register",
-    "register_dispatch_mode",
-    "registered_methods",
-    "update_dispatch_mode",
-]
 
 _SPEC_ATTRIBUTE = "hone_method_spec"
 _Method = TypeVar("_Method", bound=Function)
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+
+DATA_PARALLEL = ""
+"""The mesh of a worker's own engine; without one every rank is a data-parallel slot of its own."""
+
+
+@dataclass(frozen=True)
+class TensorDictRows:
+    """A TensorDict in transit: pickled as a DataProto, unpickled as a TensorDict."""
+
+    rows: DataProto
+
+    def __reduce__(self) -> tuple[Callable[[DataProto], TensorDict], tuple[DataProto]]:
+        return DataProto.to_tensordict, (self.rows,)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The data-parallel slot of each rank on a named mesh, and whether the rank answers for it."""
+
+    dp_ranks: tuple[int, ...]
+    collects: tuple[bool, ...]
+
+    @property
+    def dp_size(self) -> int:
+        return max(self.dp_ranks) + 1
+
+    @property
+    def answering(self) -> list[int]:
+        """The rank that answers for each slot, in slot order."""
+        ranks = [rank for rank, collects in enumerate(self.collects) if collects]
+        return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
+
+    def check(self, name: str) -> None:
+        """Raise unless one rank answers for each slot."""
+        slots = [self.dp_ranks[rank] for rank in self.answering]
+        if slots != list(range(self.dp_size)):
+            raise ValueError(
+                f"mesh {name!r}: each of {self.dp_size} data-parallel slots needs exactly one rank "
+                f"that collects; those that do are in slots {slots}"
+            )
+
+
+class Group(Protocol):
+    """What dispatch and collect functions read of a worker group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, name: str) -> Mesh:
+        """The slots of the ranks on a named mesh."""
+
+
+Batch: TypeAlias = DataProto | DataProtoFuture | TensorDictRows
+PerRank: TypeAlias = tuple[tuple[list[_T], ...], dict[str, list[_T]]]
+"""Positional and keyword arguments, each as a list with one entry per rank."""
+DispatchFn = Callable[..., PerRank[Any]]
+"""(worker group, *args, **kwargs) to `PerRank`."""
+CollectFn = Callable[[Group, list[Any]], Any]
+"""(worker group, results in rank order) to what the caller gets."""
+
+
+def has_rows(value: object) -> TypeGuard[TensorDict]:
+    """Whether a value is a TensorDict with a batch dimension."""
+    return isinstance(value, TensorDict) and bool(value.batch_size)
+
+
+def _each(
+    split: Callable[[_S], list[_T]], args: tuple[_S, ...], kwargs: dict[str, _S]
+) -> PerRank[_T]:
+    return tuple(split(value) for value in args), {key: split(kwargs[key]) for key in kwargs}
+
+
+def broadcast(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
+    """Every rank gets the same arguments."""
+    return _each(lambda value: [value] * group.world_size, args, kwargs)
+
+
+def one_each(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRank[_T]:
+    """Every argument is a list with one entry per rank."""
+
+    def checked(value: Sequence[_T]) -> list[_T]:
+        if not isinstance(value, list | tuple) or len(value) != group.world_size:
+            got = f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
+            raise ValueError(
+                f"this method takes lists with one entry for each of {group.world_size} ranks; "
+                f"got {got}; register it with Dispatch.ONE_TO_ALL to send all ranks the same"
+            )
+        return list(value)
+
+    return _each(checked, args, kwargs)
+
+
+def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
+    """Batches are split over the data-parallel slots, padded with marked rows; the ranks of one slot
+    get the same rows, and all ranks get other values."""
+    return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
+
+
+def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
+    """The first argument is a function, sent to all; the rest as `split_batches`."""
+    if not args or not callable(args[0]):
+        raise TypeError("the first argument of this method is the function each rank runs")
+    rest, named = split_batches(group, *args[1:], **kwargs)
+    return ([args[0]] * group.world_size, *rest), named
+
+
+def not_dispatched(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
+    """Methods that the rollout calls directly have no driver side."""
+    raise RuntimeError(
+        "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
+        "worker, not through its group"
+    )
+
+
+def dispatch_nd_compute_dataproto(
+    mesh_name: str, group: Group, *args: _T, **kwargs: _T
+) -> PerRank[_T | Batch]:
+    """Batches are split over the data-parallel slots of a mesh."""
+    mesh = group.mesh(mesh_name)
+    if not any(
+        isinstance(value, DataProto | DataProtoFuture) or has_rows(value)
+        for value in (*args, *kwargs.values())
+    ):
+        raise TypeError(
+            "this method splits a DataProto or a TensorDict over its ranks and got none among its "
+            "arguments"
+        )
+
+    def split(value: _T) -> list[_T | Batch]:
+        parts: Sequence[Batch]
+        if isinstance(value, DataProto):
+            parts = split_padded(value, mesh.dp_size)
+        elif has_rows(value):
+            batch = DataProto.from_tensordict(value)
+            parts = [TensorDictRows(part) for part in split_padded(batch, mesh.dp_size)]
+        elif isinstance(value, DataProtoFuture):
+            parts = value.split_padded(mesh.dp_size)
+        else:
+            return [value] * len(mesh.dp_ranks)
+        return [parts[slot] for slot in mesh.dp_ranks]
+
+    return _each(split, args, kwargs)
+
+
+def collect_nd_compute_dataproto(
+    mesh_name: str, group: Group, results: list[DataProto]
+) -> DataProto | TensorDict:
+    """The batches of the ranks that collect, concatenated in slot order."""
+    return concat_batches(group, [results[rank] for rank in group.mesh(mesh_name).answering])
+
+
+def as_list(group: Group, results: list[_T]) -> list[_T]:
+    """The results in rank order."""
+    return list(results)
+
+
+def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
+    """The batches of the slots, concatenated."""
+    if all(has_rows(result) for result in results):
+        return concat_tensordict(results)
+    for rank, result in enumerate(results):
+        if not isinstance(result, DataProto):
+            raise TypeError(
+                f"rank {rank} returned a {type(result).__name__}, and batches are to be joined; "
+                "return a DataProto, or register the method with Dispatch.DP_COMPUTE_METRIC"
+            )
+    return DataProto.concat(results)
 
 
 @dataclass(frozen=True)
@@ -50,38 +201,29 @@ class DispatchMode:
     collect_fn: CollectFn
     rank_zero_only: bool = False
     by_slot: bool = False
-    """Arguments go to data-parallel slots (`split_batches`), and `collect_fn` gets one result of each."""
+    """Arguments go to data-parallel slots, and `collect_fn` gets one result of each."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
 
 
-class Execute(Enum):
-    """Which ranks run a method."""
-
-    ALL = "all"
-    RANK_ZERO = "rank_zero"
-
-
 _MODES: dict[str, DispatchMode] = {
     mode.name: mode
     for mode in (
-        DispatchMode("RANK_ZERO", modes.broadcast, modes.as_list, rank_zero_only=True),
-        DispatchMode("ONE_TO_ALL", modes.broadcast, modes.as_list),
-        DispatchMode("ALL_TO_ALL", modes.one_each, modes.as_list),
-        DispatchMode("DP_COMPUTE", modes.one_each, modes.as_list),
-        DispatchMode("DP_COMPUTE_PROTO", modes.split_batches, modes.concat_batches, by_slot=True),
-        DispatchMode(
-            "DP_COMPUTE_PROTO_WITH_FUNC", modes.split_after_func, modes.concat_batches, by_slot=True
-        ),
-        DispatchMode("DP_COMPUTE_METRIC", modes.split_batches, modes.as_list, by_slot=True),
-        DispatchMode("DIRECT_ROLLOUT_METHOD", modes.not_dispatched, modes.as_list),
+        DispatchMode("RANK_ZERO", broadcast, as_list, rank_zero_only=True),
+        DispatchMode("ONE_TO_ALL", broadcast, as_list),
+        DispatchMode("ALL_TO_ALL", one_each, as_list),
+        DispatchMode("DP_COMPUTE", one_each, as_list),
+        DispatchMode("DP_COMPUTE_PROTO", split_batches, concat_batches, by_slot=True),
+        DispatchMode("DP_COMPUTE_PROTO_WITH_FUNC", split_after_func, concat_batches, by_slot=True),
+        DispatchMode("DP_COMPUTE_METRIC", split_batches, as_list, by_slot=True),
+        DispatchMode("DIRECT_ROLLOUT_METHOD", not_dispatched, as_list),
     )
 }
 
 
 class _DispatchNames(type):
-    """`Dispatch.NAME` looks the mode up, so that modes users add read like ours."""
+    """`Dispatch.NAME` looks the mode up, so that modes of users read like ours."""
 
     def __getattr__(cls, name: str) -> DispatchMode:
         if name in _MODES:
@@ -101,6 +243,13 @@ class Dispatch(metaclass=_DispatchNames):
     """The dispatch modes by name: `Dispatch.ONE_TO_ALL`."""
 
 
+class Execute(Enum):
+    """Which ranks run a method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
 @dataclass(frozen=True)
 class MethodSpec:
     """How a registered method is called."""
@@ -110,7 +259,7 @@ class MethodSpec:
     blocking: bool = True
     """False: the call returns a DataProtoFuture at once."""
     materialize_futures: bool = True
-    """Futures among the arguments are waited for in the worker, before the method runs."""
+    """The worker waits for futures among the arguments before the method runs."""
 
 
 def register(
@@ -120,7 +269,16 @@ def register(
     materialize_futures: bool = True,
 ) -> Callable[[_Method], _Method]:
     """Make a worker's method callable on its group; without a mode, Dispatch.ALL_TO_ALL."""
-    mode = _as_mode(dispatch_mode if dispatch_mode is not None else _MODES["ALL_TO_ALL"])
+    mode = _MODES["ALL_TO_ALL"] if dispatch_mode is None else dispatch_mode
+    if isinstance(mode, dict):
+        if missing := {"dispatch_fn", "collect_fn"} - mode.keys():
+            raise ValueError(f"a dispatch mode given as a dict needs {sorted(missing)} too")
+        mode = DispatchMode("custom", mode["dispatch_fn"], mode["collect_fn"])
+    if not isinstance(mode, DispatchMode):
+        raise TypeError(
+            f"dispatch_mode={mode!r} is a {type(mode).__name__}; use Dispatch.<NAME>, or a dict with "
+            "dispatch_fn and collect_fn"
+        )
     if not isinstance(execute_mode, Execute):
         raise TypeError(f"execute_mode={execute_mode!r}: use Execute.ALL or Execute.RANK_ZERO")
     spec = MethodSpec(mode, execute_mode, blocking, materialize_futures)
@@ -156,10 +314,9 @@ def update_dispatch_mode(
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
-    """A mode for ranks that lie on a mesh of more than the data axis.
+    """A mode that splits over the data-parallel slots which workers registered under `mesh_name`.
 
-    The batch is split over the data-parallel groups that workers registered under `mesh_name`; all
-    ranks of a group get the same part, and only those that said they collect answer.
+    All ranks of a slot get the same part; only the ranks that collect answer.
     """
     return DispatchMode(
         f"ND_COMPUTE_PROTO({mesh_name})",
@@ -175,24 +332,9 @@ def method_spec(method: Function) -> MethodSpec | None:
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
     """Every registered method of a class, by name; an override keeps the base's registration."""
-    found: dict[str, MethodSpec] = {}
+    specs: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
-            spec = method_spec(member)
-            if spec is not None:
-                found[name] = spec
-    return found
-
-
-def _as_mode(mode: DispatchMode | dict[str, Function]) -> DispatchMode:
-    if isinstance(mode, DispatchMode):
-        return mode
-    if isinstance(mode, dict):
-        missing = {"dispatch_fn", "collect_fn"} - mode.keys()
-        if missing:
-            raise ValueError(f"a dispatch mode given as a dict needs {sorted(missing)} too")
-        return DispatchMode("custom", mode["dispatch_fn"], mode["collect_fn"])
-    raise TypeError(
-        f"dispatch_mode={mode!r} is a {type(mode).__name__}; use Dispatch.<NAME>, or a dict with "
-        "dispatch_fn and collect_fn"
-    )
+            if (spec := method_spec(member)) is not None:
+                specs[name] = spec
+    return specs

@@ -1,27 +1,39 @@
-"""LocalWorkerGroup: one rank, in this process. The embedded default; ray is not needed.
+"""LocalWorkerGroup: one rank in this process, the default; and the host of a rank's workers.
 
-Calls run at once, in order. Leaves out overlap: a future from here is finished when you get it.
+A call waits for its futures, runs coroutines and drops padded rows from the result, under Ray as here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from hone.controller.class_with_init_args import ClassWithInitArgs
-from hone.controller.crew import Call, Crew
-from hone.controller.host import WorkerHost
-from hone.controller.phase_deadlines import PhaseDeadlines
+import torch
+
+from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
+from hone.controller.decorator import TensorDictRows, has_rows, method_spec
 from hone.controller.resource_pool import ResourcePool
-from hone.controller.threads import thread_count
-from hone.controller.worker import Placement
-from hone.controller.worker_group import W, WorkerGroup
+from hone.controller.threads import fix_threads, thread_count
+from hone.controller.waiting import PhaseDeadlines
+from hone.controller.worker import Placement, Worker, placed
+from hone.controller.worker_group import Call, Crew, W, WorkerGroup
+from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_rows, without_padding
+
+logger = logging.getLogger(__name__)
+
+LOOP_STOP_DEADLINE_S = 5.0
+
+_T = TypeVar("_T")
 
 
 @dataclass
 class Done:
-    """A finished call: its result, or what it raised, kept until someone asks."""
+    """A finished call: its result, or what it raised, until `get` is called."""
 
     result: Any = None
     error: BaseException | None = None
@@ -32,8 +44,88 @@ class Done:
         return self.result
 
 
+class WorkerHost:
+    """The workers of one rank: one, or one for each colocated role."""
+
+    def __init__(self, made_of: ClassWithInitArgs, placement: Placement, threads: int) -> None:
+        fix_threads(threads)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+        members = made_of.members if isinstance(made_of, ColocatedClass) else {"": made_of}
+        self._workers: dict[str, Worker] = {}
+        for role, member in members.items():
+            with placed(replace(placement, role=role) if role else placement):
+                self._workers[role] = member()
+        for worker in self._workers.values():
+            if isinstance(worker, Worker):
+                worker.colocate(self._workers)
+
+    def call(self, call: Call) -> Any:
+        """Run one method of one worker."""
+        function = getattr(self.worker(call.role), call.method)
+        args, kwargs = call.args, call.kwargs
+        spec = method_spec(function)
+        if spec is None or spec.materialize_futures:
+            args = tuple(_materialised(value) for value in args)
+            kwargs = {key: _materialised(value) for key, value in kwargs.items()}
+        result = function(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            result = self._run(result)
+        inputs = [*args, *kwargs.values()]
+        if isinstance(result, DataProto):
+            return drop_padded_rows(result, inputs).to("cpu")
+        if has_rows(result):
+            rows = [DataProto.from_tensordict(v) if has_rows(v) else v for v in inputs]
+            batch = drop_padded_rows(DataProto.from_tensordict(result), rows)
+            return batch.to("cpu").to_tensordict()
+        return result
+
+    def worker(self, role: str = "") -> Worker:
+        """The worker of this role."""
+        fused = getattr(self._workers.get(""), "fused_worker_dict", {})
+        if role in fused:
+            return fused[role]
+        if role not in self._workers:
+            raise ValueError(
+                f"this process holds the roles {sorted(self._workers)}, not {role!r}; call one of "
+                "the groups that spawn(roles) gives"
+            )
+        return self._workers[role]
+
+    def close(self) -> None:
+        """Close the workers that have a `close` and stop the event loop."""
+        try:
+            for worker in self._workers.values():
+                close = getattr(worker, "close", None)
+                if callable(close):
+                    close()
+        finally:
+            self._stop_loop()
+
+    def _run(self, coroutine: Coroutine[None, None, _T]) -> _T:
+        # One loop for the worker's life: the next call finds what a coroutine left on it.
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop_thread = threading.Thread(
+                target=self._loop.run_forever, name="worker-event-loop", daemon=True
+            )
+            self._loop_thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        if self._loop is None or self._loop_thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(timeout=LOOP_STOP_DEADLINE_S)
+        if self._loop_thread.is_alive():
+            logger.warning("a worker's event loop is still busy and was left behind")
+        else:
+            self._loop.close()
+        self._loop = self._loop_thread = None
+
+
 class LocalCrew(Crew[Done]):
-    """One rank in this process."""
+    """One rank in this process; a call is finished when `submit` returns."""
 
     world_size = 1
 
@@ -51,7 +143,7 @@ class LocalCrew(Crew[Done]):
         host = self.host
         try:
             return Done(host.call(call))
-        except Exception as error:  # raised again by whoever waits, as under every controller
+        except Exception as error:  # the waiting caller gets it, as under every controller
             return Done(error=error)
 
     def resolver(self, owner: str, method: str) -> Callable[[Sequence[Done]], list[Any]]:
@@ -76,7 +168,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         liveness_deadline_s: float | None = None,
         threads: int | None = None,
     ) -> None:
-        """Made like a Ray group; the deadlines are moot, as nothing is waited for here."""
+        """The arguments are those of a Ray group; deadlines have no effect here."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         if resource_pool is not None and resource_pool.world_size != 1:
@@ -93,3 +185,34 @@ class LocalWorkerGroup(WorkerGroup[W]):
 def finished(handles: Sequence[Done]) -> list[Any]:
     """The results of finished calls, or the first error."""
     return [handle.get() for handle in handles]
+
+
+def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
+    """The result without the rows that answer padded input rows."""
+    marked = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
+    if result.has_column(PADDED_ROW):
+        rows = without_padding(result)
+    elif not marked or len(result) == 0:
+        rows = result
+    else:
+        real = real_rows(marked[0])
+        if len(result) == int(real.sum()):
+            rows = result  # the worker dropped them itself
+        elif len(result) % len(real) == 0:
+            rows = result.select_idxs(real.repeat_interleave(len(result) // len(real)))
+        else:
+            raise ValueError(
+                f"a worker got {len(real)} rows, {int((~real).sum())} of them padding, and returned "
+                f"{len(result)}: which are padding cannot be told; carry the column {PADDED_ROW!r} "
+                "over to the result, or drop such rows with hone.protocol.without_padding first"
+            )
+    if marked and not torch.stack([real_rows(v).any() for v in marked]).any():
+        rows = rows.select()
+        rows.meta_info.pop("metrics", None)  # metrics over padding alone say nothing
+    return rows
+
+
+def _materialised(value: Any) -> Any:
+    if isinstance(value, TensorDictRows):
+        return value.rows.to_tensordict()
+    return value.get() if isinstance(value, DataProtoFuture) else value

@@ -27,20 +27,19 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
-from hone.controller.class_with_init_args import ClassWithInitArgs, P
-from hone.controller.crew import Call, Crew
+from hone.controller.colocated import ClassWithInitArgs, P
+from hone.controller.decorator import TensorDictRows, has_rows
 from hone.controller.failures import Seat, WaitTimeout
-from hone.controller.host import WorkerHost
-from hone.controller.modes import TensorDictRows, has_rows
-from hone.controller.phase_deadlines import PhaseDeadlines
-from hone.controller.process_log import own_log_files
+from hone.controller.local import WorkerHost
+from hone.controller.processes import own_log_files
 from hone.controller.ray_liveness import cluster_failed, forget_workers, look, watch_workers
 from hone.controller.ray_start import TOKEN_ENV, start_ray
 from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
+from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import LOOPBACK, Placement, free_port
-from hone.controller.worker_group import W, WorkerGroup
+from hone.controller.worker_group import Call, Crew, W, WorkerGroup
 from hone.logging_level import asked_level
 from hone.protocol import DataProto
 from hone.types import Settings

@@ -20,8 +20,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
-from hone.controller.liveness import GONE, STOPPED, ZOMBIE, Silence, Target, process_state
-from hone.controller.process_log import last_lines
+from hone.controller.processes import (
+    GONE,
+    STOPPED,
+    ZOMBIE,
+    Silence,
+    Target,
+    last_lines,
+    process_state,
+)
 
 PING_EVERY_S = 2.0
 LOG_DEADLINE_S = 10.0

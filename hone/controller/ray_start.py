@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,6 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.exceptions import AuthenticationError
 
 from hone.controller import reaper
-from hone.controller.cluster_address import check_reachable
 from hone.controller.ray_liveness import PARTS, cluster_failed, end_watch, watch_cluster
 from hone.types import Row, Settings
 
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN_ENV = "RAY_AUTH_TOKEN"
 STOP_DEADLINE_S = 30.0
+CONNECT_DEADLINE_S = 10.0
 _DRIVER_SETTINGS = {
     # A lost control plane is told by our watch; Ray would end this process without a word of ours.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
@@ -107,6 +108,22 @@ def stop_ray(timeline_json_file: str | None = None) -> None:
         own.reaper.wait()
         if not failed:  # the logs of a failure stay
             shutil.rmtree(own.folder, ignore_errors=True)
+
+
+def check_reachable(address: str | None, key: str) -> None:
+    """Raise unless something listens at the address, which `key` sets; Ray itself would try for minutes."""
+    if not address or address in ("auto", "local"):
+        return
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        raise ValueError(f"{key}={address}: give host:port, ray://host:port, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_DEADLINE_S).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"{key}={address}: nothing answers there within {CONNECT_DEADLINE_S:g} s ({error}); start "
+            "the cluster with `ray start --head`, or leave the address out to start one here"
+        ) from error
 
 
 def _to_join(address: str | None, only_named: bool) -> bool:

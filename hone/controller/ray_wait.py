@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
-from hone.controller.process_log import last_lines
+from hone.controller.processes import last_lines
 from hone.controller.ray_liveness import lines_of_another_node, look
 from hone.controller.waiting import tell
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hone.controller import profiling
-from hone.controller.decorator import Dispatch, register
-from hone.controller.modes import DATA_PARALLEL
+from hone.controller.decorator import DATA_PARALLEL, Dispatch, register
 
 LOOPBACK = "127.0.0.1"
 _P = ParamSpec("_P")

@@ -1,36 +1,71 @@
 """WorkerGroup: many ranks that look like one object to the loop.
 
 Every registered method of the worker's class becomes a method of the group: split, call all ranks,
-join. Leaves out where ranks run: that is its crew's business.
+join. A crew runs the ranks: in this process (local.py) or as Ray actors (ray.py).
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hone.controller.class_with_init_args import ClassWithInitArgs, ColocatedClass
-from hone.controller.colocated import fused_members
-from hone.controller.crew import Call, Crew
-from hone.controller.decorator import Execute, MethodSpec, registered_methods
-from hone.controller.modes import DATA_PARALLEL, Mesh
+from hone.controller.colocated import ClassWithInitArgs, ColocatedClass, fused_members
+from hone.controller.decorator import (
+    DATA_PARALLEL,
+    Execute,
+    Mesh,
+    MethodSpec,
+    registered_methods,
+)
 from hone.controller.resource_pool import Role
 from hone.protocol import DataProtoFuture
-from hone.types import Function
+from hone.types import Function, Settings
 
 W = TypeVar("W", covariant=True)
 """The worker's class."""
+Handle = TypeVar("Handle")
+"""What a crew returns for a call in progress."""
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Call:
+    """One method call on one rank."""
+
+    role: str
+    """Which of the colocated workers; empty where there is one."""
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Settings = field(default_factory=dict)
+
+
+class Crew(ABC, Generic[Handle]):
+    """The running ranks of one group of processes."""
+
+    world_size: int
+
+    @abstractmethod
+    def submit(self, rank: int, call: Call) -> Handle:
+        """Start a call; return a handle at once."""
+
+    @abstractmethod
+    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
+        """A picklable function that waits for handles until a deadline and names the waiter."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop all ranks and release their resources; a second call does nothing."""
+
+
+@dataclass(frozen=True)
 class GroupView:
-    """What a collect function may ask of a group, light enough to travel with a future."""
+    """What a collect function reads of a group; picklable, so that it travels with a future."""
 
     world_size: int
     meshes: dict[str, Mesh] = field(default_factory=dict)
@@ -54,6 +89,7 @@ class WorkerGroup(Generic[W]):
         self._meshes: dict[str, Mesh] = {}
         self.name = name
         self._bound: dict[str, Function] = {}
+        self._specs: dict[str, MethodSpec] = {}
         members = made_of.members if isinstance(made_of, ColocatedClass) else fused_members(made_of)
         self._by_role: dict[str, WorkerGroup[Any]] = {
             member_role: WorkerGroup(crew, member, member_role, member_role)
@@ -62,11 +98,10 @@ class WorkerGroup(Generic[W]):
         if isinstance(made_of, ColocatedClass):
             for member_role, group in self._by_role.items():
                 self._bound |= {f"{member_role}_{m}": call for m, call in group._bound.items()}
-        else:
-            for method, spec in registered_methods(made_of.cls).items():
-                self._bound[method] = functools.partial(self._call, method, spec)
-
-    # -- what it is ---------------------------------------------------------------------------
+            return
+        self._specs = registered_methods(made_of.cls)
+        for method in self._specs:
+            self._bound[method] = functools.partial(self.call, getattr(made_of.cls, method))
 
     @property
     def world_size(self) -> int:
@@ -79,56 +114,72 @@ class WorkerGroup(Generic[W]):
         bound = self.__dict__.get("_bound", {})
         if name in bound:
             return bound[name]
-        if name.startswith("__"):
-            raise AttributeError(name)
+        raise AttributeError(name) if name.startswith("__") else self._unknown(name, bound)
+
+    def _unknown(self, name: str, bound: Settings) -> AttributeError:
         close = difflib.get_close_matches(name, bound, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise AttributeError(
+        return AttributeError(
             f"worker group {self.__dict__.get('name', '')!r} has no method {name!r}.{hint} "
             f"Registered are {sorted(bound)}"
         )
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ways rows are split: the data-parallel slots of the workers' engine."""
+        """The number of data-parallel slots of the workers' engine, over which rows are split."""
         return self.mesh(DATA_PARALLEL).dp_size
 
     def mesh(self, name: str) -> Mesh:
-        """Where each rank stands on a named mesh; asked once."""
+        """The slots of the ranks on a named mesh; the workers are asked once."""
         if name not in self._meshes:
-            places = self.execute_all("mesh_place", name)
-            mesh = Mesh(tuple(p[0] for p in places), tuple(p[1] for p in places))
-            _check_mesh(mesh, name)
+            mesh = Mesh(*zip(*self.execute_all("mesh_place", name), strict=True))
+            mesh.check(name)
             self._meshes[name] = mesh
         return self._meshes[name]
 
-    # -- calling ------------------------------------------------------------------------------
-
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """One result: that of rank 0, or the batches of all ranks joined."""
-        return getattr(self, method.__name__)(*args, **kwargs)
+        name = method.__name__
+        if name not in self._specs:
+            raise self._unknown(name, self._bound)
+        spec = self._specs[name]
+        mode = spec.dispatch_mode
+        split_args, split_kwargs = mode.dispatch_fn(self, *args, **kwargs)
+        rank_zero = mode.rank_zero_only or spec.execute_mode is Execute.RANK_ZERO
+        handles = []
+        for rank in range(1 if rank_zero else self.world_size):
+            mine = tuple(values[rank] for values in split_args)
+            named = {key: values[rank] for key, values in split_kwargs.items()}
+            handles.append(self._crew.submit(rank, Call(self._role, name, mine, named)))
+        # A future may be resolved in another process, where there is no group: it takes a view.
+        group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
+        collect: Function = functools.partial(mode.collect_fn, group)
+        if rank_zero:
+            collect = _only
+        elif mode.by_slot:
+            collect = functools.partial(_of_slots, collect, self.mesh(DATA_PARALLEL))
+        future = DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, name))
+        return future.get() if spec.blocking else future  # type: ignore[return-value]
 
     def call_all(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """All ranks get the same arguments; their results in rank order."""
-        return getattr(self, method.__name__)(*args, **kwargs)
+        return self.call(method, *args, **kwargs)  # type: ignore[arg-type]
 
     def call_each(self, method: Callable[[W, T], R], values: Sequence[T]) -> list[R]:
         """Each rank gets its own value; their results in rank order."""
-        return getattr(self, method.__name__)(values)
+        return self.call(method, values)  # type: ignore[arg-type]
 
     def begin(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> DataProtoFuture:
         """Call a method that is registered with `blocking=False`; `get()` waits for its result."""
-        return getattr(self, method.__name__)(*args, **kwargs)
+        return self.call(method, *args, **kwargs)  # type: ignore[return-value]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Call a method on all ranks with the same arguments; `get()` gives the list of results."""
-        call = Call(self._role, method, args, kwargs)
-        handles = [self._crew.submit(rank, call) for rank in range(self.world_size)]
-        return DataProtoFuture(list, handles, resolve=self._crew.resolver(self.name, method))
+        """Call a method on all ranks with the same arguments; `get()` returns the list of results."""
+        return self._execute(range(self.world_size), list, method, args, kwargs)
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks with the same arguments; results in rank order."""
@@ -137,15 +188,26 @@ class WorkerGroup(Generic[W]):
     execute_all = execute_all_sync
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Call a method on rank 0; `get()` gives its result."""
-        handle = self._crew.submit(0, Call(self._role, method, args, kwargs))
-        return DataProtoFuture(_only, [handle], resolve=self._crew.resolver(self.name, method))
+        """Call a method on rank 0; `get()` returns its result."""
+        return self._execute(range(1), _only, method, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on rank 0 and wait for its result."""
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
     execute_rank_zero = execute_rank_zero_sync
+
+    def _execute(
+        self,
+        ranks: range,
+        collect: Callable[[list[Any]], Any],
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Settings,
+    ) -> DataProtoFuture:
+        call = Call(self._role, method, args, kwargs)
+        handles = [self._crew.submit(rank, call) for rank in ranks]
+        return DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
 
     def spawn(self, prefix_set: Iterable[str | Role]) -> dict[str, WorkerGroup[Any]]:
         """A group for each of these colocated roles, on the same processes."""
@@ -154,12 +216,11 @@ class WorkerGroup(Generic[W]):
                 f"worker group {self.name!r} holds one role; colocate several with "
                 "create_colocated_worker_cls before spawning"
             )
-        wanted = [str(role) for role in prefix_set]
-        unknown = sorted(set(wanted) - self._by_role.keys())
-        if unknown:
-            roles = sorted(self._by_role)
-            raise ValueError(f"no role {unknown} in worker group {self.name!r}; it has {roles}")
-        return {role: self._by_role[role] for role in wanted}
+        roles = [str(role) for role in prefix_set]
+        if unknown := sorted(set(roles) - self._by_role.keys()):
+            members = sorted(self._by_role)
+            raise ValueError(f"no role {unknown} in worker group {self.name!r}; it has {members}")
+        return {role: self._by_role[role] for role in roles}
 
     spawn_fused = spawn
 
@@ -177,48 +238,11 @@ class WorkerGroup(Generic[W]):
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    # -- binding ------------------------------------------------------------------------------
-
-    def _call(self, method: str, spec: MethodSpec, *args: Any, **kwargs: Any) -> Any:
-        mode = spec.dispatch_mode
-        split_args, split_kwargs = mode.dispatch_fn(self, *args, **kwargs)
-        rank_zero = mode.rank_zero_only or spec.execute_mode is Execute.RANK_ZERO
-        ranks = range(1) if rank_zero else range(self.world_size)
-        handles = []
-        for rank in ranks:
-            call = Call(
-                self._role,
-                method,
-                tuple(values[rank] for values in split_args),
-                {key: values[rank] for key, values in split_kwargs.items()},
-            )
-            handles.append(self._crew.submit(rank, call))
-        # A future may be resolved in another process, where there is no group: it takes a view.
-        group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
-        collect: Function = functools.partial(mode.collect_fn, group)
-        if rank_zero:
-            collect = _only
-        elif mode.by_slot:
-            collect = functools.partial(_of_slots, collect, self.mesh(DATA_PARALLEL))
-        future = DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
-        return future.get() if spec.blocking else future
-
 
 def _only(results: list[R]) -> R:
     return results[0]
 
 
 def _of_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
-    """Collect one result per data-parallel slot: the others of a slot say the same."""
+    """Collect one result per data-parallel slot; the other ranks of a slot return the same."""
     return collect([results[rank] for rank in mesh.answering])
-
-
-def _check_mesh(mesh: Mesh, name: str) -> None:
-    answering = sorted(
-        group for group, collects in zip(mesh.dp_ranks, mesh.collects, strict=True) if collects
-    )
-    if answering != list(range(mesh.dp_size)):
-        raise ValueError(
-            f"mesh {name!r}: each of {mesh.dp_size} data-parallel slots needs exactly one rank "
-            f"that collects; those that do are in slots {answering}"
-        )

@@ -1,9 +1,11 @@
-"""Our engine from a spec: the model and its adapters, sharding, optimizer."""
+"""From `strategy` to an engine: ours by name, another as `pkg.mod:Class` or `file.py:Class`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hone.config.engine import FSDPConfig, OptimConfig
-from hone.engine.contract import EngineSpec
+from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
@@ -13,6 +15,29 @@ from hone.models.fused import fuse
 from hone.models.load import load_causal_lm
 from hone.models.lora import draw_adapters
 from hone.models.policy import Model, PolicyModel, ValueModel
+from hone.plugins import PluginError, Table
+
+STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
+    "training engine", {"fsdp": "hone.engine.build:build", "fsdp2": "hone.engine.build:build"}
+)
+_MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
+
+
+def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
+    """The engine that `strategy` names, built from the spec alone; it must keep the whole contract."""
+    engine = STRATEGIES.get(name)(spec)
+    if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
+        raise PluginError(
+            f"strategy={name} built a {type(engine).__name__} without {', '.join(missing)}; an engine has "
+            "every member of hone.engine.contract.TrainEngine"
+        )
+    mesh = engine.mesh
+    if mesh.data_parallel_size * mesh.ranks_per_slot != spec.world_size:
+        raise PluginError(
+            f"strategy={name} stands on {mesh}, which has {mesh.data_parallel_size} × "
+            f"{mesh.ranks_per_slot} ranks, and {spec.world_size} run; a mesh has every rank once"
+        )
+    return engine
 
 
 def build(spec: EngineSpec) -> Engine:

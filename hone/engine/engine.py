@@ -71,30 +71,30 @@ class Engine(ModelState):
             if self._drops_out:  # by the update's number: a resumed run drops the same
                 tried = self.optimizer.updates + self.optimizer.skipped
                 torch.manual_seed(fold_seed(self._seed, tried, self.mesh.data_parallel_rank))
+            made: list[tuple[Terms, float]] = []  # with its share of the mini-batch tokens
+            with counted(counts):
+                for _, micro in self._micro_batches(batch, self._train_rule):
+                    weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
+                    outputs = self._forward(micro, objective.options)
+                    terms = objective(outputs, _moved(_selected(micro, reads), self.device))
+                    # Gradients are averaged over ranks, shares are meant to be summed.
+                    (terms.loss * self.mesh.data_parallel_size).backward()
+                    self.optimizer.gather_gradients()
+                    made.append((replace(terms, loss=terms.loss.detach()), weight))
+                    del outputs, terms  # the graph goes before the next forward
+            # Read only now: reading a number makes the host wait for the GPU.
             totals: dict[str, float] = {}
             maxima: dict[str, float] = {}
-            with counted(counts):
-                made = [
-                    self._forward_backward(micro, objective, counts, reads)
-                    for _, micro in self._micro_batches(batch, self._train_rule)
-                ]
-            for terms, weight in made:  # read only now: a look at a number would make the GPU wait
-                _accumulate(totals, maxima, terms, weight)
-            totals = self._sum_over_ranks(totals) | self._max_over_ranks(maxima)
-            return totals | self.optimizer.step()
-
-    def _forward_backward(
-        self, micro: DataProto, objective: Objective, counts: BatchCounts, reads: set[str]
-    ) -> tuple[Terms, float]:
-        """The micro-batch's terms, and its share of the mini-batch's tokens."""
-        assert self.optimizer is not None
-        weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
-        outputs = self._forward(micro, objective.options)
-        terms = objective(outputs, _moved(_selected(micro, reads), self.device))
-        # Gradients are averaged over ranks, shares are meant to be summed.
-        (terms.loss * self.mesh.data_parallel_size).backward()
-        self.optimizer.gather_gradients()
-        return replace(terms, loss=terms.loss.detach()), weight
+            for terms, weight in made:
+                for name, value in terms.maxima.items():
+                    maxima[name] = max(maxima.get(name, float("-inf")), float(value))
+                for name, share in terms.shares.items():
+                    totals[name] = totals.get(name, 0.0) + float(share)
+                for name, mean in terms.means.items():
+                    totals[name] = totals.get(name, 0.0) + float(mean) * weight
+            totals = self._over_ranks(totals, dist.ReduceOp.SUM)
+            maxima = self._over_ranks(maxima, dist.ReduceOp.MAX)
+            return totals | maxima | self.optimizer.step()
 
     def infer(
         self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
@@ -165,7 +165,9 @@ class Engine(ModelState):
 
     def _global_counts(self, mask: Tensor) -> BatchCounts:
         counts = BatchCounts.of(mask)
-        totals = self._sum_over_ranks({"tokens": counts.tokens, "sequences": counts.sequences})
+        totals = self._over_ranks(
+            {"tokens": counts.tokens, "sequences": counts.sequences}, dist.ReduceOp.SUM
+        )
         return BatchCounts(totals["tokens"], totals["sequences"], float(self._response_width))
 
 
@@ -196,14 +198,3 @@ def _with_columns(batch: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
     for name, values in columns.items():
         grown.batch[name] = values
     return grown
-
-
-def _accumulate(
-    totals: dict[str, float], maxima: dict[str, float], terms: Terms, weight: float
-) -> None:
-    for name, value in terms.maxima.items():
-        maxima[name] = max(maxima.get(name, float("-inf")), float(value))
-    for name, share in terms.shares.items():
-        totals[name] = totals.get(name, 0.0) + float(share)
-    for name, mean in terms.means.items():
-        totals[name] = totals.get(name, 0.0) + float(mean) * weight

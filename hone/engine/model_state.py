@@ -17,12 +17,20 @@ from torch import Tensor, nn
 
 from hone.engine.checkpoint import load_checkpoint, save_checkpoint
 from hone.engine.contract import Lease, Mesh, ModelFacts
-from hone.engine.export import on_host, write_export
-from hone.engine.facts import model_facts
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
-from hone.models.lora import adapter_weights, merged_weights, whole_tensor
+from hone.models.families import declared, key_shape
+from hone.models.load import EXPORT_FOLDER, eos_ids
+from hone.models.lora import (
+    ADAPTER_FOLDER,
+    adapter_weights,
+    is_lora,
+    merged_weights,
+    save_adapter,
+    whole_tensor,
+)
 from hone.models.policy import PolicyModel
+from hone.models.writing import without_progress_bar
 from hone.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
@@ -127,19 +135,27 @@ class ModelState:
         self._loads += 1
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> None:
-        keep, adapter = self.mesh.writes, {}
+        adapter = {}
         with self.present():
-            weights = on_host(self.named_hf_weights(), keep=keep)
+            weights = self._on_host(self.named_hf_weights())
             if self.facts.has_adapters:
-                adapter = on_host(self.named_adapter_weights(), keep=keep)
-        if keep:
-            write_export(folder, self._lm, tokenizer, weights, adapter)
+                adapter = self._on_host(self.named_adapter_weights())
+        if not self.mesh.writes:
+            return
+        base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
+        with without_progress_bar():
+            base.save_pretrained(folder / EXPORT_FOLDER, state_dict=weights)
+        tokenizer.save_pretrained(folder / EXPORT_FOLDER)
+        if adapter:
+            save_adapter(self._lm, adapter, folder / ADAPTER_FOLDER)
 
-    def _sum_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
-        return self._over_ranks(values, dist.ReduceOp.SUM)
-
-    def _max_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
-        return self._over_ranks(values, dist.ReduceOp.MAX)
+    def _on_host(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies in host memory on the rank that writes; every rank takes part in gathering them."""
+        copies = {}
+        for name, tensor in weights:
+            if self.mesh.writes:
+                copies[name] = tensor.cpu().contiguous().clone()
+        return copies
 
     def _over_ranks(
         self, values: dict[str, float], how: dist.ReduceOp.RedOpType
@@ -150,3 +166,22 @@ class ModelState:
         total = torch.tensor([values[name] for name in names], dtype=torch.float64)
         dist.all_reduce(total, how, group=self._group)
         return dict(zip(names, total.tolist(), strict=True))
+
+
+def model_facts(lm: PreTrainedModel) -> ModelFacts:
+    """Of the whole model, also where its parameters are sharded or rest on the host."""
+    config = lm.config.get_text_config()
+    kv_heads, head_dim = key_shape(config)
+    weights = list(lm.parameters())
+    return ModelFacts(
+        vocabulary=lm.get_input_embeddings().weight.shape[0],
+        positions=declared(config, "max_position_embeddings"),
+        eos_ids=eos_ids(lm.config, getattr(lm, "generation_config", None), None),
+        dtype=weights[0].dtype,
+        parameters=sum(p.numel() for p in weights),
+        parameter_bytes=sum(p.nbytes for p in weights),
+        layers=config.num_hidden_layers,
+        attention_width=config.num_attention_heads * head_dim,
+        kv_bytes_per_token=config.num_hidden_layers * 2 * kv_heads * head_dim * weights[0].itemsize,
+        has_adapters=is_lora(lm),
+    )

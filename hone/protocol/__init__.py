@@ -6,17 +6,8 @@ Each file holds one concern; what others use is named here. Leaves out what the 
 
 from __future__ import annotations
 
-from hone.protocol.data_proto import DataProto, DataProtoItem
-from hone.protocol.errors import ProtocolError
-from hone.protocol.future import DataProtoFuture
-from hone.protocol.gather import all_gather_data_proto
-from hone.protocol.items import collate_fn
-from hone.protocol.packed import (
-    deserialize_single_tensor,
-    deserialize_tensordict,
-    serialize_single_tensor,
-    serialize_tensordict,
-)
+from hone.protocol.data_proto import DataProto, DataProtoItem, collate_fn
+from hone.protocol.future import DataProtoFuture, all_gather_data_proto
 from hone.protocol.padding import (
     AUTO_PADDING_KEY,
     PADDED_ROW,
@@ -27,10 +18,21 @@ from hone.protocol.padding import (
     unpad_dataproto,
     without_padding,
 )
-from hone.protocol.rows import object_array
-from hone.protocol.shapes import fold_batch_dim, unfold_batch_dim
+from hone.protocol.rows import (
+    ProtocolError,
+    object_array,
+    same,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from hone.protocol.selection import fold_batch_dim, unfold_batch_dim
 from hone.protocol.tensordicts import BatchData
-from hone.protocol.union import same, union_numpy_dict, union_tensor_dict
+from hone.protocol.wire import (
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
+)
 
 __all__ = [
     "AUTO_PADDING_KEY",

@@ -16,28 +16,29 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hone.protocol import shapes
-from hone.protocol.disk import load, save
-from hone.protocol.errors import ProtocolError
-from hone.protocol.packed import PackedTensorDict
+from hone.protocol import selection
 from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, may_be_cut_unevenly
 from hone.protocol.rows import (
     Index,
+    ProtocolError,
     column_array,
     concat_batches,
     epochs_of,
     row_index,
     take_batch,
     tensordict_of,
+    union_dicts,
+    union_numpy_dict,
+    union_tensor_dict,
 )
-from hone.protocol.selection import pop_columns, rename_columns, select_columns
-from hone.protocol.shapes import describe, memory
-from hone.protocol.union import union_dicts, union_numpy_dict, union_tensor_dict
 from hone.protocol.wire import (
+    PackedTensorDict,
     decode_tensordict,
     decode_verl_tensors,
     encode_tensordict,
     join_tensordict,
+    load,
+    save,
     split_tensordict,
 )
 from hone.types import Row, Settings
@@ -215,19 +216,19 @@ class DataProto:
         elif self.non_tensor_batch.pop(name, None) is None:
             raise KeyError(f"batch has no column {name!r} to drop; it has {self.column_names()}")
 
-    get_data_info = describe
+    get_data_info = selection.describe
 
     def print_size(self, prefix: str = "") -> str:
         """Log, and return, how much memory tensors and object columns take."""
-        text = f"{prefix} {memory(self)}".strip()
+        text = f"{prefix} {selection.memory(self)}".strip()
         logger.info(text)
         return text
 
     # -- choosing columns -------------------------------------------------------------------
 
-    select = select_columns
-    pop = pop_columns
-    rename = rename_columns
+    select = selection.select_columns
+    pop = selection.pop_columns
+    rename = selection.rename_columns
 
     def union(self, other: DataProto) -> DataProto:
         """Add the other's columns and facts to this batch; what both have must be equal."""
@@ -326,9 +327,9 @@ class DataProto:
 
     # -- shapes -----------------------------------------------------------------------------
 
-    unfold_column_chunks = shapes.unfold_column_chunks
-    fold_batch_dim = shapes.fold_batch_dim
-    unfold_batch_dim = shapes.unfold_batch_dim
+    unfold_column_chunks = selection.unfold_column_chunks
+    fold_batch_dim = selection.fold_batch_dim
+    unfold_batch_dim = selection.unfold_batch_dim
 
     # -- padding ----------------------------------------------------------------------------
 
@@ -363,3 +364,16 @@ class DataProto:
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
         """Read what `save_to_disk` wrote, here or in verl: plain values, arrays and tensors alone."""
         return load(filepath, DataProto)
+
+
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """The batch whose rows are these items; all must have the same columns."""
+    if not x:
+        raise ProtocolError("nothing to collate: the list of rows is empty")
+    names = x[0].non_tensor_batch.keys()
+    for number, item in enumerate(x):
+        if item.non_tensor_batch.keys() != names or (item.batch is None) != (x[0].batch is None):
+            raise ProtocolError(f"row {number} does not have the columns of row 0")
+    arrays = {name: column_array([item.non_tensor_batch[name] for item in x]) for name in names}
+    tensors = [item.batch for item in x if item.batch is not None]
+    return DataProto(torch.stack(tensors).contiguous() if tensors else None, arrays)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hone.protocol.errors import ProtocolError
-from hone.protocol.rows import take_batch
+from hone.protocol.rows import ProtocolError, take_batch
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto

@@ -14,9 +14,14 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from hone.protocol.errors import ProtocolError
-from hone.protocol.rows import epochs_of, jagged_rows, take_rows
-from hone.protocol.union import same, union_tensor_dict
+from hone.protocol.rows import (
+    ProtocolError,
+    epochs_of,
+    jagged_rows,
+    same,
+    take_rows,
+    union_tensor_dict,
+)
 from hone.types import JsonValue, Row, Settings
 
 __all__ = ["union_tensor_dict"]

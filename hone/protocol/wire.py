@@ -1,63 +1,50 @@
-"""How a DataProto crosses a process: tensors travel as numpy views, never as torch storages.
+"""How a DataProto crosses a process or goes to a file.
 
-Pickle protocol 5 then moves them out of band without a copy. Leaves out compression and devices:
-what arrives lies on the CPU.
+Tensors travel as numpy views: pickle protocol 5 moves them out of band without a copy, and they arrive on
+the CPU. A file is read with plain values, arrays and tensors alone: it cannot name other code to run.
 """
 
 from __future__ import annotations
 
 import io
-from typing import Any, TypeAlias
+import os
+import pickle
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from hone.protocol.errors import ProtocolError
-from hone.protocol.packed import PackedTensorDict, deserialize_tensordict
-from hone.protocol.rows import object_array
-from hone.types import JsonValue, Row
+from hone.protocol.rows import ProtocolError, object_array
+from hone.types import Function, JsonValue, Row
 
+T = TypeVar("T")
 Encoded: TypeAlias = tuple[str, Any, Any]
 """Kind, payload, and what the kind needs besides: numpy arrays, and what is encoded inside."""
+PackedTensor = tuple[str, tuple[int, ...], np.ndarray]
+"""verl's form: dtype name, shape, and the bytes as a numpy array."""
+PackedColumn = PackedTensor | tuple[str, list[PackedTensor]]
+PackedTensorDict = tuple[tuple[int, ...], str | None, dict[str, PackedColumn]]
+"""Batch size, device name, and each column: a PackedTensor, or (layout, its rows) where nested."""
 
-# numpy has no such numbers: the bits travel under an integer type of the same width.
 _BITS_BY_WIDTH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-_NUMPY_KNOWS = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    }
-)
 
 
 def encode_tensor(tensor: torch.Tensor) -> Encoded:
     """One tensor as ("dense", array, dtype name) or ("jagged", values, offsets)."""
     if tensor.is_nested:
-        jagged = tensor if tensor.layout == torch.jagged else _as_jagged(tensor)
-        offsets, ragged = jagged.offsets(), getattr(jagged, "_ragged_idx", 1)  # type: ignore[attr-defined]
-        return "jagged", encode_tensor(jagged.values()), (encode_tensor(offsets), ragged)
-    plain = tensor.detach()
-    if plain.device.type != "cpu":
-        plain = plain.cpu()
-    plain = plain.resolve_conj().resolve_neg().contiguous()
+        if tensor.layout != torch.jagged:
+            tensor = torch.nested.nested_tensor(list(tensor.unbind()), layout=torch.jagged)
+        offsets, ragged = tensor.offsets(), getattr(tensor, "_ragged_idx", 1)  # type: ignore[attr-defined]
+        return "jagged", encode_tensor(tensor.values()), (encode_tensor(offsets), ragged)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     name = str(plain.dtype).removeprefix("torch.")
-    if plain.dtype not in _NUMPY_KNOWS:
-        bits = _BITS_BY_WIDTH[plain.element_size()]
-        plain = plain.reshape(-1).view(bits).reshape(plain.shape)
-    return "dense", plain.numpy(), name
+    try:
+        return "dense", plain.numpy(), name
+    except TypeError:  # numpy has no such numbers: the bits travel as integers of the same width
+        bits = plain.reshape(-1).view(_BITS_BY_WIDTH[plain.element_size()])
+        return "dense", bits.reshape(plain.shape).numpy(), name
 
 
 def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
@@ -65,16 +52,13 @@ def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
     if kind == "jagged":
         values, offsets = decode_tensor(*payload), decode_tensor(*extra[0])
         return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=extra[1])
-    array = payload
-    if not array.flags.writeable:
-        # Read-only memory is shared with other ranks (Ray's object store): an in-place operation
-        # on a view of it would change their data.
-        array = array.copy()
-    tensor = torch.from_numpy(array)
+    # Read-only memory is shared with other ranks (Ray's object store): an in-place operation on a view
+    # of it would change their data.
+    tensor = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
     dtype = getattr(torch, extra)
-    if tensor.dtype != dtype:
-        tensor = tensor.reshape(-1).view(dtype).reshape(array.shape)
-    return tensor
+    if tensor.dtype == dtype:
+        return tensor
+    return tensor.reshape(-1).view(dtype).reshape(payload.shape)
 
 
 def encode_tensordict(batch: TensorDict | None) -> Row | None:
@@ -159,5 +143,137 @@ def _column_of(values: list[JsonValue | np.ndarray]) -> np.ndarray:
     return object_array(values)
 
 
-def _as_jagged(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor(list(tensor.unbind()), layout=torch.jagged)
+def serialize_single_tensor(obj: torch.Tensor) -> PackedTensor:
+    """(dtype name, shape, bytes) of one dense tensor, as verl packs it."""
+    flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.numpy()
+
+
+def deserialize_single_tensor(arr: PackedTensor) -> torch.Tensor:
+    """The tensor that `serialize_single_tensor` was given; it owns its memory."""
+    name, shape, data = arr
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).reshape(shape)
+
+
+def serialize_tensordict(batch: TensorDict) -> PackedTensorDict:
+    """Batch size, device and columns as plain containers and bytes."""
+    columns: dict[str, PackedColumn] = {}
+    for key, value in batch.items():
+        if value.is_nested:
+            layout = str(value.layout).removeprefix("torch.")
+            columns[key] = (layout, [serialize_single_tensor(row) for row in value.unbind()])
+        else:
+            columns[key] = serialize_single_tensor(value)
+    device = None if batch.device is None else str(batch.device)
+    return tuple(batch.batch_size), device, columns
+
+
+def deserialize_tensordict(arr: PackedTensorDict) -> TensorDict:
+    """The TensorDict that `serialize_tensordict` was given."""
+    batch_size, device, columns = arr
+    tensors: dict[str, torch.Tensor] = {}
+    for key, packed in columns.items():
+        if len(packed) == 3:
+            tensors[key] = deserialize_single_tensor(packed)
+        elif len(packed) == 2:
+            layout, rows = packed
+            tensors[key] = torch.nested.as_nested_tensor(
+                [deserialize_single_tensor(row) for row in rows], layout=getattr(torch, layout)
+            )
+        else:
+            raise ValueError(f"column {key!r} is packed in {len(packed)} parts; expected 2 or 3")
+    return TensorDict(tensors, batch_size=batch_size, device=device)
+
+
+_BUILTINS = frozenset(
+    {"set", "frozenset", "complex", "bytearray", "slice", "range", "list", "dict"}
+)
+_PLAIN = {
+    ("collections", "OrderedDict"),
+    ("datetime", "datetime"),
+    ("datetime", "date"),
+    ("datetime", "timedelta"),
+    ("datetime", "timezone"),
+    ("decimal", "Decimal"),
+    ("uuid", "UUID"),
+    ("_codecs", "encode"),
+    ("hone.protocol.data_proto", "DataProto"),
+    ("tensordict.tensorclass", "NonTensorData"),
+}
+_NUMPY_MODULES = frozenset(
+    {"numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric"}
+)
+_NUMPY_MAKERS = frozenset({"_reconstruct", "scalar", "_frombuffer"})
+_TORCH_MAKERS = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"})
+
+
+class ForeignObject(ValueError):
+    """A batch that holds something else than plain values, arrays and tensors."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Function:
+        if (module, name) == ("verl.protocol", "DataProto"):
+            module = "hone.protocol.data_proto"
+        plain = (
+            (module == "builtins" and name in _BUILTINS)
+            or (module, name) in _PLAIN
+            or (module in _NUMPY_MODULES and name in _NUMPY_MAKERS)
+            or (module == "numpy" and _is_numpy_type(name))
+            or module == "numpy.dtypes"
+            or (module == "torch._utils" and name in _TORCH_MAKERS)
+        )
+        if plain and "." not in name:
+            return super().find_class(module, name)
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
+        raise ForeignObject(f"{module}.{name}")
+
+
+def _is_numpy_type(name: str) -> bool:
+    found = getattr(np, name, None)
+    return name in ("ndarray", "dtype") or (
+        isinstance(found, type) and issubclass(found, np.generic)
+    )
+
+
+def _load_storage(content: bytes) -> torch.UntypedStorage:
+    """A tensor's memory, as torch pickles it; torch's own function would unpickle anything."""
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def save(data: T, filepath: str | os.PathLike[str]) -> None:
+    """Write to a file; a reader never sees half of it. What `load` would refuse is refused here."""
+    content = pickle.dumps(data, protocol=5)
+    _read(content, filepath)
+    target = Path(filepath)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(filepath: str | os.PathLike[str], kind: type[T]) -> T:
+    """Read what `save` wrote; a file that names other code is refused before any of it runs."""
+    data = _read(Path(filepath).read_bytes(), filepath)
+    if not isinstance(data, kind):
+        raise ValueError(f"{filepath} holds a {type(data).__name__}, not a {kind.__name__}")
+    return data
+
+
+def _read(content: bytes, filepath: str | os.PathLike[str]) -> object:
+    try:
+        return _PlainUnpickler(io.BytesIO(content)).load()
+    except ForeignObject as error:
+        raise ForeignObject(
+            f"{filepath} holds a {error}, and a batch in a file holds plain values, arrays and tensors "
+            "only; turn it into those first"
+        ) from None

@@ -1,25 +1,93 @@
 """verl's worker of several roles: actor, rollout and reference behind one object, by verl's method names.
 
-The loop of this package holds the roles apart; hand-written loops and verl's role mappings find this one.
+For hand-written loops and verl's role mappings: such a loop hands over prompt tensors or chat messages, and
+sampling in `meta_info`; uids are optional.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
+import numpy as np
+
 from hone.agents.collate import collate_outputs, join_ranks, with_verl_columns
+from hone.agents.sampling import training_sampling, validation_sampling
 from hone.agents.trajectory import loop_metrics
 from hone.config.block import Block
+from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register
-from hone.controller.modes import DATA_PARALLEL
+from hone.controller.decorator import DATA_PARALLEL, Batch, Group, PerRank, split_batches
 from hone.engine.contract import Mesh
-from hone.protocol import DataProto
+from hone.protocol import DataProto, object_array
+from hone.types import Row, Settings
 from hone.workers.actor import ActorWorker, ReferenceWorker
-from hone.workers.loading import whole_config
 from hone.workers.rollout_worker import Finished, RolloutWorker
-from hone.workers.train import TrainWorker
-from hone.workers.verl_rows import in_call, numbered, sampling_of, split_numbered
+from hone.workers.train import TrainWorker, whole_config
+
+MADE_UID = "made_uid"
+
+
+def split_numbered(group: Group, prompts: DataProto) -> PerRank[Batch]:
+    """Dispatch: rows are numbered before ranks share them, so that no two have one seed."""
+    return split_batches(group, numbered(prompts))
+
+
+def numbered(prompts: DataProto) -> DataProto:
+    """With `prompt_ids`, `uid` and `sample_index` for each row, where the caller's loop gave none."""
+    rows = prompts.select()
+    facts = dict(rows.non_tensor_batch)
+    ids = _prompt_ids(rows)
+    if ids is not None:
+        facts["prompt_ids"] = object_array(ids)
+    if "uid" not in facts:
+        texts = ids if ids is not None else facts.get("raw_prompt", range(len(rows)))
+        names = [hashlib.blake2b(repr(t).encode(), digest_size=8).hexdigest() for t in texts]
+        facts["uid"] = np.array(names, dtype=object)
+        rows.meta_info[MADE_UID] = True
+    if "sample_index" not in facts:
+        seen: Counter[str] = Counter()
+        counts = []
+        for uid in facts["uid"]:
+            counts.append(seen[uid])
+            seen[uid] += 1
+        facts["sample_index"] = np.array(counts, dtype=object)
+    return DataProto(None, facts, rows.meta_info)
+
+
+def in_call(rows: DataProto, call: int) -> DataProto:
+    """Made uids name the call too: the next call samples the same prompt anew."""
+    facts = dict(rows.non_tensor_batch)
+    if rows.meta_info.get(MADE_UID):
+        facts["uid"] = np.array([f"{uid}-{call}" for uid in facts["uid"]], dtype=object)
+    attempts = zip(facts["uid"], facts["sample_index"], strict=True)
+    facts["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in attempts], dtype=object)
+    return DataProto(None, facts, dict(rows.meta_info))
+
+
+def sampling_of(meta_info: Settings, rollout: RolloutConfig) -> Row:
+    """`sampling_params` where they are given, else as `validate` and `do_sample` say."""
+    if "sampling_params" in meta_info:
+        return dict(meta_info["sampling_params"])
+    sampling = (validation_sampling if meta_info.get("validate") else training_sampling)(rollout)
+    return sampling if meta_info.get("do_sample", True) else sampling | {"temperature": 0.0}
+
+
+def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
+    facts = rows.non_tensor_batch
+    for name in ("prompt_ids", "raw_prompt_ids"):
+        if name in facts:
+            return [list(ids) for ids in facts[name]]
+    for name in ("input_ids", "prompts"):
+        if rows.has_column(name) and rows.has_column("attention_mask"):
+            ids = rows.batch[name]
+            mask = rows.batch["attention_mask"][:, : ids.shape[1]]
+            return [
+                row[: len(seen)][seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)
+            ]
+    return None
 
 
 class ActorRolloutRefWorker(Worker):

@@ -1,11 +1,8 @@
-"""What each role minimises: the policy's, the critic's and the supervised objective.
-
-An objective only combines named losses; how a mini-batch is cut is the engine's business.
-"""
+"""The objective of each role (policy, critic, supervised) and the mini-batches of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,12 +12,13 @@ from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import get_policy_loss_fn
+from hone.algorithms.policy_losses.policy_loss import PolicyLoss
 from hone.algorithms.value_loss import compute_value_loss
 from hone.columns import require
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.critic import CriticConfig
-from hone.engine.contract import Objective, Options, Terms, TrainEngine
+from hone.engine.contract import Options, Terms
 from hone.ops.masked import masked_mean
 from hone.protocol import PADDED_ROW, DataProto, real_rows
 from hone.types import Function, Row
@@ -29,7 +27,7 @@ _PREPARED = "prepared/"
 
 
 def counted_tokens(batch: DataProto, column: str) -> Tensor:  # [B, T]
-    """A mask of the batch; rows that only even out the ranks teach nothing."""
+    """A mask column that is 0 in rows added to even out the ranks."""
     mask: Tensor = require(batch, column)
     if batch.has_column(PADDED_ROW):
         mask = mask * real_rows(batch).to(mask.device)[:, None]
@@ -47,19 +45,17 @@ class PolicyObjective:
         correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self._config = config
-        bypass = correction is not None and correction.bypass_mode
-        self._loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
-        self._correction = correction
-        self._needs: tuple[str, ...] = needs_of(self._loss)
+        self._bypass = correction if correction is not None and correction.bypass_mode else None
+        name = "bypass_mode" if self._bypass is not None else config.policy_loss.loss_mode
+        self._loss = get_policy_loss_fn(name)
+        self._needs = needs_of(self._loss)
         # The entropy is always measured: a collapse must be seen, and its sum costs little.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
-        self._prepare: Function | None = getattr(self._loss, "prepare", None)
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """`old_log_probs` where a pass before the update computed them, `loss_mask` where correction or
-        a filter narrowed it."""
+        """`old_log_probs` exists after a log-prob pass, `loss_mask` after correction or a filter."""
         policy = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights")
         reference = ("ref_log_prob",) if self._config.use_kl_loss else ()
         return ("response_mask", "loss_mask", *policy, *reference, *self._needs)
@@ -69,72 +65,59 @@ class PolicyObjective:
         return counted_tokens(batch, "loss_mask" if narrowed else "response_mask")
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
-        columns, log_prob = batch.batch, outputs["log_probs"]
-        assert self._prepare is not None, "needs_batch_statistics says that there is one"
-        prepared = self._prepare(
-            columns["old_log_probs"] if batch.has_column("old_log_probs") else log_prob,
-            log_prob,
-            require(batch, "advantages"),
-            self.mask(batch),
-            self._config,
-        )
+        log_prob = outputs["log_probs"]
+        old = batch.column("old_log_probs") if batch.has_column("old_log_probs") else log_prob
+        advantages, mask = require(batch, "advantages"), self.mask(batch)
+        prepare: Function = self._loss.prepare  # type: ignore[attr-defined]
+        prepared = prepare(old, log_prob, advantages, mask, self._config)
         return {_PREPARED + name: values for name, values in prepared.items()}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, columns, mask = self._config, batch.batch, self.mask(batch)
-        log_prob = outputs["log_probs"]
-        names = set(columns.keys())
+        log_prob, names = outputs["log_probs"], set(columns.keys())
         # Where no pass before the update computed them, the update's own forward gives them.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
+        weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
+        arguments = (old, log_prob, require(batch, "advantages"), mask)
         extra: Row = {name: require(batch, name) for name in self._needs}
-        if self._correction is not None and self._correction.bypass_mode:
-            extra["rollout_correction"] = self._correction
+        if self._bypass is not None:
+            extra["rollout_correction"] = self._bypass
         if self.needs_batch_statistics:
-            extra["prepared"] = {
-                n.removeprefix(_PREPARED): columns[n] for n in names if n.startswith(_PREPARED)
-            }
-        policy_loss, means = self._loss(
-            old,
-            log_prob,
-            require(batch, "advantages"),
-            mask,
-            config.loss_agg_mode,
-            config,
-            columns["rollout_is_weights"] if "rollout_is_weights" in names else None,
-            **extra,
-        )
-        means = dict(means)
-        loss = policy_loss
-        shares = {"actor/pg_loss": policy_loss.detach()}
-        means["actor/entropy"] = masked_mean(outputs["entropy"].detach(), mask)
+            prepared = {name for name in names if name.startswith(_PREPARED)}
+            extra["prepared"] = {name.removeprefix(_PREPARED): columns[name] for name in prepared}
+        if isinstance(self._loss, PolicyLoss):
+            tokens = self._loss.tokens(*arguments, config, weights, **extra)
+            losses, measured = self._loss.per_token(tokens)
+            policy_loss, means = self._loss.reduce(tokens, losses, measured, config.loss_agg_mode)
+        else:
+            policy_loss, means = self._loss(
+                *arguments, config.loss_agg_mode, config, weights, **extra
+            )
+        loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
+        means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if config.entropy_coeff != 0:
             entropy = self._aggregate(outputs["entropy"], mask)
             shares["actor/entropy_loss"] = entropy.detach()
             loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
-            kl = self._aggregate(
-                kl_penalty(log_prob, require(batch, "ref_log_prob"), config.kl_loss_type), mask
-            )
+            reference = require(batch, "ref_log_prob")
+            kl = self._aggregate(kl_penalty(log_prob, reference, config.kl_loss_type), mask)
             shares["actor/kl_loss"] = kl.detach()
             loss = loss + config.kl_loss_coef * kl
         maxima: dict[str, Tensor] = {}
         if "old_log_probs" not in names and "rollout_log_probs" in names:
             gaps = gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
-            for named, measured in zip((means, maxima), gaps, strict=True):
-                named |= {f"rollout_corr/{name}": value for name, value in measured.items()}
+            for metrics, gap in zip((means, maxima), gaps, strict=True):
+                metrics |= {f"rollout_corr/{name}": value for name, value in gap.items()}
         return Terms(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
-        return agg_loss(
-            values,
-            mask,
-            self._config.loss_agg_mode,
-            loss_scale_factor=self._config.loss_scale_factor,
-        )
+        scale = self._config.loss_scale_factor
+        return agg_loss(values, mask, self._config.loss_agg_mode, loss_scale_factor=scale)
 
 
 class WrittenTokens:
-    """An objective over every token that the policy wrote, without statistics of the mini-batch."""
+    """An objective over every token of the policy, without statistics of the mini-batch."""
 
     needs_batch_statistics = False
 
@@ -146,7 +129,7 @@ class WrittenTokens:
 
 
 class ValueObjective(WrittenTokens):
-    """The critic's clipped squared error; what the policy's loss rejects was still returned."""
+    """The critic's clipped squared error over all policy tokens, rejected ones included."""
 
     reads = ("response_mask", "returns", "values")
 
@@ -184,50 +167,40 @@ class SupervisedObjective(WrittenTokens):
 
 
 def minibatches(
-    numbers: Tensor, total: int, rows_per_update: int, shuffle_seed: int | None
-) -> list[Tensor]:
-    """Where the rows of each mini-batch lie here; drawn over all rows of the step, on any rank.
-
-    `numbers` [B] are these rows' numbers among `total`. A rank may hold no row of some mini-batch.
-    """
-    order = torch.arange(total)
-    if shuffle_seed is not None:
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(shuffle_seed))
-    place = torch.empty_like(order)
-    place[order] = torch.arange(total)
-    mine = place[numbers]
-    rows = mine.argsort(stable=True)
-    return [rows[mine[rows] // rows_per_update == k] for k in range(-(-total // rows_per_update))]
-
-
-def update_in_minibatches(
-    engine: TrainEngine,
     batch: DataProto,
-    objective: Objective,
     *,
-    step_rows: int | None = None,
     rows_per_update: int,
     epochs: int,
     shuffle_seed: int | None,
-) -> dict[str, float]:
-    """All updates of one step; metrics are means over the updates, counts their largest.
+    step_rows: int | None = None,
+    ranks: int = 1,
+) -> Iterator[DataProto]:
+    """This rank's rows of each mini-batch; a rank may hold no row of some mini-batch.
 
-    With `step_rows` the column `step_row` numbers these rows among those of all ranks.
+    With `step_rows`, mini-batches are drawn over the rows of all ranks, which `step_row` numbers.
+    Without, each of `ranks` ranks takes its part of every mini-batch from its own rows.
     """
-    seen: dict[str, list[float]] = {}
     if step_rows is not None:
         numbers, total = require(batch, "step_row"), step_rows
-    else:  # a loop that shares rows out itself: each rank takes its part of every mini-batch
+    else:
         numbers, total = torch.arange(len(batch)), len(batch)
-        rows_per_update //= engine.mesh.data_parallel_size
+        rows_per_update //= ranks
     for epoch in range(epochs):
-        seed = None if shuffle_seed is None else shuffle_seed + epoch
-        for rows in minibatches(numbers, total, rows_per_update, seed):
-            metrics = engine.train_minibatch(batch.select_idxs(rows), objective)
-            for name, value in metrics.items():
-                seen.setdefault(name, []).append(value)
-    largest = {"skipped_updates"}
+        place = torch.arange(total)
+        if shuffle_seed is not None:
+            generator = torch.Generator().manual_seed(shuffle_seed + epoch)
+            place = torch.randperm(total, generator=generator).argsort()
+        mine = place[numbers]
+        rows = mine.argsort(stable=True)
+        for k in range(-(-total // rows_per_update)):
+            yield batch.select_idxs(rows[mine[rows] // rows_per_update == k])
+
+
+def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; of the count of skipped updates the largest."""
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
     return {
-        name: max(values) if name in largest else sum(values) / len(values)
-        for name, values in seen.items()
+        name: max(xs) if name == "skipped_updates" else sum(xs) / len(xs)
+        for name, xs in values.items()
     }

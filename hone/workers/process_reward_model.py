@@ -15,7 +15,7 @@ from hone.config import ConfigError
 from hone.controller import Dispatch, register
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
-from hone.workers.frozen_classifier import FrozenClassifier
+from hone.workers.reward_model import FrozenClassifier
 
 
 class ProcessRewardModelWorker(FrozenClassifier):

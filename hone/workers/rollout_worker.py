@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -19,19 +19,21 @@ from torch import Tensor
 from hone.agents.runner import FinishedGroup, LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
+from hone.engine.build import load_module
 from hone.engine.contract import Lease
-from hone.engine.facts import model_facts
+from hone.engine.model_state import model_facts
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
+from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.rollout.build import build_rollout, refuse_inexact
 from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Standing, received
 from hone.workers.actor import ActorWorker
-from hone.workers.device import pick_device, pick_dtype
-from hone.workers.loading import load_policy
+from hone.workers.device import pick_device
+from hone.workers.engine_specs import actor_spec
 from hone.workers.roofline import Roofline
 
 WeightPath = Literal["shared", "gathered", "copied", "streamed"]
@@ -61,9 +63,10 @@ class RolloutWorker(Worker):
         tokenizer = build_tokenizer(config.model)
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None
-        dtype = pick_dtype(config.actor.fsdp_config.dtype, self.device)
+        model = replace(actor_spec(whole, self, self.device), optim=None)
         if self.actor is None:
-            policy = load_policy(whole, dtype, self.device, adapters=True).requires_grad_(False)
+            policy = load_module(model)
+            assert isinstance(policy, PolicyModel)
             self._lease = Lease(policy.eval(), 0)
             self.facts = model_facts(policy.lm)
         else:
@@ -73,7 +76,7 @@ class RolloutWorker(Worker):
                 config.rollout,
                 model_path=config.model.path,
                 load_policy=lambda: held.enter_context(self._borrowed()).policy,
-                dtype=dtype,
+                dtype=model.dtype,
                 device=self.device,
                 tokenizer=tokenizer,
                 eos_ids=tuple(

@@ -1,21 +1,30 @@
-"""What every worker with a training engine does: checkpoints, and its weights on their way to a rollout."""
+"""What every worker with a training engine does: updates, checkpoints, and sending its weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from hone.config import PPOTrainerConfig, load_config
 from hone.config.actor import ActorConfig
 from hone.config.block import Block
 from hone.config.critic import CriticConfig
-from hone.config.engine import CheckpointConfig
+from hone.config.engine import CheckpointConfig, PlacementConfig
+from hone.config.schema import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
-from hone.controller.modes import DATA_PARALLEL
-from hone.engine.contract import Objective, TrainEngine
+from hone.controller.decorator import DATA_PARALLEL
+from hone.engine.build import build_strategy
+from hone.engine.contract import EngineSpec, TrainEngine
 from hone.protocol import DataProto
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Sender, Standing, open_sender, send
-from hone.workers.loading import whole_config
-from hone.workers.objectives import update_in_minibatches
+from hone.workers.device import pick_device, prepare_process
+from hone.workers.objectives import mean_metrics, minibatches
+
+SpecOf = Callable[[PPOTrainerConfig, Worker, torch.device], EngineSpec]
 
 
 class TrainWorker(Worker):
@@ -33,15 +42,39 @@ class TrainWorker(Worker):
         """What of this role is saved and read."""
         raise NotImplementedError
 
-    def temperature(self, asked: float | None) -> float:
-        """The rollout's, unless the caller asks for another."""
-        return self.config.actor_rollout_ref.rollout.temperature if asked is None else asked
+    def temperature(self, override: float | None) -> float:
+        """The rollout's, unless the caller gives another."""
+        return self.config.actor_rollout_ref.rollout.temperature if override is None else override
 
-    def hold(self, engine: TrainEngine) -> None:
-        """Take the engine; rows are dispatched over its mesh from now on."""
-        self.engine = engine
-        mesh = engine.mesh
+    def build_engine(self, strategy: str, spec_of: SpecOf, *sharding: PlacementConfig) -> None:
+        """Build the engine on this rank's device; rows are dispatched over its mesh from then on."""
+        device = pick_device(self.config.trainer.device, self.local_rank)
+        timeout_s = self.config.actor_rollout_ref.nccl_timeout
+        prepare_process(device, self.world_size, timeout_s, sharding)
+        self.engine = build_strategy(strategy, spec_of(self.config, self, device))
+        mesh = self.engine.mesh
         self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
+
+    def minibatches(
+        self, data: DataProto, config: ActorConfig | CriticConfig, step_rows: int | None
+    ) -> Iterator[DataProto]:
+        """The mini-batches of one step, every epoch of them, as the role's config cuts them."""
+        return minibatches(
+            data,
+            rows_per_update=config.sequences_per_update(),
+            epochs=config.ppo_epochs,
+            shuffle_seed=config.data_loader_seed if config.shuffle else None,
+            step_rows=step_rows,
+            ranks=self.engine.mesh.data_parallel_size,
+        )
+
+    def end_updates(self, role: str, updates: list[dict[str, float]]) -> dict[str, float]:
+        """Advance the learning-rate schedule; the mean metrics, the optimizer's named by role."""
+        self.engine.advance_schedule()
+        metrics = mean_metrics(updates)
+        for name in ("grad_norm", "lr", "skipped_updates"):
+            metrics[f"{role}/{name}"] = metrics.pop(name)
+        return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
@@ -58,12 +91,12 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def standing(self) -> Standing:
-        """Where this process stands, for the choice of a transport."""
+        """Machine, device and address of this process, for the choice of a transport."""
         return Standing.here(self.engine.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def offer_weights(self, transport: str, receivers: int) -> StreamAddress:
-        """Open a stream for so many rollout workers; `send_weights` fills it."""
+        """Open a stream to `receivers` rollout workers; `send_weights` fills it."""
         config = self.config.actor_rollout_ref
         self._sender = open_sender(
             transport,
@@ -77,11 +110,11 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, adapters: bool) -> int:
-        """Fill the stream; every rank gathers, rank 0 sends. Of a model with LoRA only the adapters
-        travel where the rollout takes them (`adapters`), else merged weights."""
+        """Fill the stream: every rank gathers, rank 0 sends. With `adapters`, a LoRA model sends its
+        adapters alone, else merged weights."""
         engine = self.engine
-        adapted = adapters and engine.facts.has_adapters
-        weights = engine.named_adapter_weights() if adapted else engine.named_hf_weights()
+        lora = adapters and engine.facts.has_adapters
+        weights = engine.named_adapter_weights() if lora else engine.named_hf_weights()
         if self.rank != 0:
             for _ in weights:
                 pass
@@ -90,32 +123,16 @@ class TrainWorker(Worker):
         bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
         return send(self._sender, weights, bucket)
 
-    def all_updates(
-        self,
-        data: DataProto,
-        objective: Objective,
-        config: ActorConfig | CriticConfig,
-        step_rows: int | None,
-        *,
-        role: str,
-    ) -> dict[str, float]:
-        """Every update of one step, then the schedule moves on; the optimizer's numbers by role."""
-        with self.engine.present(optimizer=True):
-            metrics = update_in_minibatches(
-                self.engine,
-                data,
-                objective,
-                step_rows=step_rows,
-                rows_per_update=config.sequences_per_update(),
-                epochs=config.ppo_epochs,
-                shuffle_seed=config.data_loader_seed if config.shuffle else None,
-            )
-        self.engine.advance_schedule()
-        for name in ("grad_norm", "lr", "skipped_updates"):
-            metrics[f"{role}/{name}"] = metrics.pop(name)
-        return metrics
 
-
-def measured(metrics: dict[str, float]) -> DataProto:
-    """What an update returns to the loop."""
-    return DataProto(batch=None, meta_info={"metrics": metrics})
+def whole_config(config: Block) -> PPOTrainerConfig:
+    """The run's whole config; verl builds workers from a part of it, and the rest is then default."""
+    if isinstance(config, PPOTrainerConfig):
+        return config
+    if isinstance(config, ActorRolloutRefConfig):
+        return replace(load_config(), actor_rollout_ref=config)
+    if isinstance(config, CriticConfig):
+        return replace(load_config(), critic=config)
+    raise TypeError(
+        f"a worker is built from a run's config, its actor_rollout_ref or its critic, not from a "
+        f"{type(config).__name__}"
+    )

@@ -18,7 +18,7 @@ from hone.agents.collate import (
 )
 from hone.agents.contract import AgentLoopOutput
 from hone.protocol import DataProto
-from hone.protocol.union import same
+from hone.protocol.rows import same
 
 PAD = 99
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.entropy import compute_entropy_loss
+from hone.algorithms.core_algos import compute_entropy_loss
 
 
 def slow(logits: np.ndarray, mask: np.ndarray) -> float:

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms import thresholds
 from hone.algorithms.correction_metrics import rejection_metrics
-from hone.algorithms.rejection import OPTIONS, rejection_mask
+from hone.algorithms.rejection import (
+    OPTIONS,
+    bound_numbers,
+    ratio_band,
+    rejection_mask,
+    split_list,
+)
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor(
@@ -110,16 +115,16 @@ def test_wrong_settings_are_refused(options, bound, message):
 
 
 def test_bounds_as_users_write_them():
-    assert thresholds.numbers(2, "k") == (2.0,)
-    assert thresholds.numbers("0.5_2.0", "k") == (0.5, 2.0)
-    assert thresholds.numbers("1_1", "k") == (1, 1)
-    assert thresholds.ratio_band(4, "k") == (0.25, 4)
-    assert thresholds.ratio_band(1, "k") == (1, 1)
-    assert thresholds.ratio_band("0.5_3", "k") == (0.5, 3)
-    assert thresholds.split(None) == []
-    assert thresholds.split(" a , b,") == ["a", "b"]
-    assert thresholds.split(0.5) == [0.5]
-    assert thresholds.split(("a", "b")) == ["a", "b"]
+    assert bound_numbers(2, "k") == (2.0,)
+    assert bound_numbers("0.5_2.0", "k") == (0.5, 2.0)
+    assert bound_numbers("1_1", "k") == (1, 1)
+    assert ratio_band(4, "k") == (0.25, 4)
+    assert ratio_band(1, "k") == (1, 1)
+    assert ratio_band("0.5_3", "k") == (0.5, 3)
+    assert split_list(None) == []
+    assert split_list(" a , b,") == ["a", "b"]
+    assert split_list(0.5) == [0.5]
+    assert split_list(("a", "b")) == ["a", "b"]
 
 
 def test_metrics_of_token_and_sequence_options_by_hand():

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from hone.controller.cluster_address import check_reachable
+from hone.controller.ray_start import check_reachable
 from hone.controller.worker import free_port
 
 KEY = "ray_kwargs.ray_init.address"
@@ -15,7 +15,7 @@ KEY = "ray_kwargs.ray_init.address"
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_address_where_nobody_listens_is_refused_with_the_way_out(scheme: str) -> None:
     address = f"{scheme}127.0.0.1:{free_port()}"
-    with pytest.raises(ConnectionError, match=rf"{KEY}={address}: nobody answers.*ray start"):
+    with pytest.raises(ConnectionError, match=rf"{KEY}={address}: nothing answers.*ray start"):
         check_reachable(address, KEY)
 
 

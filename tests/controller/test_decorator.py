@@ -13,9 +13,7 @@ from hone.controller import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from hone.controller.decorator import DispatchMode, method_spec, registered_methods
-from hone.controller.modes import Mesh, broadcast
-from hone.controller.worker_group import _check_mesh
+from hone.controller.decorator import DispatchMode, Mesh, broadcast, method_spec, registered_methods
 
 
 def split(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +123,7 @@ def test_a_function_mode_needs_a_function() -> None:
 
 
 def test_each_data_parallel_group_of_a_mesh_answers_once() -> None:
-    _check_mesh(Mesh((0, 0, 1, 1), (True, False, False, True)), "m")
+    Mesh((0, 0, 1, 1), (True, False, False, True)).check("m")
     for collects in ((True, True, True, False), (True, False, False, False)):
         with pytest.raises(ValueError, match="exactly one rank"):
-            _check_mesh(Mesh((0, 0, 1, 1), collects), "m")
+            Mesh((0, 0, 1, 1), collects).check("m")

@@ -20,7 +20,7 @@ from hone.controller import (
     create_colocated_worker_cls,
     register,
 )
-from hone.controller.host import drop_padded_rows
+from hone.controller.local import drop_padded_rows
 from hone.controller.worker import Placement, free_port, placed
 from hone.protocol import PADDED_ROW, DataProto, split_padded
 

@@ -18,7 +18,7 @@ from toy_workers import Toy
 
 from hone.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, register
 from hone.controller.failures import Seat, WaitTimeout, WorkerDied
-from hone.controller.phase_deadlines import PhaseDeadlines
+from hone.controller.waiting import PhaseDeadlines
 from hone.protocol import DataProto, DataProtoFuture
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

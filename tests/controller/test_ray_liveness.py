@@ -18,7 +18,7 @@ import pytest
 
 from hone.controller import ClassWithInitArgs, ResourcePool, reaper
 from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
-from hone.controller.liveness import GONE, STOPPED
+from hone.controller.processes import GONE, STOPPED
 
 pytest.importorskip("ray")
 

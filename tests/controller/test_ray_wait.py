@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hone.controller.failures import Seat, WaitTimeout, WorkerDied
-from hone.controller.phase_deadlines import PhaseDeadlines
+from hone.controller.waiting import PhaseDeadlines
 
 pytest.importorskip("ray")
 

@@ -23,12 +23,11 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.crew import Call, Crew
-from hone.controller.host import WorkerHost
-from hone.controller.local import Done, finished
-from hone.controller.modes import DATA_PARALLEL, TensorDictRows
-from hone.controller.phase_deadlines import PhaseDeadlines
+from hone.controller.decorator import DATA_PARALLEL, TensorDictRows
+from hone.controller.local import Done, WorkerHost, finished
+from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import Placement, Worker
+from hone.controller.worker_group import Call, Crew
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 from hone.protocol import tensordicts as tu
 

@@ -182,11 +182,6 @@ def test_inference_makes_no_gradient_and_no_rows_give_no_rows():
     assert nobody["log_probs"].shape == (0, out["log_probs"].shape[1])
 
 
-def test_weights_carry_their_hugging_face_names():
-    made = engine(policy(tie_embeddings=False))
-    assert set(weights(made)) == set(made.module.lm.state_dict())
-
-
 def test_means_are_weighted_by_tokens_and_maxima_are_the_largest():
     from hone.engine.contract import Terms
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hone.protocol import DataProto, serialize_tensordict
-from hone.protocol.disk import ForeignObject
-from hone.protocol.wire import decode_tensor, encode_tensor
+from hone.protocol.wire import ForeignObject, decode_tensor, encode_tensor
 
 DTYPES = [
     torch.bool,

@@ -10,7 +10,7 @@ import torch
 
 from hone.config.engine import FSDPConfig
 from hone.engine import sharding
-from hone.workers import actor, critic
+from hone.workers import actor, critic, train
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 from .tasks import config_of, write_model
@@ -62,7 +62,7 @@ def test_several_ranks_join_with_the_configured_timeout(joined):
 )
 def test_every_role_takes_its_timeout_from_nccl_timeout(module, name, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(module, "prepare_process", lambda *given: asked.append(given))
+    monkeypatch.setattr(train, "prepare_process", lambda *given: asked.append(given))
     config = config_of(write_model(tmp_path), "actor_rollout_ref.nccl_timeout=77")
     getattr(module, name)(config).init_model()
     assert [(device, ranks, timeout) for device, ranks, timeout, _ in asked] == [(CPU, 1, 77)]

@@ -12,13 +12,8 @@ from hone.algorithms.policy_losses import TABLE
 from hone.config import load_config
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.critic import CriticConfig
-from hone.engine.contract import Mesh
-from hone.workers.objectives import (
-    PolicyObjective,
-    ValueObjective,
-    minibatches,
-    update_in_minibatches,
-)
+from hone.protocol import DataProto
+from hone.workers.objectives import PolicyObjective, ValueObjective, mean_metrics, minibatches
 from tests.engine.batches import rows
 from tests.engine.engines import actor, engine, policy, weights
 
@@ -123,38 +118,27 @@ def test_the_value_objective_is_the_clipped_squared_error():
     assert float(terms.means["critic/vpred_mean"]) == pytest.approx(values[mask].mean().item())
 
 
-class Recorder:
-    """An engine that notes which rows each update saw."""
-
-    def __init__(self, ranks=1):
-        self.seen = []
-        self.mesh = Mesh(data_parallel_size=ranks)
-
-    def train_minibatch(self, batch, objective):
-        self.seen.append(batch.batch["prompts"][:, -1].tolist())
-        return {"loss": float(len(self.seen)), "skipped_updates": float(len(self.seen))}
-
-
-def run_minibatches(**options):
-    batch = rows()
-    batch.batch["prompts"][:, -1] = torch.arange(len(batch))
-    engine_ = Recorder()
+def rows_of_updates(numbers=range(7), **options):
+    """The rows, by number, of each mini-batch of a batch with these row numbers."""
+    batch = DataProto.from_dict({"step_row": torch.tensor([*numbers])})
     settings = {"rows_per_update": 3, "epochs": 1, "shuffle_seed": None} | options
-    return engine_.seen, update_in_minibatches(engine_, batch, None, **settings)
+    return [part.batch["step_row"].tolist() for part in minibatches(batch, **settings)]
 
 
-def test_mini_batches_follow_the_batch_and_metrics_are_means():
-    seen, metrics = run_minibatches(epochs=2)
-    assert seen == [[0, 1, 2], [3, 4, 5], [6]] * 2
-    assert metrics == {"loss": 3.5, "skipped_updates": 6.0}
+def test_mini_batches_follow_the_batch():
+    assert rows_of_updates(epochs=2) == [[0, 1, 2], [3, 4, 5], [6]] * 2
+
+
+def test_metrics_of_a_step_are_means_over_its_updates_and_the_largest_count():
+    updates = [{"loss": float(k), "skipped_updates": float(k)} for k in range(1, 7)]
+    assert mean_metrics(updates) == {"loss": 3.5, "skipped_updates": 6.0}
 
 
 def test_shuffling_is_by_seed_and_differs_between_epochs():
-    seen, _ = run_minibatches(epochs=2, shuffle_seed=42)
-    again, _ = run_minibatches(epochs=2, shuffle_seed=42)
-    other, _ = run_minibatches(epochs=2, shuffle_seed=43)
+    seen = rows_of_updates(epochs=2, shuffle_seed=42)
     first, second = [*chain(*seen[:3])], [*chain(*seen[3:])]
-    assert seen == again != other
+    assert seen == rows_of_updates(epochs=2, shuffle_seed=42)
+    assert seen != rows_of_updates(epochs=2, shuffle_seed=43)
     assert sorted(first) == sorted(second) == list(range(7))
     assert first != second
 
@@ -162,19 +146,17 @@ def test_shuffling_is_by_seed_and_differs_between_epochs():
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("per_update", [1, 3, 4, 7, 12])
 def test_a_mini_batch_holds_the_same_rows_however_ranks_share_them(seed, per_update):
-    alone = [m.tolist() for m in minibatches(torch.arange(12), 12, per_update, seed)]
+    def updates(numbers):
+        return rows_of_updates(numbers, step_rows=12, rows_per_update=per_update, shuffle_seed=seed)
+
+    alone = updates([*range(12)])
     assert sorted(chain(*alone)) == list(range(12))
     assert all(len(part) == per_update for part in alone[:-1])
     for shares in ([[0, 3, 5, 11, 2, 9], [1, 4, 6, 7, 8, 10]], [[7], [*range(7), *range(8, 12)]]):
-        parts = [minibatches(torch.tensor(own), 12, per_update, seed) for own in shares]
+        parts = [updates(own) for own in shares]
         for k, rows_alone in enumerate(alone):
-            together = [own[i] for own, part in zip(shares, parts, strict=True) for i in part[k]]
-            assert sorted(together) == sorted(rows_alone)
+            assert sorted(chain(*(part[k] for part in parts))) == sorted(rows_alone)
 
 
 def test_a_loop_that_shares_rows_out_itself_gives_each_rank_its_part_of_every_mini_batch():
-    engine_ = Recorder(ranks=3)
-    batch = rows()
-    batch.batch["prompts"][:, -1] = torch.arange(len(batch))
-    update_in_minibatches(engine_, batch, None, rows_per_update=9, epochs=1, shuffle_seed=None)
-    assert engine_.seen == [[0, 1, 2], [3, 4, 5], [6]]
+    assert rows_of_updates(rows_per_update=9, ranks=3) == [[0, 1, 2], [3, 4, 5], [6]]

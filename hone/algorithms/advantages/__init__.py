@@ -18,34 +18,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_HERE = "hone.algorithms.advantages"
+_FILES = {
+    "gae": "gae",
+    "grpo": "grpo dr_grpo",
+    "group_baseline": "grpo_passk opo gpg maxrl lite_ppo",
+    "rloo": "rloo rloo_token",
+    "returns": "reinforce_plus_plus reinforce_plus_plus_baseline remax",
+    "optimal_token_baseline": "optimal_token_baseline tir_optimal_token_baseline",
+    "gdpo": "gdpo",
+}
+_PATHS = {
+    name: f"{__name__}.{file}:{name}" for file, names in _FILES.items() for name in names.split()
+}
 
 TABLE: Table[Function] = Table(
     "advantage estimator",
-    {
-        "gae": f"{_HERE}.gae:gae",
-        "grpo": f"{_HERE}.grpo:grpo",
-        "grpo_vectorized": f"{_HERE}.grpo:grpo",
-        "dr_grpo": f"{_HERE}.grpo:dr_grpo",
-        "grpo_passk": f"{_HERE}.passk:grpo_passk",
-        "rloo": f"{_HERE}.rloo:rloo",
-        "rloo_vectorized": f"{_HERE}.rloo:rloo",
-        "rloo_token": f"{_HERE}.rloo_token:rloo_token",
-        "opo": f"{_HERE}.opo:opo",
-        "reinforce_plus_plus": f"{_HERE}.reinforce_plus_plus:reinforce_plus_plus",
-        "reinforce_plus_plus_baseline": (
-            f"{_HERE}.reinforce_plus_plus:reinforce_plus_plus_baseline"
-        ),
-        "remax": f"{_HERE}.remax:remax",
-        "gpg": f"{_HERE}.gpg:gpg",
-        "optimal_token_baseline": f"{_HERE}.optimal_token_baseline:optimal_token_baseline",
-        "tir_optimal_token_baseline": (
-            f"{_HERE}.optimal_token_baseline:tir_optimal_token_baseline"
-        ),
-        "gdpo": f"{_HERE}.gdpo:gdpo",
-        "maxrl": f"{_HERE}.success_rate:maxrl",
-        "lite_ppo": f"{_HERE}.success_rate:lite_ppo",
-    },
+    _PATHS | {"grpo_vectorized": _PATHS["grpo"], "rloo_vectorized": _PATHS["rloo"]},
 )
 
 

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from hone.algorithms.keywords import refuse_unknown
-from hone.algorithms.settings import has, setting
+from hone.algorithms.settings import has, refuse_unknown, setting
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
 from hone.ops.groups import Labels

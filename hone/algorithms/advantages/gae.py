@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.chain import Chain, starts
 from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.returns import Chain, starts
 from hone.ops.masked import masked_fill_zero, masked_whiten
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
-from hone.algorithms.advantages.outcome import outcomes
+from hone.algorithms.advantages.estimator import VerlForm
+from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
 from hone.ops.groups import Groups
 
 EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class GRPO(Estimator):
+class GRPO(OutcomeEstimator):
     """A = (R − mean_g) / (std_g + ε), std unbiased; without the division if so configured."""
 
     norm_adv_by_std_in_grpo: bool
@@ -26,24 +26,19 @@ class GRPO(Estimator):
 
     groups = "compared"
 
-    def __call__(self, batch: Trajectories) -> Pair:
-        outcome = outcomes("grpo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+    def advantages(self, outcome: Outcomes) -> Tensor:
         by_std = self.norm_adv_by_std_in_grpo
-        relative = relative_to_group(outcome.groups, outcome.scores, by_std, self.epsilon)
-        spread = outcome.spread(relative)
-        return spread, spread
+        return relative_to_group(outcome.groups, outcome.scores, by_std, self.epsilon)
 
 
 @dataclass(frozen=True)
-class DrGRPO(Estimator):
+class DrGRPO(OutcomeEstimator):
     """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
 
     groups = "compared"
 
-    def __call__(self, batch: Trajectories) -> Pair:
-        outcome = outcomes("dr_grpo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
-        spread = outcome.spread(relative_to_group(outcome.groups, outcome.scores, by_std=False))
-        return spread, spread
+    def advantages(self, outcome: Outcomes) -> Tensor:
+        return relative_to_group(outcome.groups, outcome.scores, by_std=False)
 
 
 def relative_to_group(groups: Groups, scores: Tensor, by_std: bool, epsilon: float = EPS) -> Tensor:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.chain import Chain, rewards_to_go
 from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import labels_of
+from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.ops.groups import factorise
 from hone.ops.masked import masked_fill_zero
 

@@ -1,4 +1,4 @@
-"""One number a trajectory: what every outcome estimator starts from and ends with.
+"""One number per trajectory: what every outcome estimator starts from and ends with.
 
 A trajectory is usually one row. Where `trajectory_id` says that several rows belong to one, their
 rewards and lengths are added up, statistics count the trajectory once, and each of its rows gets
@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories
 from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
 
@@ -68,6 +69,21 @@ class Outcomes:
         return out
 
 
+@dataclass(frozen=True)
+class OutcomeEstimator(Estimator):
+    """An estimator with one advantage per trajectory, the same on each of its tokens."""
+
+    def advantages(self, outcome: Outcomes) -> Tensor:
+        """[N] from the outcomes of N trajectories."""
+        raise NotImplementedError(f"{type(self).__name__} must define advantages")
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        name = type(self).__name__
+        outcome = outcomes(name, batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        spread = outcome.spread(self.advantages(outcome))
+        return spread, spread
+
+
 def outcomes(
     name: str,
     token_level_rewards: Tensor,
@@ -87,7 +103,7 @@ def outcomes(
 
 
 def labels_of(name: str, index: Labels | None, rows: int) -> Labels:
-    """`index`, when there is one label a row."""
+    """`index`, when there is one label per row."""
     if index is None:
         raise ValueError(
             f"{name} compares the responses of one prompt and got index=None; "

@@ -14,26 +14,17 @@ from hone.types import Function
 
 T = TypeVar("T")
 
-_HERE = "hone.algorithms.policy_losses"
+_FILES = {
+    "vanilla": "vanilla",
+    "sequence_ratio": "gspo luspo geo_mean",
+    "token_ratio": "sapo cispo gpg reinforce dppo_tv dppo_kl dro",
+    "bypass": "bypass_mode",
+    "covariance": "clip_cov kl_cov",
+}
 
 TABLE: Table[Function] = Table(
     "policy loss",
-    {
-        "vanilla": f"{_HERE}.vanilla:vanilla",
-        "gspo": f"{_HERE}.sequence_ratio:gspo",
-        "luspo": f"{_HERE}.sequence_ratio:luspo",
-        "geo_mean": f"{_HERE}.sequence_ratio:geo_mean",
-        "sapo": f"{_HERE}.sapo:sapo",
-        "cispo": f"{_HERE}.cispo:cispo",
-        "gpg": f"{_HERE}.reinforce:gpg",
-        "reinforce": f"{_HERE}.reinforce:reinforce",
-        "bypass_mode": f"{_HERE}.bypass:bypass_mode",
-        "clip_cov": f"{_HERE}.covariance:clip_cov",
-        "kl_cov": f"{_HERE}.covariance:kl_cov",
-        "dppo_tv": f"{_HERE}.dppo:dppo_tv",
-        "dppo_kl": f"{_HERE}.dppo:dppo_kl",
-        "dro": f"{_HERE}.dro:dro",
-    },
+    {name: f"{__name__}.{file}:{name}" for file, names in _FILES.items() for name in names.split()},
 )
 
 

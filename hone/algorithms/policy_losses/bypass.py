@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.algorithms.correction import importance_weights
 from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens
-from hone.algorithms.policy_losses.reinforce import policy_gradient
+from hone.algorithms.policy_losses.token_ratio import policy_gradient
 from hone.algorithms.policy_losses.vanilla import ppo_clip
 from hone.algorithms.rejection import rejection_mask
 from hone.algorithms.settings import given, setting

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.keywords import refuse_unknown
-from hone.algorithms.settings import given, setting
+from hone.algorithms.settings import given, refuse_unknown, setting
 from hone.config.actor import ActorConfig
 from hone.ops.masked import masked_fill_zero, masked_mean
 from hone.types import Settings
@@ -111,27 +110,53 @@ class PolicyLoss:
         prepared: Columns | None = None,
         **extras: Settings,
     ) -> tuple[Tensor, Columns]:
-        """This micro-batch's share of the loss, and token means over this call's mask."""
+        """The micro-batch share of the loss, and token means over the mask of this call."""
+        tokens = self.tokens(
+            old_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            config,
+            rollout_is_weights,
+            prepared=prepared,
+            **extras,
+        )
+        return self.reduce(tokens, *self.per_token(tokens), loss_agg_mode)
+
+    def tokens(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        config: Settings | None = None,
+        rollout_is_weights: Tensor | None = None,
+        *,
+        prepared: Columns | None = None,
+        **extras: Settings,
+    ) -> Tokens:
+        """What `per_token` reads; an unknown keyword is an error."""
         known = (*_KEYWORDS, *self.extra_keywords)
         refuse_unknown(f"policy loss {self.name}", set(extras) - set(known), known)
         if self.prepare_tokens is not None and prepared is None:
             prepared = self.prepare(old_log_prob, log_prob, advantages, response_mask, config)
         tokens = _clean(old_log_prob, log_prob, advantages, response_mask, config)
-        tokens = replace(tokens, prepared=prepared or {}, extras=extras)
+        weights = None
         if rollout_is_weights is not None:
             weights = masked_fill_zero(rollout_is_weights, tokens.mask).detach()
-            tokens = replace(tokens, weights=weights)
-        loss, measured = self.per_token(tokens)
+        return replace(tokens, prepared=prepared or {}, extras=extras, weights=weights)
+
+    def reduce(
+        self, tokens: Tokens, losses: Tensor, measured: Columns, loss_agg_mode: str | None
+    ) -> tuple[Tensor, Columns]:
+        """The aggregated loss, and the token means of what `per_token` measured."""
         if tokens.weights is not None and not self.weighs_itself:
-            loss = loss * tokens.weights
-        total = agg_loss(
-            loss,
-            tokens.mask,
-            self.agg_mode or loss_agg_mode or self.default_agg_mode,
-            loss_scale_factor=given(config, "loss_scale_factor"),
-        )
+            losses = losses * tokens.weights
+        mode = self.agg_mode or loss_agg_mode or self.default_agg_mode
+        scale = given(tokens.config, "loss_scale_factor")
+        total = agg_loss(losses, tokens.mask, mode, loss_scale_factor=scale)
         metrics = {
-            key: masked_mean(value.detach().to(loss.dtype), tokens.mask)
+            key: masked_mean(value.detach().to(losses.dtype), tokens.mask)
             for key, value in measured.items()
         }
         return total, metrics

@@ -1,4 +1,4 @@
-"""Losses that clip one ratio a sequence: GSPO (2507.18071), LUSPO (2602.05261), GMPO (2507.20673)."""
+"""Losses that clip one ratio per sequence: GSPO (2507.18071), LUSPO (2602.05261), GMPO (2507.20673)."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from hone.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from hone.controller.phase_deadlines import PhaseDeadlines
-from hone.controller.waiting import listening
+from hone.controller.waiting import PhaseDeadlines, listening
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 from hone.workers.actor import ActorWorker, ReferenceWorker

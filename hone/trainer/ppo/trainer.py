@@ -127,50 +127,47 @@ class PPOTrainer:
 
         `origins` say where the values of the config came from; they are kept beside it.
         """
+        trainer = self.config.trainer
         with lock_folder(self.run.path):
             self.resume()
-            self._go_on(origins)
-
-    def _go_on(self, origins: Mapping[str, str] | None) -> None:
-        trainer = self.config.trainer
-        takes_steps = self.global_step < self.total_steps and not trainer.val_only
-        if self.global_step > 0 and not (takes_steps or trainer.val_only):
-            return
-        # Without a step, what lies here stays the work of the config that lies beside it.
-        if takes_steps or not self.run.config_file.exists():
-            self.run.write_config(config_to_dict(self.config), origins)
-        tracking = Tracking(
-            trainer.project_name,
-            trainer.experiment_name,
-            trainer.logger,
-            config_to_dict(self.config),
-            self.run,
-            total_steps=self.total_steps,
-            resumed_from=self.global_step or None,
-            prints_everything=trainer.console == "full",
-        )
-        shown = progress("step", self.total_steps, beside_status=True)
-        with GracefulStop() as stop, shown as bar, tracking, collector_spared(), self.rollouts:
-            self.tracking, self.bar = tracking, bar
-            first = self.global_step == 0 and trainer.val_before_train
-            if (first or trainer.val_only) and (measured := self.validate()):
-                tracking.log(measured | self.timers.drain(), self.global_step)
-            if trainer.val_only:
+            takes_steps = self.global_step < self.total_steps and not trainer.val_only
+            if self.global_step > 0 and not (takes_steps or trainer.val_only):
                 return
-            while self.global_step < self.total_steps:
-                with self.timers.timer("step"), self.profiler.step(self.global_step + 1):
-                    batch, measured = self.step()
-                measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
-                with self.saved_if_due(stop.requested) as saved:
-                    timing = self.timers.drain()
-                    measured |= timing | metrics.throughput_metrics(
-                        batch, timing, self.actor.world_size
-                    )
-                    tracking.log(measured, self.global_step)
-                if saved:
-                    stop.raise_if_requested(self.global_step)
-        if "console" in trainer.logger:
-            checkpoint.tell_result(self.run, self.global_step)
+            # Without a step, what lies here stays the work of the config that lies beside it.
+            if takes_steps or not self.run.config_file.exists():
+                self.run.write_config(config_to_dict(self.config), origins)
+            tracking = Tracking(
+                trainer.project_name,
+                trainer.experiment_name,
+                trainer.logger,
+                config_to_dict(self.config),
+                self.run,
+                total_steps=self.total_steps,
+                resumed_from=self.global_step or None,
+                prints_everything=trainer.console == "full",
+            )
+            shown = progress("step", self.total_steps, beside_status=True)
+            with GracefulStop() as stop, shown as bar, tracking, collector_spared(), self.rollouts:
+                self.tracking, self.bar = tracking, bar
+                first = self.global_step == 0 and trainer.val_before_train
+                if (first or trainer.val_only) and (measured := self.validate()):
+                    tracking.log(measured | self.timers.drain(), self.global_step)
+                if trainer.val_only:
+                    return
+                while self.global_step < self.total_steps:
+                    with self.timers.timer("step"), self.profiler.step(self.global_step + 1):
+                        batch, measured = self.step()
+                    measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
+                    with self.saved_if_due(stop.requested) as saved:
+                        timing = self.timers.drain()
+                        measured |= timing | metrics.throughput_metrics(
+                            batch, timing, self.actor.world_size
+                        )
+                        tracking.log(measured, self.global_step)
+                    if saved:
+                        stop.raise_if_requested(self.global_step)
+            if "console" in trainer.logger:
+                checkpoint.tell_result(self.run, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """One pass of the loop."""

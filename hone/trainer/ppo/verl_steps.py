@@ -19,7 +19,7 @@ from hone.config.data import DataConfig
 from hone.config.of_dict import plain_containers
 from hone.config.sources import flatten
 from hone.config.trees import TREES
-from hone.controller.class_with_init_args import plain_class
+from hone.controller.colocated import plain_class
 from hone.controller.decorator import Dispatch, register
 from hone.data import create
 from hone.data.create import create_rl_dataset

@@ -19,9 +19,9 @@ from hone.data.create import create_sft_dataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
 from hone.data.sft import SFTDataset
+from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.strategies import build_strategy
 from hone.models.from_config import adapters_of, build_tokenizer
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import screen

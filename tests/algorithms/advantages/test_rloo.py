@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hone.algorithms.advantages import get_estimator
-from hone.algorithms.advantages.rloo_token import rloo_token
+from hone.algorithms.advantages.rloo import rloo_token
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.shaping import normalise_advantages
 

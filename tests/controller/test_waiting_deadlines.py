@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hone.controller.phase_deadlines import PhaseDeadlines
+from hone.controller.waiting import PhaseDeadlines
 
 
 def test_the_floor_holds_until_the_phase_has_taken_longer() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hone.algorithms.advantages.chain import Chain
+from hone.algorithms.advantages.returns import Chain
 
 ROWS = torch.zeros(6, 1)
 CHAIN = Chain.of(["p", "p", "q", "p", "q", "p"], ["x", "y", "x", "x", "x", "x"], ROWS)

@@ -1,7 +1,7 @@
-"""Trajectories of several rows, for estimators that look from token to token.
+"""Returns from token to token, and their estimators: REINFORCE++ and ReMax.
 
-The rows of one trajectory follow each other in batch order. What the first token of a later row
-looks back from (its return, its value) is where the last token of the row before it looks to.
+The rows of one trajectory follow each other in batch order: the last token of a row looks to the first
+token of the next. Returns are carried unchanged across tool tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
 from hone.ops.groups import Labels, factorise, factorise_pairs
-from hone.ops.masked import masked_fill_zero
+from hone.ops.masked import masked_fill_zero, masked_whiten
 
 
 @dataclass(frozen=True)
@@ -102,3 +104,49 @@ def _discounted(
         ahead = torch.where(kept[t], rewards[:, t] + gamma * ahead, ahead)
         out[t] = ahead
     return masked_fill_zero(out.T, mask), ahead
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus(Estimator):
+    """G_t = r_t + γ·G_next over the policy's tokens; A = whiten(G) (2501.03262)."""
+
+    gamma: float
+
+    groups = "ignored"
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
+        returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
+        return masked_whiten(returns, batch.mask), returns
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(OutcomeEstimator):
+    """A = whiten(R − mean_g) over all tokens of the batch; a group of one enters with its raw R."""
+
+    groups = "compared"
+
+    def advantages(self, outcome: Outcomes) -> Tensor:
+        return outcome.whiten(outcome.scores - outcome.baseline())
+
+
+@dataclass(frozen=True)
+class ReMax(Estimator):
+    """A_t = Σ_{s≥t} r_s − R_greedy (2310.10505): the greedy response to the same prompt is the baseline."""
+
+    groups = "ignored"
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return ("reward_baselines",)
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
+        returns = rewards_to_go(batch.rewards, batch.mask, 1.0, chain)
+        baseline = batch.column("reward_baselines").to(returns.dtype).unsqueeze(-1)
+        return masked_fill_zero(returns - baseline, batch.mask), returns
+
+
+reinforce_plus_plus = VerlForm("reinforce_plus_plus", ReinforcePlusPlus)
+reinforce_plus_plus_baseline = VerlForm("reinforce_plus_plus_baseline", ReinforcePlusPlusBaseline)
+remax = VerlForm("remax", ReMax)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hone.controller.process_log import LOG_LINES, last_lines
+from hone.controller.processes import LOG_LINES, last_lines
 
 
 def test_the_last_lines_of_every_file_that_is_there(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_markers_of_ray_are_left_out(tmp_path: Path) -> None:
 
 def test_a_process_finds_the_files_it_writes_to_and_no_pipes(tmp_path: Path) -> None:
     code = (
-        "import sys; from hone.controller.process_log import own_log_files; "
+        "import sys; from hone.controller.processes import own_log_files; "
         "sys.stdout.write(repr(own_log_files()))"
     )
     with (tmp_path / "err").open("w") as err:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hone.controller.liveness import GONE, LONGEST_GAP_S, STOPPED, Silence, process_state
+from hone.controller.processes import GONE, LONGEST_GAP_S, STOPPED, Silence, process_state
 
 
 def test_a_process_is_stopped_goes_on_and_is_gone() -> None:

@@ -1,0 +1,58 @@
+"""The actor and the reference, each alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.protocol import DataProto
+from hone.workers.actor import ActorWorker, ReferenceWorker
+from tests.workers.tasks import config_of, write_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return config_of(write_model(tmp_path_factory.mktemp("model")))
+
+
+def batch():
+    """Two prompts of two tokens, responses of three."""
+    ids = torch.randint(3, 12, (4, 5), generator=torch.Generator().manual_seed(2))
+    return DataProto.from_dict(
+        {
+            "prompts": ids[:, :2],
+            "responses": ids[:, 2:],
+            "attention_mask": torch.ones(4, 5, dtype=torch.int64),
+            "response_mask": torch.ones(4, 3, dtype=torch.int64),
+            "advantages": torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).expand(4, 3).clone(),
+        }
+    )
+
+
+def built(kind, config):
+    worker = kind(config)
+    worker.init_model()
+    return worker
+
+
+def test_actor_and_reference_start_from_the_same_policy(config):
+    log_probs = built(ActorWorker, config).compute_log_prob(batch()).batch["old_log_probs"]
+    reference = built(ReferenceWorker, config).compute_ref_log_prob(batch())
+    assert torch.equal(reference.batch["ref_log_prob"], log_probs)
+
+
+def test_an_update_raises_what_had_an_advantage_and_reports_by_role(config):
+    actor = built(ActorWorker, config)
+    before = actor.compute_log_prob(batch()).batch["old_log_probs"]
+    metrics = actor.update_actor(batch()).meta_info["metrics"]
+    moved = actor.compute_log_prob(batch()).batch["old_log_probs"] - before
+    assert (moved * batch().batch["advantages"]).mean() > 0
+    assert {"actor/pg_loss", "actor/lr", "actor/grad_norm", "actor/entropy"} <= metrics.keys()
+    assert actor.version() == 1
+
+
+def test_sum_of_squares_is_computed_on_request_only(config):
+    actor = built(ActorWorker, config)
+    assert "sum_pi_squared" not in actor.compute_log_prob(batch()).column_names()
+    out = actor.compute_log_prob(batch(), with_sum_pi_squared=True)
+    assert ((out.batch["sum_pi_squared"] > 0) & (out.batch["sum_pi_squared"] <= 1)).all()

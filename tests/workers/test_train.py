@@ -1,0 +1,45 @@
+"""What every training worker does, whatever its role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone.config import load_config
+from hone.workers.train import TrainWorker, whole_config
+from tests.workers.tasks import config_of
+
+
+class Schedule:
+    """An engine that counts how often its schedule moves on."""
+
+    steps = 0
+
+    def advance_schedule(self):
+        self.steps += 1
+
+
+def test_a_part_of_the_config_is_completed_with_defaults():
+    part = config_of(Path("folder")).actor_rollout_ref
+    assert whole_config(part).actor_rollout_ref is part
+    assert whole_config(part).trainer == load_config().trainer
+
+
+def test_anything_else_is_refused_by_name():
+    with pytest.raises(TypeError, match="not from a TrainerConfig"):
+        whole_config(load_config().trainer)
+
+
+def test_the_schedule_moves_once_per_step_and_the_optimizers_metrics_carry_the_role():
+    worker = TrainWorker(config_of(Path("folder")))
+    worker.engine = Schedule()
+    update = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.5, "skipped_updates": 1.0}
+    metrics = worker.end_updates("actor", [update, update | {"loss": 4.0, "skipped_updates": 2.0}])
+    assert worker.engine.steps == 1
+    assert metrics == {
+        "loss": 3.0,
+        "actor/grad_norm": 1.0,
+        "actor/lr": 0.5,
+        "actor/skipped_updates": 2.0,
+    }
