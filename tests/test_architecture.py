@@ -335,7 +335,7 @@ def model_text_is_never_run(package: Path) -> list[str]:
     ]
 
 
-def tests_mirror_the_rooms(package: Path) -> list[str]:
+def rooms_are_mirrored(package: Path) -> list[str]:
     tests = package.parent / "tests"
     wrong = []
     for path, _ in sources(package):
@@ -451,7 +451,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             {"sandbox/child.py": "exec(code)"},
         ],
     ),
-    tests_mirror_the_rooms: (
+    rooms_are_mirrored: (
         [{"engine/a.py": ""}, {"rollout/native/a.py": "", "../tests/rollout/test_a.py": ""}],
         [
             {"engine/a.py": "", "../tests/engine/test_a.py": ""},
