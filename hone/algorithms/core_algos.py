@@ -76,7 +76,7 @@ class VerlFunction:
         self._estimator, self._ignored = estimator, ignored.split()
         required, _, optional = arguments.partition("/")
         kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-        known = dict.fromkeys(required.split(), empty)
+        known: dict[str, Any] = dict.fromkeys(required.split(), empty)
         known |= {name: defaults.get(name) for name in optional.split()}
         parameters = [inspect.Parameter(name, kind, default=known[name]) for name in known]
         columns = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
