@@ -17,6 +17,7 @@ PROGRAMS: dict[str, str] = {
         + ",".join(f"{name}:'hone.rewards.scores.qa_em_format:judge'" for name in _SEARCH_SETS)
         + "}"
     ),
+    "hone.search_r1.search.retrieval_server": "hone.retrieval.serve",
     "hone.model_merger": "hone.trainer.model_merger",
     "hone.recipe.dapo.main_dapo": _DAPO,
     "hone.recipe.dapo.src.main_dapo": _DAPO,

@@ -104,6 +104,8 @@ ALIASES = {
     "arth": "arithmetic",
     "math_dataset": "math",
     "nq_search": "nq",
+    "qa_search_train_merge": "search_r1",
+    "qa_search_test_merge": "search_r1",
 }
 
 

@@ -66,6 +66,8 @@ def serve(given: argparse.Namespace) -> int:
         given.kind,
         "cuda" if given.faiss_gpu else given.device,
     )
+    if given.index_path is not None and not dense:
+        log.info("--index_path %s is not read: BM25 is indexed here", given.index_path)
     corpus, index = open_index(options, _shown)
     answer_requests(corpus, index, topk=given.topk, host=given.host, port=given.port)
     return 0
@@ -79,7 +81,10 @@ def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port:
 
     log.info("%s passages; answering at http://%s:%s/retrieve", f"{len(corpus):,}", host, port)
     app = Service(corpus, index, topk).application()
-    web.run_app(app, host=host, port=port, print=None, handle_signals=True, access_log=None)
+    try:
+        web.run_app(app, host=host, port=port, print=None, handle_signals=True, access_log=None)
+    except OSError as error:
+        raise CorpusError(f"cannot listen at {host}:{port} ({error.strerror}); use --port") from None
 
 
 def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:

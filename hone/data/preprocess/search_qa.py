@@ -84,9 +84,15 @@ def qa_row(record: Row, source: str, split: str, index: int, style: str) -> Row:
 
 
 def splits(
-    source: Source, *, data_sources: str = "nq,hotpotqa", style: str = "search_r1"
+    source: Source,
+    *,
+    data_sources: str = "nq,hotpotqa",
+    style: str = "search_r1",
+    template_type: str = "base",
 ) -> Splits:
     """Train and test rows of the named sets, one after the other."""
+    if template_type != "base":
+        raise DataError(f"template_type {template_type!r} is not known; Search-R1 has base alone")
     merged: Splits = {}
     for name in filter(None, map(str.strip, data_sources.split(","))):
         if name not in SETS:
