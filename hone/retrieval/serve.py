@@ -84,7 +84,9 @@ def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port:
     try:
         web.run_app(app, host=host, port=port, print=None, handle_signals=True, access_log=None)
     except OSError as error:
-        raise CorpusError(f"cannot listen at {host}:{port} ({error.strerror}); use --port") from None
+        raise CorpusError(
+            f"cannot listen at {host}:{port} ({error.strerror}); use --port"
+        ) from None
 
 
 def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.agents.loops.search import CLOSING, OPENING, passages_text
-from hone.data.preprocess.search_qa import HOLD_OUT_EVERY, asked
+from hone.data.preprocess.search_qa import HOLD_OUT_EVERY
 from hone.retrieval.contract import Index
 from hone.retrieval.corpus import Corpus
 from hone.retrieval.serve import IndexOptions, open_index
@@ -48,13 +48,13 @@ def read_questions(file: Path) -> list[Question]:
         records = [json.loads(line) for line in lines]
     return [
         Question(
-            r["data_source"],
-            asked(r["question"]),
-            r["answers"],
-            frozenset(r.get("gold_titles", ())),
+            record["data_source"],
+            record["question"].strip().rstrip("?") + "?",
+            record["answers"],
+            frozenset(record.get("gold_titles", ())),
         )
-        for r in records
-        if r["answer_in_corpus"]
+        for record in records
+        if record["answer_in_corpus"]
     ]
 
 
