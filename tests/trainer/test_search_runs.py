@@ -17,6 +17,8 @@ from hone.trainer.ppo.trainer import PPOTrainer
 from tests.retrieval.passages import Retriever
 
 ACTIONS = [*(f"<search> Italy {n} </search>" for n in range(9)), "<answer> Rome </answer>"]
+pytestmark = pytest.mark.slow
+
 SIZES = [
     "data.train_batch_size=4",
     "data.max_prompt_length=400",
