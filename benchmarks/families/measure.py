@@ -172,7 +172,7 @@ def _native(policy: PolicyModel) -> Any:
 def _paged(policy: PolicyModel) -> Any:
     return PagedCore(
         policy, eos_ids=(), max_num_seqs=_SEQUENCES, max_num_batched_tokens=64,
-        max_model_len=POSITIONS, gpu_memory_utilization=0.1, pages=100, capture_sizes=[_SEQUENCES],
+        max_model_len=POSITIONS, gpu_memory_utilization=0.1, blocks=100, capture_sizes=[_SEQUENCES],
     )  # fmt: skip
 
 

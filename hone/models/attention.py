@@ -1,4 +1,4 @@
-"""One attention for every Hugging Face decoder: the caller's layout decides who sees whom.
+"""One attention for every Hugging Face decoder: the caller's layout decides which keys a query sees.
 
 The model code stays unchanged. It asks transformers' attention interface for `hone`, and the function
 below hands queries, keys and values to the `layout` that the caller passed to the model's forward:
@@ -14,28 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.attention import AttentionOptions
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "hone"
-_DROP_NAMES = {"falcon", "nemotron", "stablelm"}
-"""Families whose layers keep their keyword arguments from the attention."""
+_DROP_KEYWORDS = {"falcon", "nemotron", "stablelm"}
+"""Families whose layers do not pass keyword arguments on to the attention."""
 
 
 class Layout(Protocol):
-    """Who attends to whom in one forward pass."""
+    """Which keys each query of one forward pass sees."""
 
     def attend(
         self,
         q: Tensor,  # [N, H, D]
         k: Tensor,  # [N, KV, D]
         v: Tensor,  # [N, KV, D]
-        *,
-        layer: int,
-        scaling: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,  # [H]
+        options: AttentionOptions,
     ) -> Tensor: ...  # [N, H, D]
 
 
@@ -67,31 +64,22 @@ def layout_attention(
             "or load it with another attn_implementation"
         )
     width, value_width = query.shape[-1], value.shape[-1]
+    heads = [query, key, value]
     if (
         width != value_width
-    ):  # latent attention: keys and values share one cache, as wide as the wider
-        query, key, value = (_widened(x, max(width, value_width)) for x in (query, key, value))
-    out = layout.attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        layer=module.layer_idx,
-        scaling=scaling if scaling is not None else width**-0.5,
-        # Some modules know their window and leave it to the mask, which is not made here.
-        window=window_of(module) if sliding_window is ... else sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    ):  # latent attention: keys and values share one cache, zeros change nothing
+        widest = max(width, value_width)
+        heads = [F.pad(x, (0, widest - x.shape[-1])) for x in heads]
+    # Some modules know their window and leave it to the mask, which is not made here.
+    window = window_of(module) if sliding_window is ... else sliding_window
+    scaling = scaling if scaling is not None else width**-0.5
+    options = AttentionOptions(module.layer_idx, scaling, window, softcap, s_aux)
+    out = layout.attend(*(x[0].transpose(0, 1) for x in heads), options)
     return out[None, ..., :value_width], None
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Zeros behind each head: they change neither a score nor a value."""
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-
 def window_of(attention: AttentionModule) -> int | None:
-    """How many keys back a family's attention module looks; None where it sees all."""
+    """How many keys back an attention module looks; None where it sees all."""
     config = getattr(attention, "config", None)
     mistral = getattr(config, "model_type", None) == "mistral"  # reads it from its config
     of_config = getattr(config, "sliding_window", None) if mistral else None
@@ -99,16 +87,16 @@ def window_of(attention: AttentionModule) -> int | None:
 
 
 def forward_options(lm: PreTrainedModel, layout: Layout) -> dict[str, Layout | Tensor]:
-    """How a model's decoder is given a layout: by name, or through the mask where layers drop names."""
-    if lm.config.model_type not in _DROP_NAMES:
+    """How a model's decoder is given a layout: by keyword, or through the mask."""
+    if lm.config.model_type not in _DROP_KEYWORDS:
         return {"layout": layout}
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four dimensions: handed on as it is
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four dimensions: handed on unchanged
     vars(mask)["hone_layout"] = layout
     return {"attention_mask": mask}
 
 
 def register() -> None:
-    """Make `attn_implementation="hone"` known to transformers; more than once does no harm."""
+    """Make `attn_implementation="hone"` known to transformers; repeated calls do no harm."""
     from transformers import AttentionInterface
     from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
@@ -117,7 +105,7 @@ def register() -> None:
 
 
 def _falcon_attention() -> type:
-    """Falcon computes its attention itself; this one asks the layout."""
+    """Falcon computes its attention itself; this class asks the layout."""
     from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
     class FalconLayoutAttention(FalconAttention):
@@ -129,9 +117,8 @@ def _falcon_attention() -> type:
             position_embeddings: tuple[Tensor, Tensor],
             **_: Tensor | float | None,
         ) -> tuple[Tensor, None]:
-            q, k, v = (
-                x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states))
-            )
+            joined = self._split_heads(self.query_key_value(hidden_states))
+            q, k, v = (x.transpose(1, 2) for x in joined)
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
             out, _weights = layout_attention(self, q, k, v, attention_mask)
             return self.dense(out.flatten(2)), None

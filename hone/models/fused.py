@@ -1,4 +1,4 @@
-"""Fewer passes over memory and fewer roundings in training, for the parts of families that are known.
+"""Fewer passes over memory and fewer roundings in training, for the layers of decoder_layer.py.
 
 The modules, their parameters and their names stay; only how they compute changes. The residual stream is
 summed in float32, as the rollout engine sums it: rounded to 16 bits at every layer, the two would drift.
@@ -6,22 +6,22 @@ summed in float32, as the rollout engine sums it: rounded to 16 bits at every la
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.attention import Layout, window_of
-from hone.models.plain_shape import (
+from hone.models.attention import Layout
+from hone.models.decoder_layer import (
     FAMILIES,
-    PlainAttention,
-    PlainLayer,
-    PlainMlp,
-    PlainNorm,
+    GatedMlp,
+    LayerModule,
+    NormModule,
+    SelfAttention,
+    attention_options,
     linears,
 )
 from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
-    """Give what is known its own forward; returns how many modules. Without `kernels` a compiler
-    can look into all of them."""
+    """Replace the forwards of known modules; returns how many. Without `kernels` a compiler can
+    trace all of them."""
     lm: PreTrainedModel = getattr(model, "lm", model)
     family = FAMILIES.get(getattr(lm.config, "model_type", ""))
     if family is None:
         return 0
-    found = 0
+    replaced = 0
     for name, module in lm.named_modules():
         kind = type(module).__name__
         own: Function | None = None
         if kind == f"{family}DecoderLayer" and kernels and _is_plain(module):
             own = _layer
         elif kind == f"{family}RMSNorm":
-            own = _norm if kernels else _plain_norm
+            own = partial(_norm, kernels=kernels)
         elif kind == f"{family}Attention":
-            own = _attention if kernels else _plain_attention
+            own = partial(_attention, kernels=kernels)
         elif kind == f"{family}MLP" and kernels and isinstance(module.act_fn, _silu_classes()):
             own = _mlp
         elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
@@ -60,12 +60,12 @@ def fuse(model: nn.Module, *, kernels: bool = True) -> int:
             own = partial(_rotary, dtype=lm.dtype)
         if own is not None:
             module.forward = MethodType(own, module)
-            found += 1
-    return found
+            replaced += 1
+    return replaced
 
 
-def _is_plain(layer: PlainLayer) -> bool:
-    """Whether every part is what the family's own is: no adapters, no norms or biases besides."""
+def _is_plain(layer: LayerModule) -> bool:
+    """Whether a layer has no adapters, no norms of queries and keys, and no further biases."""
     maps = linears(layer)
     return (
         all(type(x) is nn.Linear for x in maps)
@@ -75,81 +75,54 @@ def _is_plain(layer: PlainLayer) -> bool:
     )
 
 
-def _layer(
-    self: PlainLayer,
-    hidden_states: Tensor,  # [1, N, d] float32
-    *,
-    position_embeddings: tuple[Tensor, Tensor],
-    layout: Layout,
-    **_: Tensor | float | None,
-) -> Tensor:
-    attention, mlp, x = self.self_attn, self.mlp, hidden_states[0]
-    cos, sin = (turn[0] for turn in position_embeddings)
-    q, k, v, x = heads_of(
-        x,
-        _norm_of(self.input_layernorm),
-        _map_of(attention.q_proj),
-        _map_of(attention.k_proj),
-        _map_of(attention.v_proj),
-        (cos, sin),
-    )
-    out = layout.attend(
-        q,
-        k,
-        v,
-        layer=attention.layer_idx,
-        scaling=attention.scaling,
-        window=window_of(attention),
-    )
-    x = x + wide_linear(out.flatten(1), attention.o_proj.weight)
-    return gated_half(
-        x,
-        _norm_of(self.post_attention_layernorm),
-        mlp.gate_proj.weight,
-        mlp.up_proj.weight,
-        mlp.down_proj.weight,
-    )[None]
-
-
-def _norm_of(module: PlainNorm) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
-
-
-def _map_of(module: nn.Linear) -> Linear:
-    return Linear(module.weight, module.bias)
-
-
-def _rotary(
-    self: nn.Module, x: Tensor, position_ids: Tensor, *, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines in 16 bits where the weights are, though the sums they meet are float32."""
-    return type(self).forward(self, x.new_empty(0, dtype=dtype), position_ids)
-
-
 def _silu_classes() -> tuple[type, ...]:
     from transformers.activations import ACT2FN
 
     return nn.SiLU, type(ACT2FN["silu"])
 
 
-def _attention(self: PlainAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _into_residual(self.o_proj, _attended(self, *args, turn=rotate, **kwargs)), None
+def _layer(
+    self: LayerModule,
+    hidden_states: Tensor,  # [1, N, d] float32
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    layout: Layout,
+    **_: Tensor | float | None,
+) -> Tensor:
+    attention, mlp = self.self_attn, self.mlp
+    norms = [
+        Norm(module.weight, module.variance_epsilon)
+        for module in (self.input_layernorm, self.post_attention_layernorm)
+    ]
+    q, k, v = (
+        Linear(module.weight, module.bias)
+        for module in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    cos, sin = (angles[0] for angles in position_embeddings)
+    *heads, x = heads_of(hidden_states[0], norms[0], q, k, v, (cos, sin))
+    out = layout.attend(*heads, attention_options(attention))
+    x = x + wide_linear(out.flatten(1), attention.o_proj.weight)
+    weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+    return gated_half(x, norms[1], *weights)[None]
 
 
-def _plain_attention(self: PlainAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return self.o_proj(_attended(self, *args, turn=plain_rotate, **kwargs)), None
+def _rotary(
+    self: nn.Module, x: Tensor, position_ids: Tensor, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines in the weights' dtype, though the residual stream is float32."""
+    return type(self).forward(self, x.new_empty(0, dtype=dtype), position_ids)
 
 
-def _attended(
-    self: PlainAttention,
+def _attention(
+    self: SelfAttention,
     hidden_states: Tensor,  # [1, N, d]
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     *,
     layout: Layout,
-    turn: Callable[[Tensor, Tensor, Tensor], Tensor],
+    kernels: bool,
     **_: Tensor | float | None,
-) -> Tensor:  # [1, N, H D]
+) -> tuple[Tensor, None]:
     q, k, v = (
         proj(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
         for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -157,31 +130,23 @@ def _attended(
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x[0] for x in position_embeddings)
-    out = layout.attend(
-        turn(q, cos, sin),
-        turn(k, cos, sin),
-        v,
-        layer=self.layer_idx,
-        scaling=self.scaling,
-        window=window_of(self),
-    )
-    return out.flatten(1)[None]
+    rotation = rotate if kernels else plain_rotate
+    q, k = rotation(q, cos, sin), rotation(k, cos, sin)
+    out = layout.attend(q, k, v, attention_options(self)).flatten(1)[None]
+    return _into_residual(self.o_proj, out) if kernels else self.o_proj(out), None
 
 
-def _norm(self: PlainNorm, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+def _norm(self: NormModule, hidden_states: Tensor, *, kernels: bool) -> Tensor:
+    norm = rms_norm if kernels else plain_rms_norm
+    return norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _plain_norm(self: PlainNorm, hidden_states: Tensor) -> Tensor:
-    return plain_rms_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-def _mlp(self: PlainMlp, x: Tensor) -> Tensor:
+def _mlp(self: GatedMlp, x: Tensor) -> Tensor:
     return _into_residual(self.down_proj, silu_gate(self.gate_proj(x), self.up_proj(x)))
 
 
 def _into_residual(linear: nn.Module, x: Tensor) -> Tensor:
-    """What a float32 sum takes up need not be rounded to 16 bits before."""
+    """A summand of the float32 residual stream, not rounded to 16 bits before the sum."""
     if type(linear) is nn.Linear and linear.bias is None:
         return wide_linear(x, linear.weight)
     return linear(x)  # adapters, quantisation

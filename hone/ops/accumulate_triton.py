@@ -16,14 +16,9 @@ _BLOCK = 4096
 
 @triton.jit
 def _add(  # type: ignore[no-untyped-def]
-    like_ptr,
-    address_ptr,
-    count_ptr,
-    owner_ptr,
-    first_ptr,
-    tensors,
+    like_ptr, address_ptr, count_ptr, owner_ptr, first_ptr, tensors,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     owner = tl.load(owner_ptr + program)
     first = tl.load(first_ptr + program)

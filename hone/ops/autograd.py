@@ -16,8 +16,8 @@ class Context(FunctionCtx):
     eps: float
     factor: float
     softcap: float | None
-    temperature: float
+    fused: bool
     plain: Callable[[Tensor], Tensor]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """None is kept as None."""
+        """None is saved as None."""

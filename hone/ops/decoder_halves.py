@@ -1,7 +1,7 @@
-"""The two halves of a decoder layer around attention, each as one step of autograd.
+"""The two halves of a decoder layer around attention, each as one autograd function.
 
-Torch's own steps cost the host as much time as the GPU needs for them; these make the same products, and
-keep less: norms and gated products are computed again on the way back. Gradients are checked against torch's.
+Torch's own functions cost the host as much time as the GPU needs for them. These compute the same products
+and save less: norms and gated products are computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from torch import Tensor
 from hone.ops.autograd import Context
 from hone.ops.gated import gate_backward, gate_forward
 from hone.ops.rms_norm import norm_backward, norm_forward
-from hone.ops.rotary import turn_apart, turn_together
+from hone.ops.rotary import join_gradients, split_rotated
 from hone.ops.wide_product import wide_product
 
 
 class Norm(NamedTuple):
+    """An RMS norm's parameters."""
+
     weight: Tensor
     eps: float
 
 
 class Linear(NamedTuple):
+    """A linear map's parameters."""
+
     weight: Tensor
     bias: Tensor | None
 
@@ -36,13 +40,13 @@ def heads_of(
     q: Linear,
     k: Linear,
     v: Linear,
-    turn: tuple[Tensor, Tensor],  # cosines and sines, [N, D] each
+    angles: tuple[Tensor, Tensor],  # cosines and sines, [N, D] each
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice, [N, d]
-    """Queries and keys of the normed rows, rotated, values, and the rows themselves.
+    """Rotated queries and keys of the normed rows, values, and the rows themselves.
 
-    Whoever adds to the rows should take these: both gradients then meet in one kernel.
+    The residual sum should add to the returned rows: both gradients then meet in one kernel.
     """
-    return _Heads.apply(x, *norm, *q, *k, *v, *turn)
+    return _Heads.apply(x, *norm, *q, *k, *v, *angles)
 
 
 def gated_half(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -58,19 +62,19 @@ class _Heads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         h, scale = norm_forward(x, norm, eps)
         biases = [b for b in (q_bias, k_bias, v_bias) if b is not None]
-        assert len(biases) in (0, 3), "a bias of some parts only is of no known family"
+        assert len(biases) in (0, 3), "no known family has a bias for some of the parts only"
         qkv = F.linear(h, torch.cat([q, k, v]), torch.cat(biases) if biases else None)
         ctx.save_for_backward(x, norm, scale, q, k, v, cos, sin)
         ctx.eps = eps
-        return *turn_apart(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1]), x
+        return *split_rotated(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1]), x
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, scale, *weights, cos, sin = ctx.saved_tensors
         needed = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)
-        g_q, g_k, g_v, g_sum = grads
-        g = turn_together(g_q, g_k, g_v, cos, sin)
+        *g_heads, g_sum = grads
+        g = join_gradients(*g_heads, cos, sin)
         g_x, g_norm = norm_backward(x, norm, scale, g @ torch.cat(weights), g_sum)
         rows, nothing = [len(w) for w in weights], [None] * 3
         g_weights = (g.t() @ h).split(rows) if any(needed[3:9:2]) else nothing
@@ -99,11 +103,13 @@ class _GatedHalf(torch.autograd.Function):
         g_gates, g_ups, inner = gate_backward(gates, ups, g @ down)
         g_h = (g_gates @ gate).addmm_(g_ups, up)
         g_x, g_norm = norm_backward(x, norm, scale, g_h, grads[0])
+        g_weights = ((g_gates, h), (g_ups, h), (g, inner))
         return (
             g_x,
             g_norm if needed[1] else None,
             None,
-            g_gates.t() @ h if needed[3] else None,
-            g_ups.t() @ h if needed[4] else None,
-            g.t() @ inner if needed[5] else None,
+            *(
+                a.t() @ b if need else None
+                for (a, b), need in zip(g_weights, needed[3:], strict=True)
+            ),
         )

@@ -29,6 +29,12 @@ def factorise(labels: Labels) -> np.ndarray:
     return np.fromiter((seen.setdefault(x, len(seen)) for x in labels), np.int64, len(labels))
 
 
+def first_equal(items: Sequence[Hashable]) -> list[int]:
+    """For each item the index of the first item that equals it."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(item, i) for i, item in enumerate(items)]
+
+
 def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Integer ids of the pairs (a_i, b_i) of two factorised columns, and the first row of each id."""
     _, first, ids = np.unique(np.stack([a, b]), axis=1, return_index=True, return_inverse=True)
@@ -37,7 +43,7 @@ def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 @dataclass(frozen=True)
 class Groups:
-    """Which group each of N members belongs to. Statistics are float64, one value a group."""
+    """Which group each of N members belongs to. Statistics are float64, one value per group."""
 
     ids: Tensor  # [N] int64
     sizes: Tensor  # [G] float64

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies straight from hidden states, a chunk of tokens at a time.
+"""Log-probabilities and entropies from hidden states, one chunk of tokens at a time.
 
-The logits [tokens, vocabulary] never exist whole: forward keeps one number a token, backward makes each
-chunk again. Everything is computed in float32 whatever the model's dtype.
+The logits [tokens, vocabulary] never exist whole: forward keeps one number per token, backward computes
+each chunk again. Everything is computed in float32; on a GPU one kernel reads each chunk of a plain head
+(no bias, no soft cap).
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import torch
 from torch import Tensor
 
 from hone.ops.autograd import Context
-from hone.ops.wide_product import wide_product
+from hone.ops.wide_product import add_product, wide_product
 
 _CHUNK_LOGITS = 2**24
 """Logits alive at once (64 MiB in float32): large enough for full matmul speed, small beside any model."""
+_GPU_CHUNK_LOGITS = 2**27
+"""The same for the GPU kernel, in multiples of 128 tokens."""
+
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""log p(target), log of the softmax's denominator, and entropy; each [M] float32."""
 
 
 class LogitRule(TypedDict):
@@ -38,18 +44,17 @@ def linear_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     with_entropy: bool = False,
+    statistics: Callable[[Tensor, Tensor], Statistics] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy of softmax(logits / temperature), both [M] float32.
 
-    Entropies are zero unless `with_entropy`: their sums cost a pass over the vocabulary.
+    Entropies are zero unless `with_entropy`: their sums cost a pass over the vocabulary. `statistics`
+    computes the forward values of a chunk of hidden states and targets in place of the plain formulas.
     """
-    if hidden.is_cuda and bias is None and softcap is None:
-        from hone.ops.logprobs_fused import FusedLinearLogProbs
-
-        factor = logit_scale / temperature
-        return FusedLinearLogProbs.apply(hidden, weight, target, factor, with_entropy)
-    return _LinearLogProbs.apply(
-        hidden, weight, bias, target, temperature, softcap, logit_scale, with_entropy
+    fused = hidden.is_cuda and bias is None and softcap is None
+    factor = logit_scale / temperature
+    return LinearLogProbs.apply(
+        hidden, weight, bias, target, factor, softcap, with_entropy, fused, statistics
     )
 
 
@@ -63,23 +68,31 @@ def linear_sum_pi_squared(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    """Σ p² of softmax(logits / temperature), [M] float32; without gradient, its reader needs none."""
+    """Σ p² of softmax(logits / temperature), [M] float32, without gradient."""
     total = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    for part in _chunks(hidden.shape[0], weight.shape[0]):
+    for part in _chunks(hidden.shape[0], weight.shape[0], fused=False):
         z, _ = _logits(hidden[part], weight, bias, softcap, logit_scale / temperature)
         total[part] = torch.softmax(z, -1).square().sum(-1)
     return total
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(8, _CHUNK_LOGITS // vocabulary)
+def entropy_of(z: Tensor, norm: Tensor) -> Tensor:
+    """Entropy [M] of softmax(z [M, V]), whose log-denominator is `norm`."""
+    return norm - torch.linalg.vecdot(torch.sub(z, norm[:, None]).exp_(), z)
+
+
+def _chunks(tokens: int, vocabulary: int, *, fused: bool) -> list[slice]:
+    if fused:
+        size = max(128, _GPU_CHUNK_LOGITS // vocabulary // 128 * 128)
+    else:
+        size = max(8, _CHUNK_LOGITS // vocabulary)
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Scaled logits in float32, and tanh of the capped ones (its derivative is needed backward)."""
+    """Scaled logits in float32, and tanh of the capped ones (backward needs its derivative)."""
     z = wide_product(hidden, weight)
     if bias is not None:
         z += bias
@@ -89,7 +102,7 @@ def _logits(
     return squashed * (softcap * factor), squashed
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
@@ -97,103 +110,100 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        temperature: float,
+        factor: float,
         softcap: float | None,
-        logit_scale: float,
         with_entropy: bool,
+        fused: bool,
+        statistics: Callable[[Tensor, Tensor], Statistics] | None,
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden.shape[0]
-        log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        log_norm = torch.empty_like(log_probs)
-        entropy = torch.zeros_like(log_probs)
-        factor = logit_scale / temperature
-        for part in _chunks(tokens, weight.shape[0]):
-            z, _ = _logits(hidden[part], weight, bias, softcap, factor)
+        def plain(hidden: Tensor, target: Tensor) -> Statistics:
+            z, _ = _logits(hidden, weight, bias, softcap, factor)
             norm = torch.logsumexp(z, -1)
-            log_norm[part] = norm
-            log_probs[part] = z.gather(-1, target[part, None]).squeeze(-1) - norm
-            if with_entropy:
-                p = torch.sub(z, norm[:, None]).exp_()
-                entropy[part] = norm - torch.linalg.vecdot(p, z)
-        ctx.save_for_backward(bias, hidden, weight, target, log_norm, entropy)
-        ctx.factor, ctx.softcap = factor, softcap
+            log_probs = z.gather(-1, target[:, None]).squeeze(-1) - norm
+            return log_probs, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
+
+        def one_kernel(hidden: Tensor, target: Tensor) -> Statistics:
+            from hone.ops.logprobs_triton import logit_statistics
+
+            return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
+
+        compute = statistics or (one_kernel if fused else plain)
+        parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        computed = [compute(hidden[part], target[part]) for part in parts] or [(empty,) * 3]
+        log_probs, norm, entropy = (torch.cat(column) for column in zip(*computed, strict=True))
+        ctx.save_for_backward(bias, hidden, weight, target, norm, entropy)
+        ctx.factor, ctx.softcap, ctx.fused = factor, softcap, fused
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        bias, *saved = ctx.saved_tensors
-        made = plain_backward(
-            *saved,
-            *grads,  # None where nothing depends on it
-            factor=ctx.factor,
-            with_weight=ctx.needs_input_grad[1],
-            bias=bias,
-            softcap=ctx.softcap,
-        )
-        return *made, None, None, None, None, None
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        bias, hidden, weight, target, *statistics = ctx.saved_tensors
+        g_hidden = torch.empty_like(hidden)
+        g_weight = g_bias = None
+        if bias is not None:
+            g_bias = torch.zeros_like(bias, dtype=torch.float32)
+        for part in _chunks(hidden.shape[0], weight.shape[0], fused=ctx.fused):
+            rows = [x[part] for x in (target, *statistics)]
+            pulls = [g[part].contiguous() if g is not None else None for g in grads]
+            if ctx.fused:
+                from hone.ops.logprobs_triton import logits_to_gradient
+
+                z = wide_product(hidden[part], weight)
+                g = logits_to_gradient(z, *rows, *pulls, ctx.factor, hidden.dtype)
+            else:
+                z, squashed = _logits(hidden[part], weight, bias, ctx.softcap, ctx.factor)
+                g = _plain_gradient(z, squashed, *rows, *pulls, ctx.factor)
+                if g_bias is not None:
+                    g_bias += g.sum(0)
+                g = g.to(hidden.dtype)
+            torch.mm(g, weight, out=g_hidden[part])
+            if not ctx.needs_input_grad[1]:
+                continue
+            if g_weight is None:
+                if ctx.fused:
+                    g_weight = wide_product(g.t(), hidden[part].t())
+                    continue
+                g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            if ctx.fused:
+                add_product(g_weight, g.t(), hidden[part])
+            elif g.dtype == g_weight.dtype:  # no second tensor as large as the weight
+                g_weight.addmm_(g.t(), hidden[part])
+            else:
+                g_weight += g.t() @ hidden[part]
+        if ctx.needs_input_grad[1]:
+            g_weight = torch.zeros_like(weight) if g_weight is None else g_weight.to(weight.dtype)
+        if g_bias is not None:
+            g_bias = g_bias.to(bias.dtype)
+        return g_hidden, g_weight, g_bias, *[None] * 6
 
 
-def backward_on(device: torch.device) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The gradient of a plain head as a device computes it, for who made log-probs in another way."""
-    if device.type == "cuda":
-        from hone.ops import logprobs_fused
-
-        return logprobs_fused.backward
-    return plain_backward
-
-
-def plain_backward(
-    hidden: Tensor,
-    weight: Tensor,
+def _plain_gradient(
+    z: Tensor,
+    squashed: Tensor | None,
     target: Tensor,
     norm: Tensor,
     entropy: Tensor,
     g_log_prob: Tensor | None,
     g_entropy: Tensor | None,
-    *,
     factor: float,
-    with_weight: bool,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, head and bias."""
-    g_hidden = torch.empty_like(hidden)
-    g_weight = None
-    if with_weight:
-        g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    g_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-    for part in _chunks(hidden.shape[0], weight.shape[0]):
-        z, squashed = _logits(hidden[part], weight, bias, softcap, factor)
-        log_p = z.sub_(norm[part, None])
-        p = log_p.exp()
-        # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
-        # In place: two tensors of a chunk's logits are alive, not five.
-        if g_entropy is None:
-            assert g_log_prob is not None
-            g = p.mul_(-g_log_prob[part, None])
-        else:
-            g = log_p.add_(entropy[part, None]).mul_(-g_entropy[part, None])
-            if g_log_prob is not None:
-                g -= g_log_prob[part, None]
-            g *= p
+) -> Tensor:
+    """The gradient of the head's product; in place, so that two tensors of a chunk's logits are alive."""
+    # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
+    log_p = z.sub_(norm[:, None])
+    p = log_p.exp()
+    if g_entropy is None:
+        assert g_log_prob is not None
+        g = p.mul_(-g_log_prob[:, None])
+    else:
+        g = log_p.add_(entropy[:, None]).mul_(-g_entropy[:, None])
         if g_log_prob is not None:
-            g.scatter_add_(-1, target[part, None], g_log_prob[part, None].to(g.dtype))
-        g *= factor
-        if squashed is not None:
-            g *= 1 - squashed.square()
-        if g_bias is not None:
-            g_bias += g.sum(0)
-        g = g.to(hidden.dtype)
-        torch.mm(g, weight, out=g_hidden[part])
-        if g_weight is None:
-            continue
-        if g.dtype == g_weight.dtype:  # no second tensor as large as the weight
-            g_weight.addmm_(g.t(), hidden[part])
-        else:
-            g_weight += g.t() @ hidden[part]
-    out_weight = g_weight.to(weight.dtype) if g_weight is not None else None
-    out_bias = g_bias.to(bias.dtype) if g_bias is not None and bias is not None else None
-    return g_hidden, out_weight, out_bias
+            g -= g_log_prob[:, None]
+        g *= p
+    if g_log_prob is not None:
+        g.scatter_add_(-1, target[:, None], g_log_prob[:, None].to(g.dtype))
+    g *= factor
+    return g if squashed is None else g.mul_(1 - squashed.square())

@@ -15,16 +15,9 @@ _BLOCK = 4096
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    target_ptr,
-    log_prob_ptr,
-    norm_ptr,
-    entropy_ptr,
-    factor,
-    vocabulary,
-    BLOCK: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
+    logits_ptr, target_ptr, log_prob_ptr, norm_ptr, entropy_ptr, factor, vocabulary,
+    BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * vocabulary
     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -55,19 +48,10 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    out_ptr,
-    target_ptr,
-    norm_ptr,
-    entropy_ptr,
-    g_log_prob_ptr,
-    g_entropy_ptr,
-    factor,
+    logits_ptr, out_ptr, target_ptr, norm_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, factor,
     vocabulary,
-    BLOCK: tl.constexpr,
-    LOG_PROB: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
+    BLOCK: tl.constexpr, LOG_PROB: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = i < vocabulary

@@ -1,23 +1,31 @@
 """Linear maps for decoding on a CPU: weights laid out once as the matrix library multiplies fastest.
 
-A product with a few rows spends its time re-ordering the weight; here that is done ahead. Where the
-library has no such layout (other processors, other dtypes) the plain product stands in.
+A product with few rows spends its time on reordering the weight; here that is done ahead. Where the
+library has no such layout (other processors, other dtypes) the plain product is used.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import logging
+from collections.abc import Iterable
+from functools import cache, lru_cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 _LIKELY_ROWS = 64
 """The layout is chosen for products of about this many rows; it serves any number."""
+_MULTIPLES = (1, 4, 8, 16)
+_TRIED_ROWS = 64
+_WIDEST = 1024
+"""Larger weights are tried at this size: the rows choose the path, and trying should be quick."""
 
 
-class Linear(Protocol):
+class PackableLinear(Protocol):
     """y = x Wᵀ + b, alone or added to something."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -26,7 +34,7 @@ class Linear(Protocol):
         """y + other."""
 
 
-def linear_map(weight: Tensor, bias: Tensor | None) -> Linear:
+def linear_map(weight: Tensor, bias: Tensor | None) -> PackableLinear:
     """The fastest form of this map; a packed one is a copy of the weight as it is now."""
     return PackedLinear(weight, bias) if packs(weight) else PlainLinear(weight, bias)
 
@@ -44,10 +52,10 @@ def _library_packs() -> bool:
     try:
         with torch.inference_mode():
             packed = PackedLinear(weight, None)
-            found = packed(x), packed.plus(x, x)
+            results = packed(x), packed.plus(x, x)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-    return torch.allclose(found[0], x) and torch.allclose(found[1], x + x)
+    return torch.allclose(results[0], x) and torch.allclose(results[1], x + x)
 
 
 class PackedLinear:
@@ -77,3 +85,37 @@ class PlainLinear:
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         return self(x) + other
+
+
+def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
+    """The least multiple of rows for which products with all these weights [out, in] round rows alike.
+
+    Products with few rows, or that leave one thread a few odd rows, take another path with other rounding.
+    Decoding pads its rows to this multiple, so that a row's bits do not depend on its batch.
+    """
+    shapes = {(min(w.shape[0], _WIDEST), min(w.shape[1], _WIDEST)) for w in weights if w.dim() == 2}
+    threads = torch.get_num_threads()
+    multiples = (_row_multiple(*shape, threads, packed) for shape in sorted(shapes))
+    return max(multiples, default=_MULTIPLES[-1])
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode()
+def _row_multiple(outputs: int, inputs: int, threads: int, packed: bool) -> int:
+    """Tried out on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    x = torch.randn(_TRIED_ROWS, inputs, generator=generator)
+    product = linear_map(weight, None) if packed else PlainLinear(weight, None)
+    whole = product(x)
+    for multiple in _MULTIPLES:
+        counts = range(multiple, _TRIED_ROWS, multiple)
+        if all(torch.equal(product(x[:n]), whole[:n]) for n in counts):
+            return multiple
+    log.warning(
+        "products with a [%d, %d] weight round differently for every number of rows on this machine: "
+        "the same request may get other tokens in another batch",
+        outputs,
+        inputs,
+    )
+    return _MULTIPLES[-1]

@@ -1,24 +1,25 @@
-"""Rows without padding: what the engine computes on, and how results find their way back.
+"""Packed rows: what the engine computes on, and how results return to the padded batch.
 
 A batch is padded only on the controller. Here its rows are laid end to end; a prompt that several rows
-share is laid once and its responses hang from it. Only tokens that predict something are kept as targets.
+share is laid once, and its responses are its children. Only tokens that predict something have a target.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hone.ops.groups import first_equal
 from hone.ops.segments import SegmentLayout
 from hone.ops.transfer import send
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Token rows laid end to end, and where each predicted token sits in the padded batch."""
+    """Token rows laid end to end, and where each predicted token lies in the padded batch."""
 
     input_ids: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64
@@ -35,16 +36,12 @@ class PackedRows:
         return out.index_put((self.row, self.column), values)
 
     def to(self, device: torch.device) -> PackedRows:
-        return PackedRows(
-            send(self.input_ids, device),
-            send(self.position_ids, device),
-            self.layout.to(device),
-            send(self.source, device),
-            send(self.target, device),
-            send(self.row, device),
-            send(self.column, device),
-            self.shape,
-        )
+        tensors = {
+            name: send(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, layout=self.layout.to(device), **tensors)
 
 
 def pack_rows(
@@ -70,21 +67,23 @@ def pack_rows(
         )
         for i in range(batch)
     ]
-    # A prompt of its own gains nothing from hanging: one causal rectangle is cheaper than two.
-    shared = share_prompts and len({prompt.tobytes() for prompt, _ in rows}) < batch
-    lay = _lay_shared if shared else _lay_whole
-    ids, positions, layout, prompt_end, response_start = lay(rows)
-    row, column = response_mask.nonzero(as_tuple=True)
-    row_np, column_np = row.cpu().numpy(), column.cpu().numpy()
+    first = first_equal([prompt.tobytes() for prompt, _ in rows])
+    # A prompt of one row is no segment of its own: one causal rectangle is cheaper than two.
+    shared = share_prompts and len(set(first)) < batch
+    ids, positions, layout, prompt_end, response_start = (
+        _lay_shared(rows, first) if shared else _lay_whole(rows)
+    )
+    row, column = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
+    row_np, column_np = row.numpy(), column.numpy()
     source = np.where(column_np == 0, prompt_end[row_np], response_start[row_np] + column_np - 1)
     return PackedRows(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         layout,
         torch.from_numpy(source),
-        responses[row, column].cpu(),
-        row.cpu(),
-        column.cpu(),
+        torch.from_numpy(responses_np[row_np, column_np]),
+        row,
+        column,
         (batch, responses.shape[1]),
     )
 
@@ -92,37 +91,34 @@ def pack_rows(
 def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[int]:
     """Tokens of each row that are not computed again if the row before is in the same pack: its prompt."""
     width = prompts.shape[1]
-    seen = attention_mask[:, :width]
-    same = (prompts[1:] == prompts[:-1]).all(1) & (seen[1:] == seen[:-1]).all(1)
-    return [0, *(seen[1:].sum(1) * same).tolist()][: len(prompts)]
+    mask = attention_mask[:, :width]
+    same = (prompts[1:] == prompts[:-1]).all(1) & (mask[1:] == mask[:-1]).all(1)
+    return [0, *(mask[1:].sum(1) * same).tolist()][: len(prompts)]
 
 
 _Laid = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
+"""Ids, positions, layout, and of each row the end of its prompt and the start of its response."""
 _Rows = list[tuple[np.ndarray, np.ndarray]]
 
 
 def _lay_whole(rows: _Rows) -> _Laid:
     """Each row is one segment: prompt and response together."""
     lengths = np.array([len(p) + len(r) for p, r in rows])
-    start = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    prompt_lengths = np.array([len(p) for p, _ in rows])
+    response = np.cumsum(lengths) - lengths + np.array([len(p) for p, _ in rows])
     ids = np.concatenate([piece for row in rows for piece in row])
     positions = np.concatenate([np.arange(n) for n in lengths])
-    layout = SegmentLayout(lengths.tolist(), [])
-    return ids, positions, layout, start + prompt_lengths - 1, start + prompt_lengths
+    return ids, positions, SegmentLayout(lengths.tolist(), []), response - 1, response
 
 
-def _lay_shared(rows: _Rows) -> _Laid:
-    """Each distinct prompt is one root segment; each response hangs from its prompt."""
-    root_of: dict[bytes, int] = {}
-    parents = np.array([root_of.setdefault(p.tobytes(), len(root_of)) for p, _ in rows])
-    roots: list[np.ndarray] = [rows[0][0]] * len(root_of)
-    for parent, (prompt, _) in zip(parents, rows, strict=True):
-        roots[parent] = prompt
+def _lay_shared(rows: _Rows, first: list[int]) -> _Laid:
+    """Each distinct prompt is one root segment; each response is a child of its prompt."""
+    distinct = sorted(set(first))
+    rank = {row: i for i, row in enumerate(distinct)}
+    parents = np.array([rank[row] for row in first])
+    roots = [rows[row][0] for row in distinct]
     root_lengths = np.array([len(p) for p in roots])
     root_end = np.cumsum(root_lengths)
     child_lengths = np.array([len(r) for _, r in rows])
-    child_start = root_end[-1] + np.concatenate([[0], np.cumsum(child_lengths)[:-1]])
     ids = np.concatenate([*roots, *(r for _, r in rows)])
     positions = np.concatenate(
         [
@@ -132,4 +128,5 @@ def _lay_shared(rows: _Rows) -> _Laid:
     )
     children = list(zip(parents.tolist(), child_lengths.tolist(), strict=True))
     layout = SegmentLayout(root_lengths.tolist(), children)
+    child_start = root_end[-1] + np.cumsum(child_lengths) - child_lengths
     return ids, positions, layout, (root_end - 1)[parents], child_start

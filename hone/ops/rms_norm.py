@@ -10,10 +10,8 @@ from hone.ops.autograd import Context
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d]
-    """x / rms(x) · weight, computed in float32 whatever comes in."""
-    if x.is_cuda:
-        return _RmsNorm.apply(x, weight, eps)
-    return plain_rms_norm(x, weight, eps)
+    """x / rms(x) · weight, computed in float32 for every input dtype."""
+    return _RmsNorm.apply(x, weight, eps) if x.is_cuda else plain_rms_norm(x, weight, eps)
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,7 +32,7 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 def norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, g: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows, in their dtype and with `plus` added, and of the weight, in its."""
+    """The rows' gradient, in their dtype and with `plus` added, and the weight's, in its dtype."""
     if x.is_cuda:
         from hone.ops.rms_norm_triton import rms_norm_backward
 

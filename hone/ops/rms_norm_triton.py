@@ -13,32 +13,31 @@ _PROGRAMS = 528
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, out_ptr, scale_ptr, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, scale_ptr, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    real = i < WIDTH
-    x = tl.load(x_ptr + row * WIDTH + i, real, other=0.0).to(tl.float32)
+    column = tl.arange(0, PADDED)
+    real = column < WIDTH
+    at = row * WIDTH + column
+    x = tl.load(x_ptr + at, real, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + at, real, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, rounded, real)
+        x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + i, real, other=0.0).to(tl.float32)
-    tl.store(scale_ptr + row, scale)
-    tl.store(out_ptr + row * WIDTH + i, (x * scale * weight).to(out_ptr.dtype.element_ty), real)
+    if SCALE:
+        tl.store(scale_ptr + row, scale)
+    weight = tl.load(weight_ptr + column, real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x * scale * weight).to(out_ptr.dtype.element_ty), real)
 
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    g_ptr,
-    plus_ptr,
-    g_x_ptr,
-    part_ptr,
-    rows,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    PLUS: tl.constexpr,
-):
+    x_ptr, weight_ptr, scale_ptr, g_ptr, plus_ptr, g_x_ptr, part_ptr, rows,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PLUS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     i = tl.arange(0, PADDED)
     real = i < WIDTH
@@ -59,34 +58,47 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(part_ptr + program * WIDTH + i, total, real)
 
 
+def _shape(width: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(width)
+    return {"WIDTH": width, "PADDED": padded, "num_warps": 4 if padded <= 2048 else 8}
+
+
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of [N, d] rows in the weight's dtype, and each row's factor [N]."""
     x = x.contiguous()
     rows, width = x.shape
     out = torch.empty_like(x, dtype=weight.dtype)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    padded = triton.next_power_of_2(width)
-    _forward[(rows,)](
-        x, weight, out, scale, eps, WIDTH=width, PADDED=padded,
-        num_warps=4 if padded <= 2048 else 8,
-    )  # fmt: skip
+    _forward[(rows,)](x, x, weight, out, x, scale, eps, ADD=False, SCALE=True, **_shape(width))
     return out, scale
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual` in the weight's dtype, and that sum in float32."""
+    rows, width = x.shape
+    out = torch.empty_like(x, dtype=weight.dtype)
+    total = torch.empty_like(x, dtype=torch.float32) if residual is not None else x
+    _forward[(rows,)](
+        x, x if residual is None else residual, weight, out, total, x, eps,
+        ADD=residual is not None, SCALE=False, **_shape(width),
+    )  # fmt: skip
+    return out, total
 
 
 def rms_norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, g: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows, in their dtype and with `plus` added, and of the weight, in its."""
+    """The rows' gradient, in their dtype and with `plus` added, and the weight's, in its dtype."""
     x, g = x.contiguous(), g.contiguous()
     plus = None if plus is None else plus.contiguous()
     rows, width = x.shape
     programs = max(1, min(_PROGRAMS, rows))
     g_x = torch.empty_like(x)
     part = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    padded = triton.next_power_of_2(width)
     _backward[(programs,)](
         x, weight, scale, g, g if plus is None else plus, g_x, part, rows,
-        WIDTH=width, PADDED=padded, PLUS=plus is not None,
-        num_warps=4 if padded <= 2048 else 8,
+        PLUS=plus is not None, **_shape(width),
     )  # fmt: skip
     return g_x, part.sum(0).to(weight.dtype)

@@ -1,85 +1,18 @@
-"""Kernels that rotate queries and keys, forth and back. Imported only on a GPU."""
+"""The kernel that rotates queries and keys, forth and back. Imported only on a GPU."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
 @triton.jit
-def _rotated(  # type: ignore[no-untyped-def]
-    a, b, cos_ptr, sin_ptr, angle, inside, HALF: tl.constexpr, BACK: tl.constexpr
-):
-    """Halves of heads, in float32, turned by the angles at `angle` and HALF behind it, or back by them."""
-    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + angle + HALF, inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + angle + HALF, inside, other=0.0).to(tl.float32)
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    if BACK:
-        first = a * cos_a + b * sin_b
-        second = b * cos_b - a * sin_a
-    else:
-        first = a * cos_a - b * sin_a
-        second = b * cos_b + a * sin_b
-    return first, second
-
-
-@triton.jit
-def _turn(  # type: ignore[no-untyped-def]
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+def _rotate_parts(  # type: ignore[no-untyped-def]
+    joined_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     BACK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    half: tl.constexpr = D // 2
-    h = tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
-    inside = i < half
-    real = inside & (h < H)
-    at = token * H * D + h * D + i
-    a = tl.load(x_ptr + at, real, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + at + half, real, other=0.0).to(tl.float32)
-    first, second = _rotated(a, b, cos_ptr, sin_ptr, token * D + i, inside, half, BACK)
-    tl.store(out_ptr + at, first.to(out_ptr.dtype.element_ty), real)
-    tl.store(out_ptr + at + half, second.to(out_ptr.dtype.element_ty), real)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """[N, H, D] rotated, or with `back` its gradient."""
-    tokens, heads, d = x.shape
-    out = torch.empty_like(x)
-    _turn[(tokens,)](
-        x, cos.contiguous(), sin.contiguous(), out, H=heads, D=d,
-        HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(d // 2), BACK=back,
-        num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _turn_parts(  # type: ignore[no-untyped-def]
-    joined_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    H: tl.constexpr,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BACK: tl.constexpr,
-):
+):  # fmt: skip
     """joined [N, (H + 2 KV) D] to its parts, or with BACK the parts' gradients to the joined one's."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
@@ -102,7 +35,18 @@ def _turn_parts(  # type: ignore[no-untyped-def]
     else:
         a = tl.load(joined, real, other=0.0)
         b = tl.load(joined + half, real, other=0.0)
-    first, second = _rotated(a, b, cos_ptr, sin_ptr, token * D + i, inside, half, BACK)
+    angle = token * D + i
+    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + angle + half, inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + angle + half, inside, other=0.0).to(tl.float32)
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    if BACK:
+        first = wide_a * cos_a + wide_b * sin_b
+        second = wide_b * cos_b - wide_a * sin_a
+    else:
+        first = wide_a * cos_a - wide_b * sin_a
+        second = wide_b * cos_b + wide_a * sin_b
     first = tl.where(is_v, a, first.to(a.dtype))
     second = tl.where(is_v, b, second.to(b.dtype))
     if BACK:
@@ -117,7 +61,7 @@ def _turn_parts(  # type: ignore[no-untyped-def]
         tl.store(v + half, second, is_v)
 
 
-def split_turned(
+def split_rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[N, (H + 2 KV) D] to rotated queries and keys, and values."""
@@ -125,25 +69,26 @@ def split_turned(
     heads = qkv.shape[1] // d - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, d)
     k, v = (qkv.new_empty(tokens, kv_heads, d) for _ in range(2))
-    _launch_parts(qkv.contiguous(), q, k, v, cos, sin, back=False)
+    _launch(qkv.contiguous(), q, k, v, cos, sin, back=False)
     return q, k, v
 
 
-def join_turned(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of the three to that of what they were split from."""
+def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of the three parts to the gradient of their product."""
     g_q, g_k, g_v = (g.contiguous() for g in (g_q, g_k, g_v))
     heads = g_q.shape[1] + 2 * g_k.shape[1]
     joined = g_q.new_empty(len(g_q), heads * g_q.shape[2])
-    _launch_parts(joined, g_q, g_k, g_v, cos, sin, back=True)
+    _launch(joined, g_q, g_k, g_v, cos, sin, back=True)
     return joined
 
 
-def _launch_parts(
+def _launch(
     joined: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, back: bool
 ) -> None:
     tokens, heads, d = q.shape
     kv = k.shape[1]
-    _turn_parts[(tokens,)](
+    k, v = (k, v) if kv else (q, q)  # an empty tensor has no address
+    _rotate_parts[(tokens,)](
         joined, q, k, v, cos.contiguous(), sin.contiguous(), H=heads, KV=kv, D=d,
         HEADS=triton.next_power_of_2(heads + 2 * kv), HALF=triton.next_power_of_2(d // 2),
         BACK=back, num_warps=4,

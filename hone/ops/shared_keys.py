@@ -1,7 +1,7 @@
 """Keys and values of shared prompts for a variable-length kernel: repeated before each response.
 
-Prompts are computed once however many responses hang from them; only their keys and values, which are
-small, are laid out again for each. Gradients of the copies are summed in float32, always in one order.
+A prompt is computed once for all of its responses; only its keys and values, which are small, are laid
+out again for each. Gradients of the copies are summed in float32, always in one order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Every segment's queries and the keys they see, for roots and then for children with their roots."""
+    """Every segment's queries and the keys they see: roots, then children behind their roots' keys."""
 
     cu_queries: Tensor  # [S + 1] int32
     cu_keys: Tensor  # [S + 1] int32
     longest_query: int
     longest_keys: int
-    source: Tensor | None  # [M] packed position of each laid-out key; None: as they lie
-    uses: Tensor | None  # [M] where packed tokens' keys were laid, token by token
-    first_use: Tensor | None  # [N + 1] where each token's uses begin
+    source: Tensor | None = None  # [M] packed position of each laid-out key; None: unchanged
+    uses: Tensor | None = None  # [M] where packed tokens' keys were laid, token by token
+    first_use: Tensor | None = None  # [N + 1] where each token's uses begin
 
     @staticmethod
     def build(
@@ -38,28 +38,23 @@ class SharedKeys:
         own = np.array([n for _, n in children if n], np.int64)
         queries = np.concatenate([roots, own])
         keys = np.concatenate([roots, roots[parents] + own])
-        source = uses = first_use = None
-        if len(own):
-            at = roots.sum() + np.cumsum(own) - own
-            pieces = [np.arange(roots.sum())]
-            for p, start, length in zip(parents, at, own, strict=True):
-                pieces += [
-                    np.arange(begin[p], begin[p] + roots[p]),
-                    np.arange(start, start + length),
-                ]
-            laid = np.concatenate(pieces)
-            source = _sent(laid, device)
-            uses = _sent(np.argsort(laid, kind="stable"), device)
-            first_use = _sent(_ends(np.bincount(laid, minlength=queries.sum())), device)
-        return SharedKeys(
+        spans = (
             _sent(_ends(queries), device),
             _sent(_ends(keys), device),
             int(queries.max()),
             int(keys.max()),
-            source,
-            uses,
-            first_use,
         )
+        if not len(own):
+            return SharedKeys(*spans)
+        at = roots.sum() + np.cumsum(own) - own
+        pieces = [np.arange(roots.sum())]
+        for p, start, length in zip(parents, at, own, strict=True):
+            pieces.append(np.arange(begin[p], begin[p] + roots[p]))
+            pieces.append(np.arange(start, start + length))
+        laid = np.concatenate(pieces)
+        first_use = _ends(np.bincount(laid, minlength=queries.sum()))
+        indices = (laid, np.argsort(laid, kind="stable"), first_use)
+        return SharedKeys(*spans, *(_sent(index, device) for index in indices))
 
     def lay(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # [N, KV, D] each -> [M, KV, D]
         if self.source is None:
@@ -68,7 +63,7 @@ class SharedKeys:
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _sent(values: np.ndarray, device: torch.device) -> Tensor:

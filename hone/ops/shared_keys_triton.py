@@ -22,15 +22,9 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_uses(  # type: ignore[no-untyped-def]
-    k_ptr,
-    v_ptr,
-    use_ptr,
-    first_ptr,
-    k_out_ptr,
-    v_out_ptr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    k_ptr, v_ptr, use_ptr, first_ptr, k_out_ptr, v_out_ptr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     real = i < WIDTH

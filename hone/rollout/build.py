@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from hone.config.rollout import RolloutConfig
 from hone.models.load import load_config
-from hone.models.policy import PolicyModel
 from hone.plugins import PluginError, Table
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
-
-if TYPE_CHECKING:
-    from hone.rollout.native.paged_core import PagedCore
 
 ENGINES: Table[Callable[[RolloutSpec], RolloutEngine]] = Table(
     "rollout engine",
@@ -37,32 +32,28 @@ def build_rollout(spec: RolloutSpec) -> RolloutEngine:
 
 
 def build_native(spec: RolloutSpec) -> RolloutEngine:
-    """Decodes with the module it is given: slots on a CPU, pages on a GPU and in exact mode."""
+    """An engine over the spec's own module: slots on a CPU, blocks on a GPU and in exact mode."""
     from hone.rollout.native.engine import NativeRollout
 
-    if spec.config.exact or spec.device.type == "cuda":
-        return NativeRollout(_paged_core(spec, spec.load_policy()))
-    from hone.rollout.native.core import NativeCore
+    config, policy = spec.config, spec.load_policy()
+    if not config.exact and spec.device.type != "cuda":
+        from hone.rollout.native.core import NativeCore
 
-    core = NativeCore(
-        spec.load_policy(),
-        eos_ids=spec.eos_ids,
-        max_num_seqs=spec.config.max_num_seqs,
-        max_num_batched_tokens=spec.config.max_num_batched_tokens,
-        tokenizer=spec.tokenizer,
-    )
-    return NativeRollout(core)
-
-
-def _paged_core(spec: RolloutSpec, policy: PolicyModel) -> PagedCore:
+        core = NativeCore(
+            policy,
+            eos_ids=spec.eos_ids,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            tokenizer=spec.tokenizer,
+        )
+        return NativeRollout(core)
     from hone.rollout.native.exact_decoder import ExactDecoder
     from hone.rollout.native.paged_core import PagedCore
 
-    config = spec.config
     exact = ExactDecoder(policy) if config.exact else None
     if exact is not None:
         policy.exact = exact
-    return PagedCore(
+    paged_core = PagedCore(
         policy,
         eos_ids=spec.eos_ids,
         max_num_seqs=config.max_num_seqs,
@@ -75,6 +66,7 @@ def _paged_core(spec: RolloutSpec, policy: PolicyModel) -> PagedCore:
         prefix_caching=config.enable_prefix_caching,
         exact=exact,
     )
+    return NativeRollout(paged_core)
 
 
 def build_hf(spec: RolloutSpec) -> RolloutEngine:
@@ -91,9 +83,8 @@ def refuse_scripted(spec: RolloutSpec) -> RolloutEngine:
 
 
 def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
-    """Where rollout.exact is asked for: say no to other families, from the model's config alone."""
-    if not config.exact:
-        return
-    from hone.rollout.native.exact_decoder import refuse_unless_exact
+    """Refuse rollout.exact for a model of another family, from its config alone."""
+    if config.exact:
+        from hone.rollout.native.exact_decoder import refuse_unless_exact
 
-    refuse_unless_exact(load_config(model_path), model_path)
+        refuse_unless_exact(load_config(model_path), model_path)

@@ -1,7 +1,7 @@
-"""One request on its way through an engine of ours: what is refused, and when it ends.
+"""One request on its way through one of our engines: what is refused, and when it ends.
 
-The native engine, the slow reference and the scripted fake share these rules; how tokens come to be is
-each engine's own.
+The native engine, the slow reference and the scripted fake share these rules; each draws tokens in its
+own way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Request:
     cancelled: bool = False
     """Its caller has left: it ends at its next token."""
     future: asyncio.Future[TokenOutput] | None = None
-    """Waits for it, where an engine decodes in another thread; engines' cores never look at it."""
+    """Its caller awaits it, where an engine decodes in another thread; cores never read it."""
     on_tokens: OnTokens | None = None
     streamed: int = 0
     """Tokens that `on_tokens` has seen."""
@@ -54,23 +54,25 @@ class Request:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
+    def append(self, token: int, log_prob: float, version: int) -> None:
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        self.versions.append(version)
+
     def stream(self) -> None:
-        """Hand the new tokens to `on_tokens`; only in the event loop that waits for the request."""
+        """Pass the new tokens to `on_tokens`; only in the event loop that awaits the request."""
         begin, end = self.streamed, len(self.versions)  # of a token the version is written last
         if self.on_tokens is not None and begin < end:
             self.streamed = end
-            self.on_tokens(
-                TokenDelta(
-                    self.token_ids[begin:end], self.log_probs[begin:end], self.versions[begin:end]
-                )
-            )
+            new = slice(begin, end)
+            self.on_tokens(TokenDelta(self.token_ids[new], self.log_probs[new], self.versions[new]))
 
     def output(self) -> TokenOutput:
         assert self.stop_reason is not None
         return TokenOutput(self.token_ids, self.log_probs, self.versions, self.stop_reason)
 
 
-def chosen(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:
+def select(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:
     """The requests of these ids; None is all."""
     return [r for r in requests if request_ids is None or r.request_id in request_ids]
 
@@ -97,7 +99,7 @@ class RequestRules:
         )
 
     def check(self, request: Request) -> None:
-        """Raise the sentence of what cannot be done, before it can disturb other requests."""
+        """Refuse what cannot be computed, before it can disturb other requests."""
         name, prompt = request.request_id, request.prompt_ids
         if not prompt:
             raise RolloutError(f"request {name} has an empty prompt")
@@ -121,16 +123,16 @@ class RequestRules:
         if request.cancelled:
             return StopReason.ABORT
         sampling, token = request.sampling, request.token_ids[-1]
-        if token in self.eos_ids and not sampling.ignore_eos:
-            return StopReason.STOP
-        if token in sampling.stop_token_ids:
-            return StopReason.STOP
-        if sampling.stop and self._ends_with_stop(request):
+        if (
+            (token in self.eos_ids and not sampling.ignore_eos)
+            or token in sampling.stop_token_ids
+            or (sampling.stop and self._ends_with_stop(request))
+        ):
             return StopReason.STOP
         return StopReason.LENGTH if len(request.token_ids) >= sampling.max_tokens else None
 
     def _ends_with_stop(self, request: Request) -> bool:
-        """Whether the newest token completed a stop string (it may have begun several tokens ago)."""
+        """Whether the newest token completed a stop string, which may begin several tokens before."""
         # A token is at least one byte; a few more keep the window's own first character whole.
         longest = max(len(s.encode()) for s in request.sampling.stop)
         assert self.tokenizer is not None, "check() refuses stop strings without one"
@@ -141,14 +143,14 @@ class RequestRules:
 
 
 def decoding_failed(cause: BaseException) -> RolloutError:
-    """What a request that was under way is told."""
+    """The error of a request that was in flight."""
     error = RolloutError(f"decoding stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 
 
 def engine_failed(cause: BaseException | None) -> RolloutError:
-    """What a request to an engine that failed or closed earlier is told."""
+    """The error of a request to an engine that failed or closed earlier."""
     state = "is closed" if cause is None else f"failed earlier ({type(cause).__name__}: {cause})"
     error = RolloutError(f"the rollout engine {state}; build another")
     error.__cause__ = cause
@@ -156,7 +158,7 @@ def engine_failed(cause: BaseException | None) -> RolloutError:
 
 
 def refuse_media(request_id: str, media: Settings | None, engine: str) -> None:
-    """Text-only engines say so instead of dropping an image."""
+    """Refuse images and sound in an engine that reads text only."""
     if media:
         raise RolloutError(
             f"request {request_id} carries {', '.join(media)}; the {engine} engine reads text only"

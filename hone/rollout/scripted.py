@@ -1,34 +1,25 @@
-"""The in-tree fake: an engine that says what it was told to, one token per turn of the event loop.
+"""The in-tree fake: an engine that answers from a script, one token at a time.
 
-For tests of agent loops and workers without a model. It keeps the contract's manners (limits, stops,
-abort, versions) and remembers every request; it draws nothing, so sampling parameters only end it.
+It serves tests of agent loops and workers without a model. It keeps the contract (limits, stops, abort,
+versions) and records every request; it draws nothing, so sampling parameters only end a response.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hone.rollout.contract import (
-    OnTokens,
-    RolloutError,
-    Sampling,
-    StopReason,
-    TokenOutput,
-    Traits,
-)
-from hone.rollout.gate import RequestGate
-from hone.rollout.requests import Request, RequestRules, refuse_media
+from hone.rollout.contract import RolloutError, StopReason, Traits
+from hone.rollout.event_loop_engine import EventLoopEngine
+from hone.rollout.requests import Request, RequestRules
 from hone.tokenizer import Tokenizer
-from hone.types import Settings
 
 
 @dataclass(frozen=True)
 class ScriptedAnswer:
-    """Tokens to say, with the log-probability of each if it matters."""
+    """The tokens of an answer, and the log-probability of each if it matters."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None = None
@@ -42,14 +33,15 @@ class ScriptedAnswer:
 
 
 Answer = str | Sequence[int] | ScriptedAnswer
-"""Text is tokenised and ended with the tokenizer's end token; ids are said as they are."""
+"""Text is tokenised and ended with the tokenizer's end token; ids are taken unchanged."""
 Script = Callable[[list[int]], Answer] | Sequence[Answer]
 """A function of the prompt's ids, or answers in the order of the requests."""
 
 
-class ScriptedRollout:
-    """A `RolloutEngine` that reads its lines from a script."""
+class ScriptedRollout(EventLoopEngine):
+    """A `RolloutEngine` that reads its answers from a script."""
 
+    name = "scripted"
     traits = Traits(decodes_with_module=False, seeded=False)
 
     def __init__(
@@ -60,68 +52,40 @@ class ScriptedRollout:
         eos_ids: Sequence[int] | None = None,
         seconds_per_token: float = 0.0,
     ) -> None:
-        self._answer_to: Callable[[list[int]], Answer] | None = None
-        self._lines: Iterator[Answer] = iter(())
-        if callable(script):
-            self._answer_to = script
-        else:
-            self._lines = iter(script)
-        own = getattr(tokenizer, "eos_token_id", None)
-        ends = eos_ids if eos_ids is not None else () if own is None else (own,)
+        self._script = script if callable(script) else None
+        self._lines: Iterator[Answer] = iter(()) if callable(script) else iter(script)
+        end = getattr(tokenizer, "eos_token_id", None)
+        ends = eos_ids if eos_ids is not None else () if end is None else (end,)
+        super().__init__(RequestRules(frozenset(ends), tokenizer), seconds_per_token)
         self._tokenizer = tokenizer
-        self._rules = RequestRules(frozenset(ends), tokenizer)
-        self._pace = seconds_per_token
-        self._gate = RequestGate()
+        self._answers: dict[int, ScriptedAnswer] = {}  # by the identity of the request
         self.asleep = False
-        self.version = 0
         self.requests: list[Request] = []
-        """Every accepted request, in the order of asking; each holds what it was answered."""
+        """Every accepted request in order of arrival, with its answer."""
         self.weights: list[str] = []
         """Names that `load` was given, all calls together."""
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        *,
-        on_tokens: OnTokens | None = None,
-        multi_modal_data: Settings | None = None,
-    ) -> TokenOutput:
-        refuse_media(request_id, multi_modal_data, "scripted")
-        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
-        self._rules.check(request)
-        with self._gate.admitted(request):
-            if await self._gate.turn(request):
-                if self.asleep:
-                    raise RolloutError(
-                        f"request {request_id} came to an engine that is asleep; wake_up"
-                    )
-                self.requests.append(request)
-                with self._gate.step(request):
-                    answer = self._next_answer(request)
-                await self._say(request, answer)
-        return request.output()
+    def _start(self, request: Request) -> None:
+        if self.asleep:
+            raise RolloutError(
+                f"request {request.request_id} came to an engine that is asleep; wake_up"
+            )
+        self.requests.append(request)
+        self._answers[id(request)] = answer = self._next_answer(request)
+        if not answer.token_ids:
+            request.stop_reason = request.stop_reason or StopReason.STOP
 
-    async def _say(self, request: Request, answer: ScriptedAnswer) -> None:
-        log_probs = answer.log_probs or [0.0] * len(answer.token_ids)
-        while len(request.token_ids) < len(answer.token_ids):
-            await asyncio.sleep(self._pace)
-            if not await self._gate.turn(request):
-                return
-            with self._gate.step(request) as may_draw:
-                if may_draw:
-                    at = len(request.token_ids)
-                    request.token_ids.append(answer.token_ids[at])
-                    request.log_probs.append(log_probs[at])
-                    request.versions.append(self.version)
-                    request.stop_reason = self._rules.stop_reason(request)
-            request.stream()
-        request.stop_reason = request.stop_reason or StopReason.STOP
+    def _draw_one(self, request: Request) -> None:
+        answer, at = self._answers[id(request)], len(request.token_ids)
+        log_prob = answer.log_probs[at] if answer.log_probs is not None else 0.0
+        request.append(answer.token_ids[at], log_prob, self.version)
+        request.stop_reason = self._rules.stop_reason(request)
+        if request.stop_reason is None and at + 1 == len(answer.token_ids):
+            request.stop_reason = StopReason.STOP
 
     def _next_answer(self, request: Request) -> ScriptedAnswer:
-        if self._answer_to is not None:
-            answer = self._answer_to(request.prompt_ids)
+        if self._script is not None:
+            answer = self._script(request.prompt_ids)
         else:
             try:
                 answer = next(self._lines)
@@ -140,32 +104,11 @@ class ScriptedRollout:
         end = self._tokenizer.eos_token_id
         return ScriptedAnswer(ids if end is None else [*ids, end])
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        self._gate.abort(request_ids)
-
-    async def pause(self, keep: bool = False) -> None:
-        self._gate.pause(keep)
-
-    async def resume(self) -> None:
-        self._gate.resume()
-
-    async def begin_update(self) -> None:
-        self._gate.begin_update()
-
-    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        with self._gate.loading():
-            self.weights += [name for name, _ in weights]
-
-    async def commit(self, version: int) -> None:
-        self._gate.commit()
-        self.version = version
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights += [name for name, _ in weights]
 
     async def sleep(self) -> None:
         self.asleep = True
 
     async def wake_up(self) -> None:
         self.asleep = False
-
-    async def close(self) -> None:
-        """Running requests end as aborted; later ones are refused."""
-        self._gate.close()

@@ -1,4 +1,4 @@
-"""New weights into the policy an engine decodes with: begin, load by Hugging Face names, commit."""
+"""New weights into the policy that an engine decodes with: begin, load by Hugging Face names, commit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hone.rollout.contract import RolloutError
 
 
 class WeightUpdate:
-    """Which part of an update an engine has seen: it draws no token between begin and commit."""
+    """The state of an update: an engine draws no token between begin and commit."""
 
     def __init__(self) -> None:
         self.under_way = False
         self._refused: Exception | None = None
 
     def begin(self, running: int) -> None:
-        """Also starts an update anew that was not committed; `running` requests are not paused."""
+        """Start an update, or start again one that was not committed; `running` requests are not paused."""
         if running:
             raise RolloutError(
                 f"begin_update while {running} requests run; pause the engine, or wait for them"
@@ -30,7 +30,7 @@ class WeightUpdate:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around one `load`; what was refused half way can only be begun again."""
+        """Around one `load`; after an error the update must begin again."""
         self._require("load")
         try:
             yield

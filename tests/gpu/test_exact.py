@@ -82,7 +82,7 @@ SHAPES = [(14, 2, 64), (4, 4, 32), (12, 2, 128), (8, 2, 80)]
 
 def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype) -> PagedCache:
     cache = PagedCache(
-        layers=2, kv_heads=kv_heads, head_dim=head_dim, pages=40, page_size=16, dtype=dtype,
+        layers=2, kv_heads=kv_heads, head_dim=head_dim, blocks=40, block_size=16, dtype=dtype,
         device=DEVICE,
     )  # fmt: skip
     cache.reserve()
@@ -103,14 +103,14 @@ class TestAttention:
 
         heads, kv, d = shape
         cache = cache_of(kv, d, dtype)
-        pages = torch.randint(1, 40, (3, 12)).tolist()
+        blocks = torch.randint(1, 40, (3, 12)).tolist()
         starts, ends = [0, 30, 7], [45, 80, 8]
         per_tile = queries_per_tile(heads, kv)
-        queries = segment_queries(starts, ends, pages, per_tile, DEVICE)
+        queries = segment_queries(starts, ends, blocks, per_tile, DEVICE)
         q = torch.randn(len(queries.position), heads, d, device=DEVICE).to(dtype)
         got = exact_triton.query_attention(q, cache, 1, queries, scaling=d**-0.5)
         slow = PagedCache(
-            layers=2, kv_heads=kv, head_dim=d, pages=40, page_size=16, dtype=torch.float32,
+            layers=2, kv_heads=kv, head_dim=d, blocks=40, block_size=16, dtype=torch.float32,
             device=torch.device("cpu"),
         )  # fmt: skip
         slow.reserve()
@@ -130,10 +130,10 @@ class TestLogProbs:
 
     def test_the_drawn_token_has_the_log_prob_that_the_trainer_computes(self) -> None:
         from hone.rollout.native import exact_triton
-        from hone.rollout.native.paged_rows import RowState
+        from hone.rollout.native.batch_state import BatchState
 
         logits = torch.randn(40, 9000, device=DEVICE) * 4
-        rows = RowState.empty(40, 20, 5, DEVICE)
+        rows = BatchState.empty(40, 20, 5, DEVICE)
         rows.state[3] = torch.arange(40)
         rows.state[4] = 100
         rows.state[5] = 0
@@ -180,7 +180,7 @@ class TestAgreement:
             for prompt in [torch.randint(3, 5000, (n,)).tolist()] * 2
         ]
         sampling = [Sampling(n, 0.7, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
-        engine = engine_of(policy, enforce_eager=eager, pages=600)
+        engine = engine_of(policy, enforce_eager=eager, blocks=600)
         outputs = ask_all(engine, rows, sampling)
         asyncio.run(engine.close())
         width, reach = max(map(len, rows)), max(lengths)

@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
+from hone.ops.attention import AttentionOptions
 from hone.rollout.contract import Sampling
 from hone.rollout.native import kernels_reference as reference
-from hone.rollout.native.cut_rows import CutRows
+from hone.rollout.native.batch_state import FIELDS, BatchState
 from hone.rollout.native.paged_cache import PagedCache
-from hone.rollout.native.paged_rows import FIELDS, RowState
+from hone.rollout.native.sampler import TruncatedSampling
 
 from .device import DEVICE, INTERPRETED, needs_kernels, relative_error
 
@@ -23,9 +24,9 @@ SHAPES = [(14, 2, 64), (9, 3, 64), (4, 4, 32), (12, 2, 128), (8, 2, 80)]
 """(heads, key heads, head width): Qwen2.5, SmolLM2, no grouping, 1.5B, a width that is no power of two."""
 
 
-def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype, pages: int = 40) -> PagedCache:
+def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype, blocks: int = 40) -> PagedCache:
     cache = PagedCache(
-        layers=2, kv_heads=kv_heads, head_dim=head_dim, pages=pages, page_size=16, dtype=dtype,
+        layers=2, kv_heads=kv_heads, head_dim=head_dim, blocks=blocks, block_size=16, dtype=dtype,
         device=DEVICE,
     )  # fmt: skip
     cache.reserve()
@@ -34,8 +35,8 @@ def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype, pages: int = 40) 
     return cache
 
 
-def random_table(rows: int, width: int, pages: int = 40) -> torch.Tensor:
-    return torch.randint(1, pages, (rows, width), dtype=torch.int32, device=DEVICE)
+def random_table(rows: int, width: int, blocks: int = 40) -> torch.Tensor:
+    return torch.randint(1, blocks, (rows, width), dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,9 +78,9 @@ def test_rotation_and_cache_write_equal_their_reference(
     norms = torch.randn(2, d, device=DEVICE).to(dtype) if normed else (None, None)
     caches = [cache_of(kv, d, dtype), cache_of(kv, d, dtype)]
     caches[1]._memory.copy_(caches[0]._memory)
-    turn = reference.Turn(cos, sin, *norms, 1e-6)
+    rotary = reference.RotaryTable(cos, sin, *norms, 1e-6)
     outs = [
-        module.rope_store(qkv, turn, positions, slots, cache, 1, keep_keys=True)
+        module.rope_store(qkv, rotary, positions, slots, cache, 1, keep_keys=True)
         for module, cache in zip((kernels_triton, reference), caches, strict=True)
     ]
     for a, b in zip(*outs, strict=True):
@@ -114,9 +115,9 @@ def test_paged_attention_equals_its_reference(
     table = random_table(len(lengths), 20)
     positions = torch.tensor(lengths, device=DEVICE) - 1
     q = torch.randn(len(lengths), heads, d, device=DEVICE).to(dtype)
-    options = {"scaling": d**-0.5, "window": window, "splits": splits}
-    got = attention_triton.decode_attention(q, cache, 1, table, positions, **options)
-    wanted = reference.decode_attention(q, cache, 1, table, positions, **options)
+    options = AttentionOptions(1, d**-0.5, window)
+    got = attention_triton.decode_attention(q, cache, table, positions, options, splits=splits)
+    wanted = reference.decode_attention(q, cache, table, positions, options, splits=splits)
     assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
@@ -133,10 +134,10 @@ def test_capped_scores_and_sinks_equal_their_reference(
     cache, table = cache_of(kv, d, dtype), random_table(len(lengths), 13)
     positions = torch.tensor(lengths, device=DEVICE) - 1
     q = 3 * torch.randn(len(lengths), heads, d, device=DEVICE).to(dtype)
-    options = {"scaling": d**-0.5, "window": window, "splits": splits, "softcap": softcap}
-    options["sinks"] = 2 * torch.randn(heads, device=DEVICE).to(dtype) if sinks else None
-    got = attention_triton.decode_attention(q, cache, 1, table, positions, **options)
-    wanted = reference.decode_attention(q, cache, 1, table, positions, **options)
+    logits = 2 * torch.randn(heads, device=DEVICE).to(dtype) if sinks else None
+    options = AttentionOptions(1, d**-0.5, window, softcap, logits)
+    got = attention_triton.decode_attention(q, cache, table, positions, options, splits=splits)
+    wanted = reference.decode_attention(q, cache, table, positions, options, splits=splits)
     assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
@@ -151,25 +152,25 @@ def test_rotation_within_attention_equals_its_reference(
     splits: int,
     window: int | None,
 ) -> None:
-    """The new keys are written by the kernel that reads them: every row has its own last page."""
+    """The new keys are written by the kernel that reads them: every row has its own last block."""
     from hone.rollout.native import attention_triton
 
     heads, kv, d = shape
     lengths = [1, 15, 16, 17, 64, 65, random.randint(1, 200), random.randint(1, 200)]
-    pages = len(lengths) * 13 + 1
-    table = (torch.randperm(pages - 1, device=DEVICE) + 1).int().view(len(lengths), 13)
+    blocks = len(lengths) * 13 + 1
+    table = (torch.randperm(blocks - 1, device=DEVICE) + 1).int().view(len(lengths), 13)
     positions = torch.tensor(lengths, device=DEVICE) - 1
-    page = table.gather(1, (positions // 16)[:, None]).long()[:, 0]
-    slots = page * 16 + positions % 16
-    caches = [cache_of(kv, d, dtype, pages) for _ in range(2)]
+    block = table.gather(1, (positions // 16)[:, None]).long()[:, 0]
+    slots = block * 16 + positions % 16
+    caches = [cache_of(kv, d, dtype, blocks) for _ in range(2)]
     caches[1]._memory.copy_(caches[0]._memory)
     qkv = torch.randn(len(lengths), (heads + 2 * kv) * d, device=DEVICE).to(dtype)
     angle = torch.randn(200, d // 2, device=DEVICE).repeat(1, 2)
     norms = torch.randn(2, d, device=DEVICE).to(dtype) if normed else (None, None)
-    turn = reference.Turn(angle.cos().to(dtype), angle.sin().to(dtype), *norms, 1e-6)
+    rotary = reference.RotaryTable(angle.cos().to(dtype), angle.sin().to(dtype), *norms, 1e-6)
     got, wanted = (
         module.rope_attention(
-            qkv, turn, positions, slots, cache, 1, table, scaling=d**-0.5, window=window,
+            qkv, rotary, positions, slots, cache, table, AttentionOptions(1, d**-0.5, window),
             splits=splits,
         )
         for module, cache in zip((attention_triton, reference), caches, strict=True)
@@ -179,12 +180,12 @@ def test_rotation_within_attention_equals_its_reference(
     expected = caches[1]._memory[1].transpose(2, 3).flatten(1, 2)[:, slots]
     assert relative_error(written, expected) < TOLERANCE[dtype]
     for cache in caches:
-        cache._memory[1, :, page, :, positions % 16] = 0
+        cache._memory[1, :, block, :, positions % 16] = 0
     assert torch.equal(caches[0]._memory, caches[1]._memory)  # nothing else was touched
 
 
-def rows_of(count: int, vocabulary: int) -> RowState:
-    rows = RowState.empty(count, 20, 5, DEVICE)
+def rows_of(count: int, vocabulary: int) -> BatchState:
+    rows = BatchState.empty(count, 20, 5, DEVICE)
     table = {
         "token": [0] * count,
         "position": random.choices(range(100), k=count),
@@ -198,7 +199,7 @@ def rows_of(count: int, vocabulary: int) -> RowState:
     rows.inverse_temperature.copy_(torch.rand(count) * 2 + 0.2)
     rows.greedy.copy_(torch.tensor(random.choices([0, 0, 1], k=count)))
     rows.stops[:, 0] = torch.randint(0, vocabulary, (count,))
-    rows.table.copy_(random_table(count, 20))
+    rows.block_table.copy_(random_table(count, 20))
     return rows
 
 
@@ -211,7 +212,7 @@ def test_sampling_equals_its_reference(dtype: torch.dtype, vocabulary: int) -> N
     count = 64
     logits = (torch.randn(count, vocabulary, device=DEVICE) * 3).to(dtype)
     ours, wanted = [rows_of(count, vocabulary) for _ in range(2)]
-    for name in ("state", "inverse_temperature", "greedy", "stops", "table"):
+    for name in ("state", "inverse_temperature", "greedy", "stops", "block_table"):
         getattr(ours, name).copy_(getattr(wanted, name))
     sampling_triton.sample(logits, ours, 16)
     reference.sample(logits, wanted, 16)
@@ -227,7 +228,7 @@ def test_an_impossible_token_is_never_drawn() -> None:
 
     logits = torch.full((64, 9000), float("-inf"), device=DEVICE)
     logits[:, [3, 4100, 8999]] = torch.randn(64, 3, device=DEVICE)
-    rows = RowState.empty(64, 20, 5, DEVICE)
+    rows = BatchState.empty(64, 20, 5, DEVICE)
     rows.state[3] = torch.arange(64)
     rows.state[4] = 100
     rows.state[5] = 0
@@ -239,7 +240,7 @@ def test_advance_equals_its_reference() -> None:
     from hone.rollout.native import sampling_triton
 
     ours, wanted = [rows_of(64, 30) for _ in range(2)]
-    for name in ("state", "stops", "table"):
+    for name in ("state", "stops", "block_table"):
         getattr(ours, name).copy_(getattr(wanted, name))
     tokens, log_probs = torch.randint(0, 30, (64,), device=DEVICE), torch.randn(64, device=DEVICE)
     sampling_triton.advance(tokens, log_probs, ours, 16)
@@ -255,13 +256,13 @@ def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
 
     random.seed(vocabulary)
     alone, mixed = [rows_of(32, vocabulary) for _ in range(2)]
-    for name in ("state", "inverse_temperature", "greedy", "stops", "table"):
+    for name in ("state", "inverse_temperature", "greedy", "stops", "block_table"):
         getattr(mixed, name).copy_(getattr(alone, name))
     was_running = alone.finished == 0
     logits = torch.randn(32, vocabulary, device=DEVICE) * 3
     logits[:, 0] = -9.0  # what nobody draws stands where nothing was written
     asked = [Sampling(5, 1.0, i, **({"top_k": 1} if i % 4 == 0 else {})) for i in range(32)]
-    cut = CutRows.of(asked, DEVICE, exact=False)
+    cut = TruncatedSampling.of(asked, DEVICE, exact=False)
     assert cut is not None
     cut.draw(logits, mixed, sampling_triton, 16)
     sampling_triton.sample(logits, alone, 16)

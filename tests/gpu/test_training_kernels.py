@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops import logprobs, logprobs_fused
+from hone.ops import logprobs
+from hone.ops.attention import AttentionOptions
 from hone.ops.segments import SegmentLayout
 from hone.ops.shared_keys import SharedKeys
 from hone.ops.varlen import varlen_attention
@@ -17,25 +18,24 @@ from .device import DEVICE, needs_gpu, needs_kernels, relative_error
 
 @pytest.mark.parametrize("vocabulary", [100, 5000, 9001])
 @pytest.mark.parametrize("read", ["log_probs", "entropy", "both"])
-@pytest.mark.parametrize("chunk_bytes", [2**29, 2**10])
+@pytest.mark.parametrize("chunk_logits", [2**27, 2**8])
 class TestLogProbs:
     pytestmark = needs_kernels
 
     def test_values_and_gradients_equal_the_plain_path(
-        self, vocabulary: int, read: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+        self, vocabulary: int, read: str, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(logprobs_fused, "_CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(logprobs, "_GPU_CHUNK_LOGITS", chunk_logits)
         hidden = torch.randn(300, 48, device=DEVICE)
         weight = torch.randn(vocabulary, 48, device=DEVICE) * 0.3
         target = torch.randint(0, vocabulary, (300,), device=DEVICE)
         pull = torch.randn(2, 300, device=DEVICE)
         results = []
-        for apply in (
-            lambda h, w: logprobs_fused.FusedLinearLogProbs.apply(h, w, target, 1 / 0.7, True),
-            lambda h, w: logprobs._LinearLogProbs.apply(h, w, None, target, 0.7, None, 1.0, True),
-        ):
+        for fused in (True, False):
             h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-            outs = apply(h, w)
+            outs = logprobs.LinearLogProbs.apply(
+                h, w, None, target, 1 / 0.7, None, True, fused, None
+            )
             wanted = {"log_probs": [0], "entropy": [1], "both": [0, 1]}[read]
             sum((outs[i] * pull[i]).sum() for i in wanted).backward()
             results.append([outs[0], outs[1], h.grad, w.grad])
@@ -49,8 +49,9 @@ class TestEntropyNotAskedFor:
     def test_it_has_no_gradient(self) -> None:
         hidden = torch.randn(6, 8, device=DEVICE, requires_grad=True)
         weight, target = torch.randn(50, 8, device=DEVICE), torch.arange(6, device=DEVICE)
-        apply = logprobs_fused.FusedLinearLogProbs.apply
-        log_probs, entropy = apply(hidden, weight, target, 1.0, False)
+        log_probs, entropy = logprobs.LinearLogProbs.apply(
+            hidden, weight, None, target, 1.0, None, False, True, None
+        )
         assert log_probs.requires_grad
         assert not entropy.requires_grad
 
@@ -128,15 +129,15 @@ class TestSameRoundings:
         from hone.rollout.native.paged_cache import PagedCache
 
         rows, length = 64, 500
-        pages = -(-length // 16)
+        blocks = -(-length // 16)
         cache = PagedCache(
-            layers=1, kv_heads=kv, head_dim=d, pages=rows * pages + 1, page_size=16,
+            layers=1, kv_heads=kv, head_dim=d, blocks=rows * blocks + 1, block_size=16,
             dtype=torch.bfloat16, device=DEVICE,
         )  # fmt: skip
         cache.reserve()
         q = torch.randn(rows, length, heads, d, device=DEVICE).bfloat16()
         k, v = torch.randn(2, rows, length, kv, d, device=DEVICE).bfloat16()
-        table = (torch.arange(rows * pages, device=DEVICE).view(rows, pages) + 1).int()
+        table = (torch.arange(rows * blocks, device=DEVICE).view(rows, blocks) + 1).int()
         at = torch.arange(length, device=DEVICE)
         slots = (table[:, at // 16].long() * 16 + at % 16).flatten()
         kernels_triton.store(k.flatten(0, 1), v.flatten(0, 1), slots, cache, 0)
@@ -147,8 +148,8 @@ class TestSameRoundings:
         ).view(rows, length, heads, d)
         for position in (37, 130, 383, 499):
             decoded = attention_triton.decode_attention(
-                q[:, position], cache, 0, table, torch.full((rows,), position, device=DEVICE),
-                scaling=d**-0.5, window=None, splits=1,
+                q[:, position], cache, table, torch.full((rows,), position, device=DEVICE),
+                AttentionOptions(0, d**-0.5), splits=1,
             )  # fmt: skip
             equal = (decoded == trained[:, position]).float().mean()
             assert equal > 0.98, f"at {position}: {equal:.3f} of the values are equal"
@@ -228,21 +229,22 @@ class TestRotation:
 
     def test_rotation_and_gradient_equal_plain_torch(self, heads: int, d: int) -> None:
         from hone.ops.rotary import plain_rotate
-        from hone.ops.rotary_triton import turn
+        from hone.ops.rotary_triton import join_gradients, split_rotated
 
         x, g = torch.randn(2, 9, heads, d, device=DEVICE)
         cos, sin = torch.randn(2, 9, d, device=DEVICE)
         a = x.clone().requires_grad_()
         plain = plain_rotate(a, cos, sin)
         plain.backward(g)
-        assert relative_error(turn(x, cos, sin, back=False), plain) < 1e-5
-        assert relative_error(turn(g, cos, sin, back=True), a.grad) < 1e-5
+        got, *nothing = split_rotated(x.flatten(1), cos, sin, kv_heads=0)
+        assert relative_error(got, plain) < 1e-5
+        assert relative_error(join_gradients(g, *nothing, cos, sin).view(g.shape), a.grad) < 1e-5
 
     def test_parts_of_one_product_and_their_gradients_equal_plain_torch(
         self, heads: int, d: int
     ) -> None:
         from hone.ops.rotary import plain_rotate
-        from hone.ops.rotary_triton import join_turned, split_turned
+        from hone.ops.rotary_triton import join_gradients, split_rotated
 
         kv = 2
         joined = torch.randn(9, (heads + 2 * kv) * d, device=DEVICE)
@@ -252,9 +254,9 @@ class TestRotation:
         plain = plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
         pulls = [torch.randn_like(x) for x in plain]
         torch.autograd.backward(plain, pulls)
-        for got, wanted in zip(split_turned(joined, cos, sin, kv_heads=kv), plain, strict=True):
+        for got, wanted in zip(split_rotated(joined, cos, sin, kv_heads=kv), plain, strict=True):
             assert relative_error(got, wanted) < 1e-5
-        assert relative_error(join_turned(*pulls, cos, sin), a.grad) < 1e-5
+        assert relative_error(join_gradients(*pulls, cos, sin), a.grad) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -304,7 +306,7 @@ class TestSharedPrompts:
         for dtype in (torch.bfloat16, torch.float32):
             layout = SegmentLayout(roots, children, DEVICE)
             given = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
-            out = layout.attend(*given, layer=0, scaling=0.125, window=window)
+            out = layout.attend(*given, AttentionOptions(0, 0.125, window))
             out.backward(pull.to(dtype))
             results.append([out, *(x.grad for x in given)])
         for ours, wanted in zip(*results, strict=True):

@@ -7,6 +7,7 @@ import torch
 
 from hone.models.attention import layout_attention
 from hone.models.tiny import tiny_lm
+from hone.ops.attention import AttentionOptions
 
 
 class Module(torch.nn.Module):
@@ -14,7 +15,7 @@ class Module(torch.nn.Module):
 
 
 class Recording:
-    def attend(self, q, k, v, **options):
+    def attend(self, q, k, v, options):
         self.shapes, self.options = (q.shape, k.shape, v.shape), options
         return q
 
@@ -31,13 +32,7 @@ def call(**options):
 def test_tokens_come_first_and_the_layer_is_named():
     layout = call(scaling=0.5, sliding_window=7, dropout=0.1)
     assert layout.shapes == ((5, 4, 8), (5, 2, 8), (5, 2, 8))
-    assert layout.options == {
-        "layer": 3,
-        "scaling": 0.5,
-        "window": 7,
-        "softcap": None,
-        "sinks": None,
-    }
+    assert layout.options == AttentionOptions(3, 0.5, 7)
 
 
 def test_a_window_that_the_module_knows_and_does_not_say_is_honoured():
@@ -46,13 +41,13 @@ def test_a_window_that_the_module_knows_and_does_not_say_is_honoured():
 
     layout, q = Recording(), torch.randn(1, 4, 5, 8)
     layout_attention(Windowed(), q, q, q, None, layout=layout)
-    assert layout.options["window"] == 4
+    assert layout.options.window == 4
     layout_attention(Windowed(), q, q, q, None, layout=layout, sliding_window=None)
-    assert layout.options["window"] is None
+    assert layout.options.window is None
 
 
 def test_the_scale_defaults_to_one_over_root_of_the_head_width():
-    assert call().options["scaling"] == 8**-0.5
+    assert call().options.scaling == 8**-0.5
 
 
 def test_a_call_without_a_layout_says_how_to_call():
@@ -64,8 +59,8 @@ def test_a_call_without_a_layout_says_how_to_call():
 def test_score_capping_and_sinks_reach_the_layout():
     sinks = torch.zeros(4)
     options = call(softcap=30.0, s_aux=sinks).options
-    assert options["softcap"] == 30.0
-    assert options["sinks"] is sinks
+    assert options.softcap == 30.0
+    assert options.sinks is sinks
 
 
 def test_values_narrower_than_keys_are_widened_for_the_cache_and_cut_back():

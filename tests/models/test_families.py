@@ -137,7 +137,7 @@ def test_the_slow_reference_decodes_families_whose_layers_drop_keywords(family: 
 
 def test_keys_of_another_shape_than_the_config_says_are_not_written_into_the_cache() -> None:
     cache = PagedCache(
-        layers=1, kv_heads=2, head_dim=8, pages=3, page_size=4, dtype=torch.float32, device=CPU
+        layers=1, kv_heads=2, head_dim=8, blocks=3, block_size=4, dtype=torch.float32, device=CPU
     )
     good, wrong = torch.zeros(5, 2, 8), torch.zeros(5, 4, 8)
     cache.check(good, good)

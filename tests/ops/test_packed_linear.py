@@ -1,11 +1,12 @@
-"""Packed maps equal the plain ones, and hold the weight as it was when packed."""
+"""Packed maps equal the plain ones, hold the weight as it was when packed, and round rows alike."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hone.ops.packed_linear import PackedLinear, PlainLinear, linear_map, packs
+from hone.ops import packed_linear
+from hone.ops.packed_linear import PackedLinear, PlainLinear, linear_map, packs, row_multiple
 
 needs_packing = pytest.mark.skipif(
     not packs(torch.empty(1, 1)), reason="this machine's matrix library has no packed layout"
@@ -48,3 +49,37 @@ def test_a_packed_map_is_a_copy_and_a_plain_one_is_not() -> None:
 
 def test_other_dtypes_are_not_packed() -> None:
     assert isinstance(linear_map(torch.zeros(2, 2, dtype=torch.bfloat16), None), PlainLinear)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (128, 256), (1024, 256), (17, 100)])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_every_multiple_of_the_row_count(
+    outputs: int, inputs: int, packed: bool
+) -> None:
+    weight, x = torch.randn(outputs, inputs), torch.randn(96, inputs)
+    product = linear_map(weight, None) if packed else PlainLinear(weight, None)
+    multiple = row_multiple([weight], packed=packed)
+    alone = torch.cat([product(x[i : i + 1].repeat(multiple, 1))[:1] for i in range(96)])
+    for rows in range(multiple, 97, multiple):
+        assert torch.equal(product(x[:rows]), alone[:rows]), rows
+
+
+def test_the_strictest_weight_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        packed_linear, "_row_multiple", lambda o, i, threads, packed: {8: 4, 9: 16}[o]
+    )
+    weights = [torch.empty(8, 3), torch.empty(9, 3), torch.empty(5)]
+    assert row_multiple(weights, packed=True) == 16
+
+
+def test_a_machine_without_one_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PlainLinear, "__call__", lambda self, x: torch.randn(len(x), 8))
+    packed_linear._row_multiple.cache_clear()
+    try:
+        assert row_multiple([torch.empty(8, 3)], packed=False) == 16
+    finally:
+        packed_linear._row_multiple.cache_clear()
+    assert "may get other tokens in another batch" in caplog.text

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.ops.attention import AttentionOptions
 from hone.ops.segments import SegmentLayout
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -53,7 +54,7 @@ def check(roots, children, window):
     layout = SegmentLayout(roots, children)
     seen = tokens_of(roots, children)
     ours, theirs = draw(len(seen)), draw(len(seen))
-    out = layout.attend(*ours, layer=0, scaling=WIDTH**-0.5, window=window)
+    out = layout.attend(*ours, AttentionOptions(0, WIDTH**-0.5, window))
     expected = slow(*theirs, seen, window)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     weights = torch.randn(
@@ -98,14 +99,14 @@ def test_one_layout_serves_layers_with_different_windows():
     seen = tokens_of(roots, children)
     q, k, v = draw(len(seen))
     for window in (2, None, 3, 2):
-        out = layout.attend(q, k, v, layer=0, scaling=WIDTH**-0.5, window=window)
+        out = layout.attend(q, k, v, AttentionOptions(0, WIDTH**-0.5, window))
         torch.testing.assert_close(out, slow(q, k, v, seen, window), rtol=1e-10, atol=1e-12)
 
 
 def test_no_gradient_crosses_from_one_row_to_another():
     layout = SegmentLayout([3, 4], [(0, 2), (1, 3)])
     q, k, v = draw(12)
-    out = layout.attend(q, k, v, layer=0, scaling=1.0, window=None)
+    out = layout.attend(q, k, v, AttentionOptions(0, 1.0))
     out[7:9].sum().backward()  # the first root's child
     for x in (q, k, v):
         assert (x.grad[3:7] == 0).all()

@@ -33,7 +33,7 @@ class Mutant(NativeFactory):
 
 class LogProbsAtTemperatureOne(NativeCore):
     def _draw(self, logits: Tensor) -> None:
-        requests = list(self._active)
+        requests = list(self._running)
         super()._draw(logits)
         for row, request in zip(torch.log_softmax(logits, -1), requests, strict=True):
             request.log_probs[-1] = float(row[request.token_ids[-1]])
@@ -41,7 +41,7 @@ class LogProbsAtTemperatureOne(NativeCore):
 
 class LogProbsAfterTruncation(NativeCore):
     def _draw(self, logits: Tensor) -> None:
-        requests = list(self._active)
+        requests = list(self._running)
         super()._draw(logits)
         for row, request in zip(logits, requests, strict=True):
             if request.sampling.top_k > 0:
@@ -56,13 +56,13 @@ class DrawsAtHalfTheTemperature(NativeCore):
 
 class DrawsDependOnTheBatch(NativeCore):
     def _draw(self, logits: Tensor) -> None:
-        self._rows = None
-        asked = [r.sampling for r in self._active]
-        for request in self._active:
+        self._sampling = None
+        asked = [r.sampling for r in self._running]
+        for request in self._running:
             request.sampling = replace(
-                request.sampling, seed=request.sampling.seed + len(self._active)
+                request.sampling, seed=request.sampling.seed + len(self._running)
             )
-        requests = list(self._active)
+        requests = list(self._running)
         super()._draw(logits)
         for request, sampling in zip(requests, asked, strict=True):
             request.sampling = sampling
@@ -70,8 +70,8 @@ class DrawsDependOnTheBatch(NativeCore):
 
 class DrawsAtThePositionInTheResponse(NativeCore):
     def _draw(self, logits: Tensor) -> None:
-        prompts = [r.prompt_ids for r in self._active]
-        requests = list(self._active)
+        prompts = [r.prompt_ids for r in self._running]
+        requests = list(self._running)
         for request in requests:
             request.prompt_ids = []
         super()._draw(logits)
@@ -82,7 +82,7 @@ class DrawsAtThePositionInTheResponse(NativeCore):
 class DecodePositionsOffByOne(NativeCore):
     def _hidden(self, ids: list[int], positions: Tensor, layout: Any) -> Tensor:
         return super()._hidden(
-            ids, positions + 1 if len(positions) == len(self._active) else positions, layout
+            ids, positions + 1 if len(positions) == len(self._running) else positions, layout
         )
 
 
@@ -96,7 +96,7 @@ class PaddingLeaksIntoShortPrompts(NativeCore):
 
 class StopStringsWithinOneTokenOnly(NativeCore):
     def _draw(self, logits: Tensor) -> None:
-        requests = list(self._active)
+        requests = list(self._running)
         super()._draw(logits)
         for request in requests:
             said = self.rules.tokenizer.decode(request.token_ids[-1:])
@@ -112,7 +112,7 @@ class EndTokenGoesUnnoticed(NativeCore):
 
 class VersionStaysBehind(NativeCore):
     def _draw(self, logits: Tensor) -> None:
-        requests = list(self._active)
+        requests = list(self._running)
         super()._draw(logits)
         for request in requests:
             request.versions[-1] = max(request.versions[-1] - 1, 0)
@@ -215,7 +215,7 @@ class PauseGoesOnDecoding(NativeRollout):
 
     @property
     def _may_decode(self) -> bool:
-        return bool(self._inbox or self._core.busy)
+        return bool(self._arrivals or self._core.busy)
 
 
 class PauseForgetsKeys(NativeRollout):
@@ -227,7 +227,7 @@ class PauseForgetsKeys(NativeRollout):
 
 class ResumeDropsWhatWasHeld(NativeRollout):
     async def resume(self) -> None:
-        self._held = []
+        self._deferred = []
         await super().resume()
 
 
@@ -241,7 +241,7 @@ class AbortLeavesTheQueueRunning(NativeRollout):
         waiting, self._core._waiting = self._core._waiting, []  # type: ignore[attr-defined]
         await super().abort(request_ids)
         self._core._waiting = waiting  # type: ignore[attr-defined]
-        self._in_core = len(waiting) + len(self._core._active)  # type: ignore[attr-defined]
+        self._in_core = len(waiting) + len(self._core._running)  # type: ignore[attr-defined]
 
 
 class AbortMovesNoSlot(NativeCore):
@@ -357,8 +357,8 @@ class FailuresReachTheQueuesOnly(NativeRollout):
     """Whatever is between two queues when it happens is lost."""
 
     def _refuse_all(self, error: RolloutError) -> None:
-        queued = [*self._core.abort(), *self._inbox, *self._held]
-        self._unanswered = {id(request): request for request in queued}
+        queued = [*self._core.abort(), *self._arrivals, *self._deferred]
+        self._pending = {id(request): request for request in queued}
         super()._refuse_all(error)
 
 

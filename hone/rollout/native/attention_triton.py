@@ -1,10 +1,10 @@
-"""Paged decode attention on a GPU: one query a row over the row's pages, its newest key included.
+"""Paged decode attention on a GPU: one query per sequence over its block table, its newest key included.
 
-Imported only when a GPU decodes; references in kernels_reference.py. Blocks of keys begin at multiples of
-KEYS and are taken from the last to the first, as torch's variable-length kernel does in training: weights
-are rounded relative to the greatest score seen so far, and the same order makes the same roundings. For
-narrow heads that kernel takes 128 keys at a time, which is slower here; the first block of a sequence is
-then rounded otherwise.
+Imported only when a GPU decodes; the references are in kernels_reference.py. Tiles of keys begin at
+multiples of KEYS and are read from the last to the first, as torch's variable-length kernel does in
+training: weights are rounded relative to the greatest score so far, and the same order makes the same
+roundings. For narrow heads that kernel reads 128 keys at a time, which is slower here; the first tile of
+a sequence is then rounded otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hone.rollout.native.kernels_reference import Turn
+    from hone.ops.attention import AttentionOptions
+    from hone.rollout.native.kernels_reference import RotaryTable
     from hone.rollout.native.paged_cache import PagedCache
 
 _NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 3}
@@ -26,46 +27,31 @@ _WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
-def _share_of_blocks(  # type: ignore[no-untyped-def]
+def _share_of_tiles(  # type: ignore[no-untyped-def]
     length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr
 ):
-    """The first key a query may see, and the blocks [begin, end) of this program out of `blocks`."""
+    """The first visible key, and this program's key tiles [begin, end) out of `tiles`."""
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
     lowest = first // KEYS
-    blocks = tl.cdiv(length, KEYS)
-    share = tl.cdiv(blocks - lowest, SPLITS)
+    tiles = tl.cdiv(length, KEYS)
+    share = tl.cdiv(tiles - lowest, SPLITS)
     begin = lowest + split * share
-    return first, begin, tl.minimum(begin + share, blocks), blocks
+    return first, begin, tl.minimum(begin + share, tiles), tiles
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q,  # [GROUP_PAD, D_PAD]
-    base,
-    pages_ptr,
-    kv_head,
-    k_at,
-    v_at,
-    scaling,
-    length,
-    first,
-    begin,
-    end,
-    softcap,
-    sink,  # [GROUP_PAD] scores of a key without value, -inf where there is none
-    KV: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    q, base, blocks_ptr, kv_head, k_at, v_at, scaling, length, first, begin, end, softcap, sink,
+    KV: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
-):
-    """Over blocks [begin, end): the greatest score, the sum of weights and their mean of the values."""
+):  # fmt: skip
+    """Over key tiles [begin, end): the greatest score, the sum of weights, and the weighted mean of values.
+
+    q is [GROUP_PAD, D_PAD]; sink is [GROUP_PAD], -inf where there is none.
+    """
     d = tl.arange(0, D_PAD)
     log2e: tl.constexpr = 1.4426950408889634
     if SINKS:
@@ -78,8 +64,8 @@ def _attend(  # type: ignore[no-untyped-def]
     for done in range(end - begin):
         n = (end - 1 - done) * KEYS + tl.arange(0, KEYS)
         real = (n >= first) & (n < length)
-        page = tl.load(pages_ptr + n // PAGE, real, other=0).to(tl.int64)
-        cell = ((page * KV + kv_head) * PAGE + n % PAGE) * D
+        block = tl.load(blocks_ptr + n // BLOCK_SIZE, real, other=0).to(tl.int64)
+        cell = ((block * KV + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D
         both = real[:, None] & (d < D)[None, :]
         k = tl.load(base + k_at + cell[:, None] + d[None, :], both, other=0.0)
         v = tl.load(base + v_at + cell[:, None] + d[None, :], both, other=0.0)
@@ -100,17 +86,9 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    out_ptr,
-    lse_ptr,
-    head,  # the first of the group, counted over all rows
-    split,
-    top,
-    norm,
-    acc,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    out_ptr, lse_ptr, head, split, top, norm, acc,
+    GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     g = tl.arange(0, acc.shape[0])
     d = tl.arange(0, acc.shape[1])
     real = (g < GROUP)[:, None] & (d < D)[None, :]
@@ -124,39 +102,17 @@ def _write(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_attention(  # type: ignore[no-untyped-def]
-    q_ptr,
-    base_ptr,
-    table_ptr,
-    position_ptr,
-    out_ptr,
-    lse_ptr,
-    k_at: tl.int64,
-    v_at: tl.int64,
-    scaling,
-    table_stride,
-    window,
-    q_stride,
-    q_head_stride,
-    softcap,
-    sink_ptr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, base_ptr, table_ptr, position_ptr, out_ptr, lse_ptr, k_at: tl.int64, v_at: tl.int64,
+    scaling, table_stride, window, q_stride, q_head_stride, softcap, sink_ptr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = (tl.load(position_ptr + row) + 1).to(tl.int32)
-    first, begin, end, _ = _share_of_blocks(length, window, split, KEYS, SPLITS, WINDOWED)
+    first, begin, end, _ = _share_of_tiles(length, window, split, KEYS, SPLITS, WINDOWED)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
     start = q_ptr + row * q_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
@@ -168,17 +124,17 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))  # one split counts it
     top, norm, acc = _attend(
         q, base, table_ptr + row * table_stride, kv_head, k_at, v_at, scaling, length, first,
-        begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION, SOFTCAP, SINKS,
+        begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, SOFTCAP, SINKS,
     )  # fmt: skip
     head = (row * KV + kv_head) * GROUP
     _write(out_ptr, lse_ptr, head, split, top, norm, acc, GROUP, D, SPLITS)
 
 
 @triton.jit
-def _turned(  # type: ignore[no-untyped-def]
+def _rotated_heads(  # type: ignore[no-untyped-def]
     x_ptr, real, cos, sin, norm_ptr, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr
 ):
-    """Heads at x_ptr ([h, 1], or one alone), normed where asked and rotated, in their dtype: [h, D_PAD]."""
+    """Heads at x_ptr ([h, 1], or one alone), normed with NORM and rotated, in their dtype: [h, D_PAD]."""
     d = tl.arange(0, D_PAD)[None, :]
     low = d < D // 2
     partner = tl.where(low, d + D // 2, d - D // 2)
@@ -196,62 +152,39 @@ def _turned(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rope_attention(  # type: ignore[no-untyped-def]
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    eps,
-    slot_ptr,
-    base_ptr,
-    table_ptr,
-    position_ptr,
-    out_ptr,
-    lse_ptr,
-    k_at: tl.int64,
-    v_at: tl.int64,
-    scaling,
-    table_stride,
-    window,
-    NORM: tl.constexpr,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, slot_ptr, base_ptr, table_ptr,
+    position_ptr, out_ptr, lse_ptr, k_at: tl.int64, v_at: tl.int64, scaling, table_stride, window,
+    NORM: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     position, slot = tl.load(position_ptr + row), tl.load(slot_ptr + row)
     length = (position + 1).to(tl.int32)
-    first, begin, end, blocks = _share_of_blocks(length, window, split, KEYS, SPLITS, WINDOWED)
+    first, begin, end, tiles = _share_of_tiles(length, window, split, KEYS, SPLITS, WINDOWED)
     d = tl.arange(0, D_PAD)[None, :]
     inside = d < D
     cos = tl.load(cos_ptr + position * D + d, inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * D + d, inside, other=0.0).to(tl.float32)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
     line = qkv_ptr + row * ((KV * GROUP + 2 * KV) * D)
-    # Whoever has the last block writes the new key and value, and reads them with the others.
-    newest = inside & (begin < blocks) & (end == blocks)
+    # The program with the last tile writes the new key and value, then reads them with the others.
+    newest = inside & (begin < tiles) & (end == tiles)
     k_ptr = line + (KV * GROUP + kv_head) * D
-    k = _turned(k_ptr, newest, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
+    k = _rotated_heads(k_ptr, newest, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
     v = tl.load(k_ptr + KV * D + d, newest, other=0.0)
-    cell = (((slot // PAGE) * KV + kv_head) * PAGE + slot % PAGE) * D
+    cell = (((slot // BLOCK_SIZE) * KV + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * D
     tl.store(base + k_at + cell + d, k, newest)
     tl.store(base + v_at + cell + d, v, newest)
     g = tl.arange(0, GROUP_PAD)[:, None]
     heads = line + (kv_head * GROUP + g) * D
-    q = _turned(heads, inside & (g < GROUP), cos, sin, q_norm_ptr, eps, D, D_PAD, NORM)
+    q = _rotated_heads(heads, inside & (g < GROUP), cos, sin, q_norm_ptr, eps, D, D_PAD, NORM)
     tl.debug_barrier()
     top, norm, acc = _attend(
         q, base, table_ptr + row * table_stride, kv_head, k_at, v_at, scaling, length, first,
-        begin, end, 0.0, 0.0, KV, GROUP_PAD, D, D_PAD, PAGE, KEYS, PRECISION, False, False,
+        begin, end, 0.0, 0.0, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, False, False,
     )  # fmt: skip
     head = (row * KV + kv_head) * GROUP
     _write(out_ptr, lse_ptr, head, split, top, norm, acc, GROUP, D, SPLITS)
@@ -259,13 +192,9 @@ def _rope_attention(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    part_ptr, lse_ptr, out_ptr,
+    D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, D_PAD)
@@ -283,7 +212,7 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 class _Launch:
-    """What both kernels are launched with, and where their results go."""
+    """Launch arguments and outputs of both kernels."""
 
     def __init__(
         self, like: Tensor, heads: int, cache: PagedCache, window: int | None, splits: int
@@ -302,15 +231,15 @@ class _Launch:
             "GROUP_PAD": max(16, triton.next_power_of_2(group)),
             "D": d,
             "D_PAD": self._padded,
-            "PAGE": cache.page_size,
+            "BLOCK_SIZE": cache.block_size,
             "SPLITS": splits,
             "WINDOWED": window is not None,
             "PRECISION": "ieee" if like.dtype == torch.float32 else "tf32",
             **(_NARROW if self._padded <= 64 else _WIDE),
         }
 
-    def joined(self) -> Tensor:
-        """The result, once the splits are put together."""
+    def combined(self) -> Tensor:
+        """The output over all splits."""
         rows, heads, d = self.out.shape
         if self.part is not self.out:
             _combine[(rows * heads,)](
@@ -323,45 +252,41 @@ class _Launch:
 def decode_attention(
     q: Tensor,
     cache: PagedCache,
-    layer: int,
-    table: Tensor,
+    block_table: Tensor,
     positions: Tensor,
+    options: AttentionOptions,
     *,
-    scaling: float,
-    window: int | None,
     splits: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
+    layer, scaling, window, softcap, sinks = options
     launch = _Launch(q, q.shape[1], cache, window, splits)
     _decode_attention[launch.grid](
-        q, cache.base, table, positions, launch.part, launch.lse, *cache.planes(layer), scaling,
-        table.stride(0), window or 0, q.stride(0), q.stride(1), softcap or 0.0,
+        q, cache.base, block_table, positions, launch.part, launch.lse, *cache.planes(layer),
+        scaling, block_table.stride(0), window or 0, q.stride(0), q.stride(1), softcap or 0.0,
         sinks if sinks is not None else q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         **launch.constants,
     )  # fmt: skip
-    return launch.joined()
+    return launch.combined()
 
 
 def rope_attention(
     qkv: Tensor,
-    turn: Turn,
+    rotary: RotaryTable,
     positions: Tensor,
     slots: Tensor,
     cache: PagedCache,
-    layer: int,
-    table: Tensor,
+    block_table: Tensor,
+    options: AttentionOptions,
     *,
-    scaling: float,
-    window: int | None,
     splits: int,
 ) -> Tensor:
     heads = qkv.shape[1] // cache.head_dim - 2 * cache.kv_heads
-    launch = _Launch(qkv, heads, cache, window, splits)
+    launch = _Launch(qkv, heads, cache, options.window, splits)
     _rope_attention[launch.grid](
-        qkv, turn.cos, turn.sin, turn.q_norm if turn.q_norm is not None else qkv,
-        turn.k_norm if turn.k_norm is not None else qkv, turn.eps, slots, cache.base, table,
-        positions, launch.part, launch.lse, *cache.planes(layer), scaling, table.stride(0),
-        window or 0, NORM=turn.q_norm is not None, **launch.constants,
+        qkv, rotary.cos, rotary.sin, rotary.q_norm if rotary.q_norm is not None else qkv,
+        rotary.k_norm if rotary.k_norm is not None else qkv, rotary.eps, slots, cache.base,
+        block_table, positions, launch.part, launch.lse, *cache.planes(options.layer),
+        options.scaling, block_table.stride(0), options.window or 0,
+        NORM=rotary.q_norm is not None, **launch.constants,
     )  # fmt: skip
-    return launch.joined()
+    return launch.combined()

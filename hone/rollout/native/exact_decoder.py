@@ -1,12 +1,13 @@
-"""Exact mode's one forward: decoding, prompts and the trainer's log-probs all run it, layer by layer.
+"""Exact mode's one forward: decoding, prefill and the trainer's log-probs all run it, layer by layer.
 
-Every product, norm and attention comes from kernels whose sums run in an order that no batch changes.
-Gradients are the plain modules': a layer is computed again by them on the way back.
+Every product, norm and attention comes from kernels whose order of summation no batch changes. Gradients
+are those of the plain modules: the backward pass computes a layer again with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.models.decoder_layer import has_shared_layers
 from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
-from hone.ops.logprobs import backward_on
+from hone.ops.decoder_halves import Norm
+from hone.ops.logprobs import Statistics, entropy_of, linear_log_probs
 from hone.ops.packing import PackedRows
 from hone.rollout.contract import RolloutError
-from hone.rollout.native.decoder import is_plain
+from hone.rollout.native.batch_state import BatchState
 from hone.rollout.native.exact_layouts import (
     ExactLayout,
     TrainingLayout,
@@ -28,23 +31,19 @@ from hone.rollout.native.exact_layouts import (
     queries_per_tile,
 )
 from hone.rollout.native.fused_decoder import JoinedDecoder, can_join
-from hone.rollout.native.kernel_choice import exact_kernels_for
-from hone.rollout.native.kernels_reference import Turn
+from hone.rollout.native.kernels_reference import RotaryTable, kernels_for
 from hone.rollout.native.paged_cache import PagedCache
-from hone.rollout.native.paged_rows import RowState
-from hone.rollout.native.paged_schedule import PAGE_SIZE
+from hone.rollout.native.scheduler import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Map = Callable[[Tensor], Tensor]
 FAMILIES = ("llama", "qwen2")
-_CHUNK_BYTES = 2**29
-"""Logits alive at once in the trainer's forward on a GPU."""
 
 
 def refuse_unless_exact(config: PreTrainedConfig, path: str) -> None:
-    """Say no before a model is loaded; `config` is the model's own."""
+    """Refuse a model before it is loaded; `config` is the model's own."""
     family = getattr(config, "model_type", "of unknown family")
     if family not in FAMILIES:
         raise RolloutError(
@@ -65,7 +64,7 @@ class ExactDecoder(JoinedDecoder):
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
         refuse_unless_exact(config, getattr(config, "_name_or_path", "") or "this model")
-        if not (is_plain(policy) and can_join(policy) and policy.plain_head):
+        if not (has_shared_layers(policy) and can_join(policy) and policy.plain_head):
             raise RolloutError(
                 "rollout.exact=true needs a plain model (whole parameters, no adapters, no hooks, "
                 "SiLU, fixed rotary table); use rollout.exact=false"
@@ -76,128 +75,114 @@ class ExactDecoder(JoinedDecoder):
                 f"rollout.exact=true on a CPU computes in float32, and the actor is {weight.dtype}; set "
                 "actor_rollout_ref.actor.fsdp_config.dtype=float32"
             )
-        heads = config.num_attention_heads
-        self._kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self._per_tile = queries_per_tile(heads, self._kv_heads)
-        self._head_dim = policy.decoder.layers[0].self_attn.head_dim
         super().__init__(policy)
-        self.kernels = exact_kernels_for(self._embedding.device)
+        self._queries_per_tile = queries_per_tile(self._layers[0].heads, self._layers[0].kv_heads)
+        self.kernels = kernels_for(self._embedding.device, exact=True)
 
     def _read(self) -> None:
         super()._read()
         self._head: Tensor = self._policy.lm.get_output_embeddings().weight
 
-    # -- what a rollout asks ---------------------------------------------------------------------
+    # -- rollout ---------------------------------------------------------------------------------
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: ExactLayout) -> Tensor:
         x = F.embedding(ids, self._embedding).float()
         for index in range(len(self._layers)):
-            x = self._layer(index, x, positions, layout)
-        return self._normed(x, self._norm)
+            x = self._layer(index, positions, layout, x)
+        return self._normed(self._norm, x)
 
-    def decode_layout(self, cache: PagedCache, rows: RowState) -> ExactLayout:
-        queries = decode_queries(rows.table, rows.position)
+    def decode_layout(self, cache: PagedCache, rows: BatchState) -> ExactLayout:
+        queries = decode_queries(rows.block_table, rows.position)
         return ExactLayout(cache, self.kernels, rows.slot, queries)
 
     def prefill_layout(
-        self, cache: PagedCache, pages: list[list[int]], starts: list[int], lengths: list[int]
+        self, cache: PagedCache, blocks: list[list[int]], starts: list[int], lengths: list[int]
     ) -> ExactLayout:
-        device = self._embedding.device
-        return prefill_layout(cache, self.kernels, pages, starts, lengths, self._per_tile, device)
+        device, per_tile = self._embedding.device, self._queries_per_tile
+        return prefill_layout(cache, self.kernels, blocks, starts, lengths, per_tile, device)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32
         return self.kernels.linear(hidden, self._head, None, wide=True)
 
-    def _normed(self, x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+    def _normed(self, norm: Norm, x: Tensor) -> Tensor:
         return self.kernels.add_rms_norm(x, None, *norm)[0]
 
-    def _layer(self, index: int, x: Tensor, positions: Tensor, layout: ExactLayout) -> Tensor:
-        """One decoder layer; sums of the residual stream are float32."""
+    def _layer(self, index: int, positions: Tensor, layout: ExactLayout, x: Tensor) -> Tensor:
+        """One decoder layer; the residual stream is float32."""
         layer, kernels = self._layers[index], self.kernels
         q, _, _ = kernels.rope_store(
-            kernels.linear(self._normed(x, layer.norm_in), *layer.qkv),
-            Turn(self._cos, self._sin),
+            kernels.linear(self._normed(layer.norm_in, x), *layer.qkv),
+            RotaryTable(self._cos, self._sin),
             positions,
             layout.slots,
             layout.cache,
-            index if layout.cache.layers > 1 else 0,
+            layout.cache_layer(index),
             keep_keys=False,
         )
-        out = layout.attend(q, layer=index, scaling=layer.scaling)
+        out = layout.attend(q, layer=index, scaling=layer.attention.scaling)
         x = x + kernels.linear(out.flatten(1), *layer.out)
-        gate_up = kernels.linear(self._normed(x, layer.norm_mlp), *layer.gate_up)
+        gate_up = kernels.linear(self._normed(layer.norm_mlp, x), *layer.gate_up)
         return x + kernels.linear(kernels.silu_mul(gate_up), *layer.down)
 
-    # -- what a trainer asks ---------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------
 
     def hidden_states(self, packed: PackedRows) -> Tensor:  # [N, d]
-        """As the decoder's modules give, with their gradients and exact values."""
+        """The values of the exact forward with the gradients of the decoder's modules."""
         self.refresh()
-        longest = max(packed.layout.root_lengths) + max(
-            (n for _, n in packed.layout.children), default=0
-        )
-        self.reach(longest)
+        responses = [n for _, n in packed.layout.children]
+        self.extend_rotary_table(max(packed.layout.root_lengths) + max(responses, default=0))
+        layer, positions = self._layers[0], packed.position_ids
         layout = TrainingLayout(
-            packed, self.kernels, kv_heads=self._kv_heads, head_dim=self._head_dim,
-            page_size=PAGE_SIZE, per_tile=self._per_tile, dtype=self._embedding.dtype,
+            packed, self.kernels, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
+            block_size=BLOCK_SIZE, per_tile=self._queries_per_tile, dtype=self._embedding.dtype,
         )  # fmt: skip
         decoder = self._policy.decoder
         x = decoder.embed_tokens(packed.input_ids).float()
-        turns = decoder.rotary_emb(x[None].to(self._embedding.dtype), packed.position_ids[None])
+        angles = decoder.rotary_emb(x[None].to(self._embedding.dtype), positions[None])
+
+        def plain(module: nn.Module, x: Tensor) -> Tensor:
+            out = module(x[None], position_embeddings=angles, layout=packed.layout)
+            return (out[0] if isinstance(out, tuple) else out)[0]
+
         for index, module in enumerate(decoder.layers):
-
-            def exact(x: Tensor, index: int = index) -> Tensor:
-                return self._layer(index, x, packed.position_ids, layout)
-
-            def plain(x: Tensor, module: nn.Module = module) -> Tensor:
-                out = module(x[None], position_embeddings=turns, layout=packed.layout)
-                return (out[0] if isinstance(out, tuple) else out)[0]
-
-            x = _Exactly.apply(exact, plain, x, *module.parameters())
-        norm = decoder.norm
-        return _Exactly.apply(lambda x: self._normed(x, self._norm), norm, x, norm.weight)
+            exact = partial(self._layer, index, positions, layout)
+            x = _Exactly.apply(exact, partial(plain, module), x, *module.parameters())
+        return _Exactly.apply(
+            partial(self._normed, self._norm), decoder.norm, x, decoder.norm.weight
+        )
 
     def log_probs(
         self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """As `linear_log_probs`, with exact values."""
-        head = self._policy.lm.get_output_embeddings()
-        return _ExactLogProbs.apply(self, hidden, head.weight, target, temperature, with_entropy)
-
-    def statistics(
-        self, hidden: Tensor, target: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(target), the norm of the logits at this temperature, and entropy; each [M] float32."""
-        rows = max(128, _CHUNK_BYTES // (4 * len(self._head)) // 128 * 128)
-        # As the rollout's rows hold it: the quotient of two float32.
+        """`linear_log_probs` with exact values."""
+        # As the rollout's batch state holds it: the quotient of two float32.
         inverse = float(np.float32(1.0) / np.float32(temperature))
-        made = []
-        for begin in range(0, len(hidden), rows):
-            part = slice(begin, begin + rows)
-            logits = self.logits(hidden[part])
-            heat = torch.full((len(logits),), inverse, dtype=torch.float32, device=logits.device)
-            log_prob = self.kernels.log_probs_of(logits, target[part], heat)
-            norm, entropy = _norm_and_entropy(logits.mul_(inverse), with_entropy)
-            made.append(torch.stack([log_prob, norm, entropy]))
-        whole = torch.cat(made, 1) if made else hidden.new_zeros(3, 0, dtype=torch.float32)
-        return whole[0], whole[1], whole[2]
+        return linear_log_probs(
+            hidden,
+            self._policy.lm.get_output_embeddings().weight,
+            target,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            statistics=partial(self._statistics, inverse=inverse, with_entropy=with_entropy),
+        )
 
+    def _statistics(
+        self, hidden: Tensor, target: Tensor, *, inverse: float, with_entropy: bool
+    ) -> Statistics:
+        logits = self.logits(hidden)
+        scales = torch.full((len(logits),), inverse, dtype=torch.float32, device=logits.device)
+        log_prob = self.kernels.log_probs_of(logits, target, scales)
+        z = logits.mul_(inverse)
+        if z.is_cuda:
+            from hone.ops.logprobs_triton import logit_statistics
 
-def _norm_and_entropy(z: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    if z.is_cuda:
-        from hone.ops.logprobs_triton import logit_statistics
-
-        anything = torch.zeros(len(z), dtype=torch.int64, device=z.device)
-        return logit_statistics(z, anything, 1.0, with_entropy)[1:]
-    norm = torch.logsumexp(z, -1)
-    if not with_entropy:
-        return norm, torch.zeros_like(norm)
-    p = torch.sub(z, norm[:, None]).exp_()
-    return norm, norm - torch.linalg.vecdot(p, z)
+            return log_prob, *logit_statistics(z, torch.zeros_like(target), 1.0, with_entropy)[1:]
+        norm = torch.logsumexp(z, -1)
+        return log_prob, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
 
 
 class _Exactly(torch.autograd.Function):
-    """Values of `exact`, gradients of `plain`, which is computed again on the way back."""
+    """The values of `exact` with the gradients of `plain`, which the backward pass computes."""
 
     @staticmethod
     def forward(ctx: Context, exact: Map, plain: Map, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -209,42 +194,9 @@ class _Exactly(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_()
-        wanted = [x, *(p for p in parameters if p.requires_grad)]
+        trained = [x, *(p for p in parameters if p.requires_grad)]
         with torch.enable_grad():
             out = ctx.plain(x)
-            made = iter(torch.autograd.grad(out, wanted, grads[0].to(out.dtype)))
-        return (
-            None,
-            None,
-            next(made),
-            *(next(made) if p.requires_grad else None for p in parameters),
-        )
-
-
-class _ExactLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context,
-        exact: ExactDecoder,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        temperature: float,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        log_probs, norm, entropy = exact.statistics(hidden, target, temperature, with_entropy)
-        ctx.save_for_backward(hidden, weight, target, norm, entropy)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *saved = ctx.saved_tensors
-        factor, with_weight = 1.0 / ctx.temperature, ctx.needs_input_grad[2]
-        g_hidden, g_weight, *_ = backward_on(hidden.device)(
-            hidden, *saved, *grads, factor=factor, with_weight=with_weight
-        )
-        return None, g_hidden, g_weight, None, None, None
+            computed = iter(torch.autograd.grad(out, trained, grads[0].to(out.dtype)))
+        g_x = next(computed)
+        return None, None, g_x, *(next(computed) if p.requires_grad else None for p in parameters)

@@ -1,6 +1,6 @@
-"""Exact attention's view of a batch: which row of pages each query reads, and up to where.
+"""Exact attention's view of a batch: which block table each query reads, and up to which position.
 
-Decoding, prompts and training rows all become the same thing, so that one kernel serves them all.
+Decoding, prefill and training rows all become the same view, so one kernel serves them all.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from hone.ops.transfer import send
 from hone.rollout.native.paged_cache import PagedCache
 
 TILE_ROWS = 64
-"""Query heads that one program of the GPU kernel takes, whatever the batch: part of the arithmetic."""
+"""Query heads of one program of the GPU kernel, in every batch: part of the arithmetic."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Neighbouring queries of one sequence that the GPU kernel takes at once; each [T] int64."""
+    """Neighbouring queries of one sequence that one program of the GPU kernel reads; each [T] int64."""
 
     token: Tensor  # first query
     count: Tensor
     position: Tensor  # of the first query
-    row: Tensor  # of the table
+    row: Tensor  # of the block table
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Every query's place; a query sees the cells of its row up to its own position."""
+    """Every query's place; a query sees the slots of its row up to its own position."""
 
     position: Tensor  # [N] int64
     row: Tensor  # [N] int64
-    table: Tensor  # [R, W] int32 pages
+    block_table: Tensor  # [R, W] int32
     tiles: Tiles | None
     """For the GPU kernel."""
 
@@ -45,145 +45,148 @@ def queries_per_tile(heads: int, kv_heads: int) -> int:
     group = heads // kv_heads
     if group > TILE_ROWS:
         raise ValueError(
-            f"{group} query heads a key head are more than exact attention's {TILE_ROWS}"
+            f"{group} query heads per key head are more than exact attention's {TILE_ROWS}"
         )
     return TILE_ROWS // (1 << (group - 1).bit_length())
 
 
-def decode_queries(table: Tensor, positions: Tensor) -> Queries:
-    """One query a row."""
+def decode_queries(block_table: Tensor, positions: Tensor) -> Queries:
+    """One query per row."""
     row = torch.arange(len(positions), device=positions.device)
-    return Queries(positions, row, table, Tiles(row, torch.ones_like(row), positions, row))
+    return Queries(positions, row, block_table, Tiles(row, torch.ones_like(row), positions, row))
 
 
 def segment_queries(
-    starts: list[int], ends: list[int], pages: list[list[int]], per_tile: int, device: torch.device
+    starts: list[int], ends: list[int], blocks: list[list[int]], per_tile: int, device: torch.device
 ) -> Queries:
     """Segment i is the queries at positions [start, end) of row i; segments follow each other."""
     lengths = np.array(ends) - np.array(starts)
     first = np.cumsum(lengths) - lengths
     position = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
-    table = np.zeros((len(pages), max(map(len, pages))), np.int32)
-    for row, held in enumerate(pages):
+    table = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
+    for row, held in enumerate(blocks):
         table[row, : len(held)] = held
     offsets = [np.arange(0, n, per_tile) for n in lengths]
     of = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
     offset = np.concatenate(offsets)
-    tiles = (
-        first[of] + offset,
-        np.minimum(lengths[of] - offset, per_tile),
-        np.array(starts)[of] + offset,
-        of,
-    )
+    count = np.minimum(lengths[of] - offset, per_tile)
+    tiles = (first[of] + offset, count, np.array(starts)[of] + offset, of)
 
     def sent(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
         return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
 
+    rows = np.repeat(np.arange(len(lengths)), lengths)
     return Queries(
-        sent(position),
-        sent(np.repeat(np.arange(len(lengths)), lengths)),
-        sent(table, np.int32),
-        Tiles(*(sent(t) for t in tiles)),
+        sent(position), sent(rows), sent(table, np.int32), Tiles(*(sent(t) for t in tiles))
     )
 
 
 class ExactLayout:
-    """Where keys go and how queries attend, over one cache."""
+    """Where keys are written and how queries attend, over one cache."""
 
     def __init__(
         self, cache: PagedCache, kernels: ModuleType, slots: Tensor, queries: Queries
     ) -> None:
-        self.cache, self.slots, self.queries = cache, slots, queries
+        self.cache, self.slots = cache, slots
         self.positions = queries.position
-        self._kernels = kernels
+        self._queries, self._kernels = queries, kernels
+
+    def cache_layer(self, layer: int) -> int:
+        """The layer of the cache that a layer of the model writes."""
+        return layer
 
     def attend(self, q: Tensor, *, layer: int, scaling: float) -> Tensor:
-        return self._kernels.query_attention(q, self.cache, layer, self.queries, scaling=scaling)
+        return self._kernels.query_attention(
+            q, self.cache, self.cache_layer(layer), self._queries, scaling=scaling
+        )
 
 
 def prefill_layout(
     cache: PagedCache,
     kernels: ModuleType,
-    pages: list[list[int]],
+    blocks: list[list[int]],
     starts: list[int],
     lengths: list[int],
     per_tile: int,
     device: torch.device,
 ) -> ExactLayout:
-    """New tokens of several sequences, each after the tokens its pages already hold."""
+    """New tokens of several sequences, each after the tokens that its blocks already hold."""
     ends = [a + n for a, n in zip(starts, lengths, strict=True)]
-    queries = segment_queries(starts, ends, pages, per_tile, device)
-    at = queries.position
-    page = queries.table[queries.row, at // cache.page_size].long()
-    return ExactLayout(cache, kernels, page * cache.page_size + at % cache.page_size, queries)
+    queries = segment_queries(starts, ends, blocks, per_tile, device)
+    at, size = queries.position, cache.block_size
+    block = queries.block_table[queries.row, at // size].long()
+    return ExactLayout(cache, kernels, block * size + at % size, queries)
 
 
 class TrainingLayout(ExactLayout):
-    """Packed rows of a training forward, in pages of their own that each layer writes anew."""
+    """Packed rows of a training forward, in blocks of their own that each layer overwrites."""
 
     def __init__(
-        self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int, page_size: int,
+        self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int, block_size: int,
         per_tile: int, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         device = packed.input_ids.device
-        rows = _segments(packed, page_size)
+        segments = _Segments(packed, block_size)
         cache = PagedCache(
-            layers=1, kv_heads=kv_heads, head_dim=head_dim, pages=rows.pages, page_size=page_size,
-            dtype=dtype, device=device,
+            layers=1, kv_heads=kv_heads, head_dim=head_dim, blocks=segments.free,
+            block_size=block_size, dtype=dtype, device=device,
         )  # fmt: skip
         cache.reserve()
-        queries = segment_queries(rows.starts, rows.ends, rows.held, per_tile, device)
-        super().__init__(cache, kernels, send(torch.from_numpy(rows.slots), device), queries)
-        self._from, self._to = (send(torch.from_numpy(c), device) for c in rows.copies)
+        queries = segment_queries(segments.starts, segments.ends, segments.blocks, per_tile, device)
+        slots, source, target = (
+            send(torch.from_numpy(np.concatenate(pieces)), device)
+            for pieces in (segments.slots, segments.source, segments.target)
+        )
+        super().__init__(cache, kernels, slots, queries)
+        self._source, self._target = source, target
+
+    def cache_layer(self, layer: int) -> int:
+        return 0
 
     def attend(self, q: Tensor, *, layer: int, scaling: float) -> Tensor:
-        if len(self._from):  # the page in which a response begins holds the end of its prompt too
-            size = self.cache.page_size
+        if len(
+            self._source
+        ):  # the block in which a response begins holds the end of its prompt too
+            size = self.cache.block_size
             for plane in self.cache.layer(0):
-                plane[self._to // size, :, self._to % size] = plane[
-                    self._from // size, :, self._from % size
+                plane[self._target // size, :, self._target % size] = plane[
+                    self._source // size, :, self._source % size
                 ]
-        return super().attend(q, layer=0, scaling=scaling)
+        return super().attend(q, layer=layer, scaling=scaling)
 
 
-@dataclass(frozen=True)
 class _Segments:
-    starts: list[int]
-    ends: list[int]
-    held: list[list[int]]
-    slots: np.ndarray  # [N] cell of each packed token
-    copies: tuple[np.ndarray, np.ndarray]
-    """Cells of prompts that a response's first page repeats, and where."""
-    pages: int
+    """Blocks for roots and children; a child reads its parent's full blocks."""
 
+    def __init__(self, packed: PackedRows, size: int) -> None:
+        self._size = size
+        self.free = 1  # the next free block; block 0 is the null block
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.blocks: list[list[int]] = []
+        self.slots: list[np.ndarray] = []  # of each packed token
+        self.source = [
+            np.empty(0, np.int64)
+        ]  # slots of prompts that a response's first block repeats
+        self.target = [np.empty(0, np.int64)]
+        roots = [self._add(0, length, []) for length in packed.layout.root_lengths]
+        for parent, length in packed.layout.children:
+            begin = packed.layout.root_lengths[parent]
+            full, tail = divmod(begin, size)
+            blocks = self._add(begin, begin + length, roots[parent][:full])
+            if tail and length:
+                offset = np.arange(tail)
+                self.source.append(roots[parent][full] * size + offset)
+                self.target.append(blocks[full] * size + offset)
 
-def _segments(packed: PackedRows, size: int) -> _Segments:
-    """Pages for roots and children; a child reads its parent's full pages."""
-    layout = packed.layout
-    starts, ends, held, slots = [], [], list[list[int]](), []
-    source, target = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    free = 1  # page 0 is spare
-
-    def take(begin: int, end: int, shared: list[int]) -> list[int]:
-        nonlocal free
-        own = list(range(free, free + -(-end // size) - begin // size))
-        free += len(own)
-        pages = [*shared, *own]
+    def _add(self, begin: int, end: int, shared: list[int]) -> list[int]:
+        size = self._size
+        own = list(range(self.free, self.free + -(-end // size) - begin // size))
+        self.free += len(own)
+        blocks = [*shared, *own]
         position = np.arange(begin, end)
-        slots.append(np.array(pages, np.int64)[position // size] * size + position % size)
-        starts.append(begin)
-        ends.append(end)
-        held.append(pages or [0])
-        return pages
-
-    roots = [take(0, length, []) for length in layout.root_lengths]
-    for parent, length in layout.children:
-        begin = layout.root_lengths[parent]
-        whole, tail = divmod(begin, size)
-        pages = take(begin, begin + length, roots[parent][:whole])
-        if tail and length:
-            offset = np.arange(tail)
-            source.append(roots[parent][whole] * size + offset)
-            target.append(pages[whole] * size + offset)
-    copies = (np.concatenate(source), np.concatenate(target))
-    return _Segments(starts, ends, held, np.concatenate(slots), copies, free)
+        self.slots.append(np.array(blocks, np.int64)[position // size] * size + position % size)
+        self.starts.append(begin)
+        self.ends.append(end)
+        self.blocks.append(blocks or [0])
+        return blocks

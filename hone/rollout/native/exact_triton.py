@@ -1,8 +1,8 @@
-"""Exact mode on a GPU: a product and an attention whose sums no batch reorders.
+"""Exact mode on a GPU: a product and an attention whose order of summation no batch changes.
 
 No sum is split over programs, and every row is summed by the same instructions in the same order: by
 feature for a product, by key position from the sequence's start for attention. Norm, gate, rotation and
-draw are the engine's own kernels, which work row by row. The reference is exact_reference.py.
+sampling are the engine's own kernels, which compute row by row. The reference is exact_reference.py.
 """
 
 from __future__ import annotations
@@ -15,25 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.ops.rms_norm_triton import add_rms_norm as add_rms_norm
 from hone.rollout.native import sampling_triton
 from hone.rollout.native.exact_layouts import TILE_ROWS
-from hone.rollout.native.kernels_triton import add_rms_norm, rope_store, silu_mul, store
+from hone.rollout.native.kernels_triton import rope_store as rope_store
+from hone.rollout.native.kernels_triton import silu_mul as silu_mul
 
 if TYPE_CHECKING:
     from hone.rollout.native.exact_layouts import Queries
     from hone.rollout.native.paged_cache import PagedCache
 
-__all__ = [
-    "add_rms_norm",
-    "advance",
-    "linear",
-    "log_probs_of",
-    "query_attention",
-    "rope_store",
-    "sample",
-    "silu_mul",
-    "store",
-]
 sample = partial(sampling_triton.sample, exact=True)
 advance, log_probs_of = sampling_triton.advance, sampling_triton.log_probs_of
 
@@ -41,7 +32,7 @@ FEW: dict[str, int] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stage
 MANY: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 FULL: dict[str, int] = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
 """Tiles for few rows, many rows, and float32. The first two add a row's products in the same order, 16
-features an instruction; which one computes a row may depend on the batch, its bits do not."""
+features an instruction; the choice may depend on the batch, a row's bits do not."""
 _FILLED = 128
 """Programs that fill a large GPU."""
 _KEYS = 64
@@ -49,20 +40,10 @@ _KEYS = 64
 
 @triton.jit
 def _linear(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    rows,
-    outputs,
-    inputs,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, outputs, inputs,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     # Eight rows of tiles share their columns of the weight in the cache.
     program = tl.program_id(0)
     tiles_m = tl.cdiv(rows, BM)
@@ -125,29 +106,13 @@ def _tile(x: Tensor, outputs: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["k_at", "v_at", "table_stride"])
 def _attention(  # type: ignore[no-untyped-def]
-    q_ptr,
-    base_ptr,
-    k_at: tl.int64,
-    v_at: tl.int64,
-    table_ptr,
-    table_stride,
-    token_ptr,
-    count_ptr,
-    position_ptr,
-    row_ptr,
-    out_ptr,
-    scaling,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
+    q_ptr, base_ptr, k_at: tl.int64, v_at: tl.int64, table_ptr, table_stride, token_ptr,
+    count_ptr, position_ptr, row_ptr, out_ptr, scaling,
+    KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """One tile of neighbouring queries of a sequence: its rows are queries times heads of one group."""
+):  # fmt: skip
+    """One tile of neighbouring queries of a sequence; its rows are queries times heads of one group."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     dtype = q_ptr.dtype.element_ty
@@ -164,7 +129,7 @@ def _attention(  # type: ignore[no-untyped-def]
     at = at[:, None] * D + d[None, :]
     q = tl.load(q_ptr + at, real, other=0.0)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(dtype)), 16)
-    sight = position + query
+    visible_to = position + query
     end = position + count
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
@@ -173,13 +138,15 @@ def _attention(  # type: ignore[no-untyped-def]
     for start in range(0, end, KEYS):
         n = start + tl.arange(0, KEYS)
         inside = n < end
-        page = tl.load(table_ptr + row * table_stride + n // PAGE, inside, other=0).to(tl.int64)
-        cell = (((page * KV + kv_head) * PAGE + n % PAGE) * D)[:, None] + d[None, :]
+        block = tl.load(table_ptr + row * table_stride + n // BLOCK_SIZE, inside, other=0).to(
+            tl.int64
+        )
+        cell = (((block * KV + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D)[:, None] + d[None, :]
         k = tl.load(base + k_at + cell, inside[:, None] & wide, other=0.0)
         v = tl.load(base + v_at + cell, inside[:, None] & wide, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
-        # A key beyond a row's sight adds exact zeros to its sums, so company changes no bit.
-        score = tl.where(n[None, :] <= sight[:, None], score, float("-inf"))
+        # A masked key adds exact zeros to a row's sums, so other rows change no bit.
+        score = tl.where(n[None, :] <= visible_to[:, None], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         shrink = tl.exp2(top - new_top)
         p = tl.exp2(score - new_top[:, None])
@@ -205,10 +172,10 @@ def query_attention(
     out = torch.empty_like(q)
     k_at, v_at = cache.planes(layer)
     _attention[(len(tiles.token), kv)](
-        q, cache.base, k_at, v_at, queries.table, queries.table.stride(0),
+        q, cache.base, k_at, v_at, queries.block_table, queries.block_table.stride(0),
         tiles.token, tiles.count, tiles.position, tiles.row, out, scaling,
         KV=kv, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)), PAGE=cache.page_size, KEYS=_KEYS, ROWS=TILE_ROWS,
+        D_PAD=max(16, triton.next_power_of_2(d)), BLOCK_SIZE=cache.block_size, KEYS=_KEYS, ROWS=TILE_ROWS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
-"""One forward of a plain decoder in few kernels: eight a layer, from the module's own parameters.
+"""A decoder's forward on a GPU in eight kernels per layer, from the module's own parameters.
 
-Query, key and value weights lie in one block of memory, gate and up weights in another, and the
-module's parameters are views of the blocks: one matrix product each, and still nothing to synchronise.
+Query, key and value weights lie in one block of memory, gate and up weights in another, and the module's
+parameters are views of them: one matrix product each, and nothing to synchronise.
 """
 
 from __future__ import annotations
@@ -9,47 +9,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.attention import window_of
-from hone.models.plain_shape import PlainLayer, rotary_table
+from hone.models.decoder_layer import DecoderLayer, NormModule, read_layer, rotary_table
 from hone.models.policy import PolicyModel
+from hone.ops.decoder_halves import Linear, Norm
 from hone.ops.wide_product import wide_product
-from hone.rollout.native.kernels_reference import Turn
+from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 
 
-class Layer(NamedTuple):
-    """The parameters of one layer, each (weight, bias) where it is a linear map."""
-
-    qkv: tuple[Tensor, Tensor | None]
-    out: tuple[Tensor, Tensor | None]
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
-    norm_in: tuple[Tensor, float]
-    norm_mlp: tuple[Tensor, float]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    scaling: float
-    window: int | None
-
-
 class JoinedDecoder:
-    """A plain decoder's parameters in few blocks of memory, and its rotary tables."""
+    """A decoder's joined parameters and its rotary table."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._cos = self._sin = torch.empty(0)  # [W, D]
-        self._outgrown: list[Tensor] = []  # recorded graphs still read them
-        self._layers: list[Layer] = []
+        self._outgrown: list[Tensor] = []  # captured graphs still read them
         self._read()
 
     def refresh(self) -> None:
-        """Look the parameters up anew if their memory has changed."""
+        """Read the parameters again if their memory has moved."""
         if self._addresses != self._policy.addresses():
             self._read()
 
@@ -58,14 +41,16 @@ class JoinedDecoder:
         decoder = self._policy.decoder
         # Parameters made in inference mode could not be trained.
         with torch.inference_mode(False):
-            self._layers = [read_layer(layer) for layer in decoder.layers]
+            self._layers: list[DecoderLayer[Linear, Norm]] = [
+                read_layer(layer, join=_joined, norm=_norm) for layer in decoder.layers
+            ]
         self._embedding: Tensor = decoder.embed_tokens.weight
-        self._norm: tuple[Tensor, float] = (decoder.norm.weight, decoder.norm.variance_epsilon)
+        self._norm = _norm(decoder.norm)
         self._addresses = self._policy.addresses()
 
     @torch.no_grad()
-    def reach(self, width: int) -> None:
-        """Have rotary tables for positions below `width`."""
+    def extend_rotary_table(self, width: int) -> None:
+        """Have the positions below `width` in the rotary table."""
         if width <= len(self._cos):
             return
         self._outgrown += [self._cos, self._sin]
@@ -74,12 +59,12 @@ class JoinedDecoder:
 
 
 class FusedDecoder(JoinedDecoder):
-    """Hidden states over paged layouts, for the families that decoder.py calls plain."""
+    """Hidden states over paged layouts, for the layers of models/decoder_layer.py."""
 
     def __init__(self, policy: PolicyModel, kernels: ModuleType, max_positions: int) -> None:
         super().__init__(policy)
         self._kernels = kernels
-        self.reach(max_positions)
+        self.extend_rotary_table(max_positions)
 
     def __call__(
         self, ids: Tensor, positions: Tensor, layout: PagedPrefill | PagedDecode
@@ -87,69 +72,54 @@ class FusedDecoder(JoinedDecoder):
         kernels = self._kernels
         x = F.embedding(ids, self._embedding)
         h, residual = kernels.add_rms_norm(x, None, *self._layers[0].norm_in)
-        for index, layer in enumerate(self._layers):
-            turn = Turn(self._cos, self._sin, layer.q_norm, layer.k_norm, self._norm[1])
-            qkv = F.linear(h, *layer.qkv)
-            out = layout.attend_joined(
-                qkv, turn, layer=index, scaling=layer.scaling, window=layer.window
+        norms = [*(layer.norm_in for layer in self._layers[1:]), self._norm]
+        for layer, next_norm in zip(self._layers, norms, strict=True):
+            q_norm, k_norm = (
+                n.weight if n is not None else None for n in (layer.q_norm, layer.k_norm)
             )
-            o = _wide(out.flatten(1), *layer.out)
-            h, residual = kernels.add_rms_norm(o, residual, *layer.norm_mlp)
-            mlp = _wide(kernels.silu_mul(F.linear(h, *layer.gate_up)), *layer.down)
-            last = index + 1 == len(self._layers)
-            norm = self._norm if last else self._layers[index + 1].norm_in
-            h, residual = kernels.add_rms_norm(mlp, residual, *norm)
+            rotary = RotaryTable(self._cos, self._sin, q_norm, k_norm, self._norm.eps)
+            out = layout.attend_joined(F.linear(h, *layer.qkv), rotary, layer.attention)
+            h, residual = kernels.add_rms_norm(
+                _wide(out.flatten(1), *layer.out), residual, *layer.norm_mlp
+            )
+            gated = kernels.silu_mul(F.linear(h, *layer.gate_up))
+            h, residual = kernels.add_rms_norm(_wide(gated, *layer.down), residual, *next_norm)
         return h
 
 
 def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the residual sum takes up: not rounded to 16 bits before, as in training."""
+    """A summand of the float32 residual stream, not rounded to 16 bits before the sum, as in training."""
     return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
-def read_layer(layer: PlainLayer) -> Layer:
-    a, m = layer.self_attn, layer.mlp
-    return Layer(
-        _joined([a.q_proj, a.k_proj, a.v_proj]),
-        (a.o_proj.weight, a.o_proj.bias),
-        _joined([m.gate_proj, m.up_proj]),
-        (m.down_proj.weight, m.down_proj.bias),
-        (layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon),
-        (layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon),
-        a.q_norm.weight if hasattr(a, "q_norm") else None,
-        a.k_norm.weight if hasattr(a, "k_norm") else None,
-        a.scaling,
-        window_of(a),
-    )
+def _norm(module: NormModule) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
 
 
-def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One weight (and bias) whose rows are the given ones'; they become views of it."""
-    weight = _join([m.weight for m in linears])
-    biases = [m.bias for m in linears if m.bias is not None]
-    assert len(biases) in (0, len(linears)), "a bias of some parts only is of no known family"
-    return weight, _join(biases) if biases else None
+def _joined(modules: Sequence[nn.Linear]) -> Linear:
+    """One weight (and bias) of the modules' rows; their parameters become views of it."""
+    first = modules[0]
+    if len(modules) == 1:
+        return Linear(first.weight, first.bias)
+    biases = [m.bias for m in modules if m.bias is not None]
+    assert len(biases) in (0, len(modules)), "no known family has a bias for some of the parts only"
+    return Linear(_join([m.weight for m in modules]), _join(biases) if biases else None)
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:
     first = parameters[0].detach()
-    if _adjacent(parameters):
+    adjacent = all(
+        b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+        and b.data_ptr() == a.data_ptr() + a.nbytes
+        for a, b in itertools.pairwise(parameters)
+    )
+    if adjacent:
         rows = sum(len(p) for p in parameters)
         return first.as_strided((rows, *first.shape[1:]), first.stride())
     block = torch.cat([p.detach() for p in parameters])
     for parameter, piece in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
         parameter.data = piece
     return block
-
-
-def _adjacent(parameters: Sequence[Tensor]) -> bool:
-    """Whether each lies right behind the one before it, in one block of memory."""
-    pairs = itertools.pairwise(parameters)
-    return all(
-        b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
-        and b.data_ptr() == a.data_ptr() + a.nbytes
-        for a, b in pairs
-    )
 
 
 def can_join(policy: PolicyModel) -> bool:
@@ -159,6 +129,4 @@ def can_join(policy: PolicyModel) -> bool:
     """
     if any(hasattr(module, "unshard") for module in policy.modules()):
         return False
-    return all(type(p) is nn.Parameter for p in policy.parameters()) and all(
-        type(p.data) is Tensor for p in policy.parameters()
-    )
+    return all(type(p) is nn.Parameter and type(p.data) is Tensor for p in policy.parameters())

@@ -1,26 +1,35 @@
-"""What the GPU kernels compute, in plain torch: the CPU lane runs it, the gpu lane compares with it.
+"""What the GPU kernels compute, in plain torch: CPU tests run it, GPU tests compare with it.
 
-Function for function the namesakes of kernels_triton.py, attention_triton.py and sampling_triton.py.
+Each function is the namesake of one in kernels_triton.py, attention_triton.py and sampling_triton.py.
 """
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.attention import AttentionOptions, is_visible, soft_cap, softmax_with_sinks
 from hone.ops.counter_rng import uniform
-from hone.ops.scored_attention import cap, weigh
 
 if TYPE_CHECKING:
+    from hone.rollout.native.batch_state import BatchState
     from hone.rollout.native.paged_cache import PagedCache
-    from hone.rollout.native.paged_rows import RowState
 
 
-class Turn(NamedTuple):
-    """How a layer's queries and keys are rotated, and normed before it where the norms are given."""
+def kernels_for(device: torch.device, *, exact: bool = False) -> ModuleType:
+    """The module of a device's kernels: Triton on a GPU, the torch reference elsewhere."""
+    kind = "exact" if exact else "kernels"
+    place = "triton" if device.type == "cuda" else "reference"
+    return importlib.import_module(f"hone.rollout.native.{kind}_{place}")
+
+
+class RotaryTable(NamedTuple):
+    """Cosines and sines of every position, and the norms of queries and keys before the rotation."""
 
     cos: Tensor  # [W, D]
     sin: Tensor
@@ -48,114 +57,94 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [N, 2 F] -> [N, F]
 
 def rope_store(
     qkv: Tensor,  # [N, (H + 2 KV) D]
-    turn: Turn,
+    rotary: RotaryTable,
     positions: Tensor,  # [N]
-    slots: Tensor,  # [N] page * page_size + offset
+    slots: Tensor,  # [N] block * block_size + offset
     cache: PagedCache,
     layer: int,
     *,
     keep_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and values; keys and values are in the cache afterwards."""
+    """Rotated queries and keys, and values; keys and values are written into the cache."""
     kv, d = cache.kv_heads, cache.head_dim
     q, k, v = qkv.unflatten(1, (-1, d)).split([qkv.shape[1] // d - 2 * kv, kv, kv], 1)
-    if turn.q_norm is not None and turn.k_norm is not None:
-        q = F.rms_norm(q, (d,), turn.q_norm, turn.eps)
-        k = F.rms_norm(k, (d,), turn.k_norm, turn.eps)
-    cosine, sine = turn.cos[positions][:, None], turn.sin[positions][:, None]
-    q, k = (x * cosine + _half_turned(x) * sine for x in (q, k))
+    if rotary.q_norm is not None and rotary.k_norm is not None:
+        q = F.rms_norm(q, (d,), rotary.q_norm, rotary.eps)
+        k = F.rms_norm(k, (d,), rotary.k_norm, rotary.eps)
+    cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
+    q, k = (x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin for x in (q, k))
     store(k, v, slots, cache, layer)
     return q, k, v
 
 
-def _half_turned(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
 def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
-    """Keys and values [N, KV, D] into their cells."""
+    """Write keys and values [N, KV, D] into their slots."""
     keys, values = cache.layer(layer)
-    page, offset = slots // cache.page_size, slots % cache.page_size
-    keys[page, :, offset] = k[: len(slots)]
-    values[page, :, offset] = v[: len(slots)]
+    block, offset = slots // cache.block_size, slots % cache.block_size
+    keys[block, :, offset] = k[: len(slots)]
+    values[block, :, offset] = v[: len(slots)]
 
 
 def decode_attention(
     q: Tensor,  # [N, H, D]
     cache: PagedCache,
-    layer: int,
-    table: Tensor,  # [N, W] pages
+    block_table: Tensor,  # [N, W]
     positions: Tensor,  # [N] of the newest key
+    options: AttentionOptions,
     *,
-    scaling: float,
-    window: int | None,
     splits: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
-    """One query a row over the row's pages, its newest key included."""
-    keys, values = cache.layer(layer)
+    """One query per sequence over its block table, its newest key included."""
     rows, heads, d = q.shape
-    width = (int(positions.max()) // cache.page_size + 1) * cache.page_size
-    pages = table[:, : width // cache.page_size].long()
-    kk, vv = (
-        x[pages].permute(0, 2, 1, 3, 4).reshape(rows, cache.kv_heads, width, d)
-        for x in (keys, values)
-    )
-    distance = positions[:, None] - torch.arange(width, device=q.device)
-    seen = distance >= 0
-    if window is not None:
-        seen &= distance < window
+    width = int(positions.max()) // cache.block_size + 1
+    kk, vv = cache.gather(options.layer, block_table[:, :width])
+    distance = positions[:, None] - torch.arange(kk.shape[2], device=q.device)
+    visible = is_visible(distance, options.window)[:, None, None]
     queries = q.reshape(rows, cache.kv_heads, -1, d)
-    if softcap is None and sinks is None:
+    if not options.needs_scores:
         out = F.scaled_dot_product_attention(
-            queries, kk, vv, attn_mask=seen[:, None, None], scale=scaling
+            queries, kk, vv, attn_mask=visible, scale=options.scaling
         )
         return out.reshape(rows, heads, d)
-    scores = cap(torch.matmul(queries.float(), kk.float().transpose(2, 3)) * scaling, softcap)
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    weights = weigh(scores, None if sinks is None else sinks.view(cache.kv_heads, -1, 1))
-    return torch.matmul(weights.to(vv.dtype), vv).reshape(rows, heads, d)
+    scores = torch.matmul(queries.float(), kk.float().transpose(2, 3)) * options.scaling
+    scores = soft_cap(scores, options.softcap).masked_fill(~visible, float("-inf"))
+    sinks = None if options.sinks is None else options.sinks.view(cache.kv_heads, -1, 1)
+    return torch.matmul(softmax_with_sinks(scores, sinks).to(vv.dtype), vv).reshape(rows, heads, d)
 
 
 def rope_attention(
     qkv: Tensor,
-    turn: Turn,
+    rotary: RotaryTable,
     positions: Tensor,
     slots: Tensor,
     cache: PagedCache,
-    layer: int,
-    table: Tensor,
+    block_table: Tensor,
+    options: AttentionOptions,
     *,
-    scaling: float,
-    window: int | None,
     splits: int,
 ) -> Tensor:
-    """Rotation, cache write and attention of one new token a row."""
-    q, _, _ = rope_store(qkv, turn, positions, slots, cache, layer, keep_keys=False)
-    return decode_attention(
-        q, cache, layer, table, positions, scaling=scaling, window=window, splits=splits
-    )
+    """Rotation, cache write and attention of one new token per sequence."""
+    q, _, _ = rope_store(qkv, rotary, positions, slots, cache, options.layer, keep_keys=False)
+    return decode_attention(q, cache, block_table, positions, options, splits=splits)
 
 
-def sample(logits: Tensor, rows: RowState, page_size: int) -> None:
-    """Draw one token a row from its logits [R, V], and move the rows on."""
+def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
+    """Draw one token per row from its logits [R, V], and advance the rows."""
     z = logits.float() * rows.inverse_temperature[:, None]
-    sample_from(torch.log_softmax(z, -1), z.argmax(-1), rows, page_size)
+    sample_from(torch.log_softmax(z, -1), z.argmax(-1), rows, block_size)
 
 
-def sample_from(log_p: Tensor, best: Tensor, rows: RowState, page_size: int) -> None:
+def sample_from(log_p: Tensor, best: Tensor, rows: BatchState, block_size: int) -> None:
     """Invert the cumulative distribution of log_p [R, V]; greedy rows take their best [R]."""
     cumulative = log_p.exp().cumsum(-1)
     threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
     token = torch.where(rows.greedy != 0, best, token.clamp(max=log_p.shape[-1] - 1))
-    advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), rows, page_size)
+    advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), rows, block_size)
 
 
-def advance(tokens: Tensor, log_probs: Tensor, rows: RowState, page_size: int) -> None:
-    """Write drawn tokens and move their rows on; finished rows stay as they are."""
+def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
+    """Write drawn tokens and advance their rows; finished rows stay unchanged."""
     running = (rows.finished == 0).nonzero().flatten()
     at = rows.count[running]
     rows.tokens_out[running, at] = tokens[running].to(rows.tokens_out.dtype)
@@ -168,5 +157,5 @@ def advance(tokens: Tensor, log_probs: Tensor, rows: RowState, page_size: int) -
     moving, position = running[~finished], position[~finished]
     rows.token[moving] = tokens[moving]
     rows.position[moving] = position
-    page = rows.table[moving, position // page_size].long()
-    rows.slot[moving] = page * page_size + position % page_size
+    block = rows.block_table[moving, position // block_size].long()
+    rows.slot[moving] = block * block_size + position % block_size

@@ -1,7 +1,7 @@
-"""Key-value memory in pages: who holds which page, and the tensor behind them.
+"""The paged key-value cache: which sequence holds which block, and the tensor behind the blocks.
 
-Pages are counted references, so the sequences of a group share their prompt's full pages, and a prefix
-that was computed once is found again by its tokens (a later turn, a later sample of the same prompt).
+Blocks are reference-counted, so the sequences of a group share their prompt's full blocks. Full blocks are
+inserted into the prefix cache: a later turn or a later sample of the same prompt finds them by their tokens.
 """
 
 from __future__ import annotations
@@ -14,132 +14,135 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hone.models.families import key_shape
+from hone.models.policy import PolicyModel
 from hone.ops.transfer import send
 from hone.rollout.contract import RolloutError
 
-SPARE_PAGE = 0
+NULL_BLOCK = 0
 """Belongs to no sequence: idle rows of a batch write here."""
 _Key = tuple[int, bytes]
+"""The number of the preceding block's content, and the tokens of this one."""
 _ROOT = -1
 
 
-class PagePool:
-    """Hands out pages; keeps released ones findable by their tokens until the room is needed."""
+class BlockPool:
+    """Allocates blocks; released ones stay in the prefix cache until their room is needed."""
 
-    def __init__(self, pages: int, page_size: int) -> None:
-        self.page_size = page_size
-        self._free = list(range(pages - 1, SPARE_PAGE, -1))
-        self._references = [0] * pages
-        self._idle: OrderedDict[int, None] = OrderedDict()  # findable, held by no one; oldest first
-        self._page_of: dict[_Key, int] = {}
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._free = list(range(blocks - 1, NULL_BLOCK, -1))
+        self._references = [0] * blocks
+        self._evictable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # cached, unreferenced; oldest first
+        self._block_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
-        self._name_of: dict[
-            int, int
-        ] = {}  # a page's content has a number no other content ever had
-        self._names = 0
-        self._ended: list[tuple[Sequence[int], Sequence[int]]] = []  # see release_known
+        self._content_of: dict[int, int] = {}  # a number that no other content ever had
+        self._contents = 0
+        self._ended: list[tuple[Sequence[int], Sequence[int]]] = []  # see release_cached
 
     @property
     def available(self) -> int:
         self._settle()
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._evictable)
 
-    def take(self, count: int) -> list[int]:
-        """`count` pages of one reference each; the caller has checked `available`."""
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks of one reference each; the caller has checked `available`."""
         self._settle()
-        pages = []
+        blocks = []
         for _ in range(count):
             if self._free:
-                page = self._free.pop()
+                block = self._free.pop()
             else:
-                page, _ = self._idle.popitem(last=False)
-                self._forget(page)
-            self._references[page] = 1
-            pages.append(page)
-        return pages
+                block, _ = self._evictable.popitem(last=False)
+                del self._block_of[self._key_of.pop(block)]
+                del self._content_of[block]
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
 
-    def hold(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._references[page] += 1
-            self._idle.pop(page, None)
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each block."""
+        for block in blocks:
+            self._references[block] += 1
+            self._evictable.pop(block, None)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """One reference less each; the end of a sequence is forgotten before its beginning."""
-        for page in reversed(pages):
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                if page in self._key_of:
-                    self._idle[page] = None
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block; the end of a sequence is evicted before its beginning."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._key_of:
+                    self._evictable[block] = None
                 else:
-                    self._free.append(page)
+                    self._free.append(block)
 
-    def release_known(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Release the pages of a sequence that ended, findable by its tokens.
+    def release_cached(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Insert the blocks of an ended sequence into the prefix cache, and release them.
 
-        Done when somebody next asks: at the end of a rollout nobody does before all is forgotten.
+        Both are done at the next use of the pool: at the end of a rollout there is none.
         """
-        self._ended.append((tokens, pages))
+        self._ended.append((tokens, blocks))
 
     def _settle(self) -> None:
         ended, self._ended = self._ended, []
-        for tokens, pages in ended:
-            self.remember(tokens, pages)
-            self.release(pages)
+        for tokens, blocks in ended:
+            self.insert(tokens, blocks)
+            self.release(blocks)
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """Pages that hold the longest known prefix of `tokens`, in whole pages, and not all of it:
-        the last token is always computed, because its hidden state is wanted."""
+    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """The cached blocks of the longest prefix of `tokens`, which leaves at least one token.
+
+        The last token is always computed: the first draw needs its hidden state.
+        """
         self._settle()
-        found: list[int] = []
-        name = _ROOT
-        for piece in self._pieces(tokens, (len(tokens) - 1) // self.page_size):
-            page = self._page_of.get((name, piece))
-            if page is None:
+        blocks: list[int] = []
+        content = _ROOT
+        for piece in self._pieces(tokens, (len(tokens) - 1) // self.block_size):
+            block = self._block_of.get((content, piece))
+            if block is None:
                 break
-            found.append(page)
-            name = self._name_of[page]
-        return found
+            blocks.append(block)
+            content = self._content_of[block]
+        return blocks
 
-    def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make the full pages of a computed sequence findable."""
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Insert the full blocks of a computed sequence into the prefix cache."""
         self._settle()
-        name = _ROOT
-        whole = min(len(tokens) // self.page_size, len(pages))
-        for page, piece in zip(pages, self._pieces(tokens, whole), strict=False):
-            key = (name, piece)
-            known = self._page_of.get(key)
-            if known is None:
-                if page in self._key_of:  # findable as something else: it stays that
+        content = _ROOT
+        full = min(len(tokens) // self.block_size, len(blocks))
+        for block, piece in zip(blocks, self._pieces(tokens, full), strict=False):
+            key = (content, piece)
+            cached = self._block_of.get(key)
+            if cached is None:
+                if block in self._key_of:  # cached under another key, which it keeps
                     return
-                self._page_of[key], self._key_of[page] = page, key
-                self._names += 1
-                self._name_of[page] = self._names
-                known = page
-            name = self._name_of[known]
+                self._block_of[key], self._key_of[block] = block, key
+                self._contents += 1
+                self._content_of[block] = self._contents
+                cached = block
+            content = self._content_of[cached]
 
-    def forget_all(self) -> None:
-        """No prefix is known any more: the weights, or the memory, have changed."""
+    def clear_prefix_cache(self) -> None:
+        """Forget every prefix: the weights, or the memory, have changed."""
         ended, self._ended = self._ended, []
-        for _, pages in ended:
-            self.release(pages)
-        self._free += self._idle
-        self._idle.clear()
-        self._page_of.clear()
+        for _, blocks in ended:
+            self.release(blocks)
+        self._free += self._evictable
+        self._evictable.clear()
+        self._block_of.clear()
         self._key_of.clear()
-        self._name_of.clear()
-
-    def _forget(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
-        del self._name_of[page]
+        self._content_of.clear()
 
     def _pieces(self, tokens: Sequence[int], count: int) -> list[bytes]:
-        raw = array("i", tokens[: count * self.page_size]).tobytes()
-        step = array("i").itemsize * self.page_size
+        raw = array("i", tokens[: count * self.block_size]).tobytes()
+        step = array("i").itemsize * self.block_size
         return [raw[i : i + step] for i in range(0, len(raw), step)]
 
 
 class PagedCache:
-    """The memory of all pages: [layers, 2, pages, KV, page_size, D], allocated on first use."""
+    """The memory of all blocks: [layers, 2, blocks, KV, block_size, D], allocated on first use."""
 
     def __init__(
         self,
@@ -147,51 +150,90 @@ class PagedCache:
         layers: int,
         kv_heads: int,
         head_dim: int,
-        pages: int,
-        page_size: int,
+        blocks: int,
+        block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
-        self.pages, self.page_size = pages, page_size
+        self.blocks, self.block_size = blocks, block_size
         self._dtype, self._device = dtype, device
         self._memory: Tensor | None = None
         self.base = torch.zeros(1, dtype=torch.int64, device=device)
         """The memory's address, for kernels inside graphs that outlive the memory."""
-        self.pool = PagePool(pages, page_size)
+        self.pool = BlockPool(blocks, block_size)
+
+    @staticmethod
+    def for_policy(
+        policy: PolicyModel,
+        *,
+        blocks: int | None,
+        most_blocks: int,
+        block_size: int,
+        memory_share: float,
+    ) -> PagedCache:
+        """A cache of the policy's shape with `blocks`, or as many of the most as fit the memory share."""
+        text = policy.lm.config.get_text_config()
+        weight = next(policy.parameters())
+        kv_heads, head_dim = key_shape(text)
+        layers = text.num_hidden_layers
+        block_bytes = layers * 2 * kv_heads * block_size * head_dim * weight.itemsize
+        if blocks is None:
+            fit = int(_usable_bytes(memory_share, weight.device)) // block_bytes
+            blocks = min(most_blocks, fit)
+        return PagedCache(
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            blocks=blocks,
+            block_size=block_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
 
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes if self._memory is not None else 0
 
     def free(self) -> None:
-        """Give the memory back; what was cached is forgotten."""
+        """Give the memory back; the prefix cache is cleared."""
         self._memory = None
         self.base.zero_()
-        self.pool.forget_all()
+        self.pool.clear_prefix_cache()
 
     def reserve(self) -> None:
-        """Have the memory."""
+        """Allocate the memory, unless it is."""
         if self._memory is not None:
             return
-        shape = (self.layers, 2, self.pages, self.kv_heads, self.page_size, self.head_dim)
+        shape = (self.layers, 2, self.blocks, self.kv_heads, self.block_size, self.head_dim)
         try:
-            # Zeros: a masked key has weight 0, and 0 times what lay there before could be NaN.
+            # Zeros: a masked key has weight 0, and 0 times uninitialised memory could be NaN.
             self._memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             raise RolloutError(
-                f"no room for a key-value cache of {self.pages} pages; lower "
+                f"no room for a key-value cache of {self.blocks} blocks; lower "
                 "rollout.gpu_memory_utilization or rollout.max_num_seqs"
             ) from error
         self.base.fill_(self._memory.data_ptr())
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [pages, KV, page_size, D]."""
+        """Keys and values of one layer, each [blocks, KV, block_size, D]."""
         assert self._memory is not None
         return self._memory[index, 0], self._memory[index, 1]
 
+    def gather(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of block tables [R, W], each [R, KV, W · block_size, D]."""
+        rows, width = block_table.shape
+        shape = (rows, self.kv_heads, width * self.block_size, self.head_dim)
+        keys, values = self.layer(layer)
+        at = block_table.long()
+        return (
+            keys[at].permute(0, 2, 1, 3, 4).reshape(shape),
+            values[at].permute(0, 2, 1, 3, 4).reshape(shape),
+        )
+
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Kernels go by the cache's shape alone: keys and values [N, KV, D] of another would be misread."""
+        """Refuse keys and values [N, KV, D] of another shape than the kernels assume."""
         expected = (self.kv_heads, self.head_dim)
         if k.shape[1:] != expected or v.shape[1:] != expected:
             raise RolloutError(
@@ -201,11 +243,11 @@ class PagedCache:
 
     def planes(self, layer: int) -> tuple[int, int]:
         """Where a layer's keys and values begin, in elements from `base`."""
-        plane = self.pages * self.kv_heads * self.page_size * self.head_dim
+        plane = self.blocks * self.kv_heads * self.block_size * self.head_dim
         return 2 * layer * plane, (2 * layer + 1) * plane
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Page contents of every layer: a shared partial page becomes one's own before it is written."""
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy block contents in every layer: copy-on-write of a shared partial block."""
         if not sources:
             return
         assert self._memory is not None
@@ -214,12 +256,9 @@ class PagedCache:
         self._memory[:, :, target] = self._memory[:, :, source]
 
 
-def pages_for(*, wanted: int, bytes_per_page: int, share: float, device: torch.device) -> int:
-    """`wanted` pages, or as many as the share of the device's memory holds."""
+def _usable_bytes(share: float, device: torch.device) -> float:
     if device.type != "cuda":  # the system gives memory when it is first written
-        room = share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(wanted, int(room) // bytes_per_page)
+        return share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, total = torch.cuda.mem_get_info(device)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = min(share * total, 0.9 * (free + reusable))
-    return min(wanted, int(room) // bytes_per_page)
+    return min(share * total, 0.9 * (free + reusable))

@@ -1,7 +1,8 @@
-"""The engine's heart on a GPU: `step` admits what fits, draws a chunk of tokens, retires what ended.
+"""The native engine's core on a GPU: `step` admits requests, draws a chunk of tokens, retires sequences.
 
-Public surface as in core.py; who waits, runs and holds pages is paged_schedule.py's. The host looks at
-the results once a chunk; between, rows move on by themselves. Tested on a CPU over reference kernels.
+Its public methods are those of core.py; scheduler.py decides which sequences run. The host reads the
+results once per chunk; between two reads the device advances the rows. CPU tests run it over the
+reference kernels.
 """
 
 from __future__ import annotations
@@ -13,32 +14,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.models.families import key_shape
+from hone.models.decoder_layer import has_shared_layers
 from hone.models.policy import PolicyModel
+from hone.ops.groups import first_equal
 from hone.ops.transfer import send
-from hone.rollout.native.cut_rows import CutRows
-from hone.rollout.native.decode_graph import DecodeStep, bucket_sizes, decode_layout
-from hone.rollout.native.decoder import ModuleDecoder, is_plain
+from hone.rollout.native.batch_state import BatchState, HostBatch
+from hone.rollout.native.decode_graph import DecodeStep, graph_sizes
+from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.rollout.native.exact_layouts import ExactLayout
 from hone.rollout.native.fused_decoder import FusedDecoder, can_join
-from hone.rollout.native.kernel_choice import kernels_for
-from hone.rollout.native.paged_cache import PagedCache, pages_for
+from hone.rollout.native.kernels_reference import kernels_for
+from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
-from hone.rollout.native.paged_rows import HostRows, RowState
-from hone.rollout.native.paged_schedule import (
-    PAGE_SIZE,
-    STEPS_UNWATCHED,
+from hone.rollout.native.sampler import TruncatedSampling
+from hone.rollout.native.scheduler import (
+    BLOCK_SIZE,
+    STEPS_PER_LONG_CHUNK,
     PagedRules,
-    PagedSchedule,
-    Row,
+    RunningSequence,
+    Scheduler,
 )
 from hone.rollout.requests import Request, RequestRules
 from hone.tokenizer import Tokenizer
 
 
-class _Drawn(NamedTuple):
-    """What the host has read of the rows and not handed to their requests yet."""
+class _Chunk(NamedTuple):
+    """Tokens that the host has read and not appended to their requests yet."""
 
     tokens: Tensor  # [N, C]
     log_probs: Tensor
@@ -47,7 +49,7 @@ class _Drawn(NamedTuple):
 
 
 class PagedCore:
-    """Continuous batching over a policy's own parameters, keys and values in pages."""
+    """Continuous batching over a policy's own parameters and a paged key-value cache."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class PagedCore:
         enforce_eager: bool = False,
         capture_sizes: Sequence[int] | None = None,
         prefix_caching: bool = True,
-        pages: int | None = None,
+        blocks: int | None = None,
         exact: ExactDecoder | None = None,
     ) -> None:
         self.device = next(policy.parameters()).device
@@ -70,52 +72,54 @@ class PagedCore:
         self._exact = exact
         self._version = 0
         self._kernels = exact.kernels if exact is not None else kernels_for(self.device)
-        width = -(-max_model_len // PAGE_SIZE)
-        self.cache = _cache_for(
+        width = -(-max_model_len // BLOCK_SIZE)
+        self.cache = PagedCache.for_policy(
             policy,
-            pages,
-            wanted=max_num_seqs * (width + STEPS_UNWATCHED // PAGE_SIZE + 1) + 1,
-            share=gpu_memory_utilization,
+            blocks=blocks,
+            most_blocks=max_num_seqs * (width + STEPS_PER_LONG_CHUNK // BLOCK_SIZE + 1) + 1,
+            block_size=BLOCK_SIZE,
+            memory_share=gpu_memory_utilization,
         )
-        common = vars(RequestRules.of(policy.lm.config, eos_ids, tokenizer))
-        self.rules = PagedRules(**common, longest=max_model_len, pages=self.cache.pages)
-        self._schedule = PagedSchedule(
+        shared = vars(RequestRules.of(policy.lm.config, eos_ids, tokenizer))
+        self.rules = PagedRules(**shared, longest=max_model_len, blocks=self.cache.blocks)
+        self._scheduler = Scheduler(
             self.cache.pool,
             self.rules,
-            max_rows=max_num_seqs,
-            prefill_limit=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=prefix_caching,
         )
         self._forward = self._choose_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
-        self._max_rows = max_num_seqs
-        self._device_rows = RowState.empty(max_num_seqs, width, STEPS_UNWATCHED + 1, self.device)
-        self._host_rows = HostRows(max_num_seqs, width)
+        self._max_num_seqs = max_num_seqs
+        room = STEPS_PER_LONG_CHUNK + 1
+        self._device_rows = BatchState.empty(max_num_seqs, width, room, self.device)
+        self._host_rows = HostBatch(max_num_seqs, width)
         self._placed: list[tuple[int, int]] = []
-        self._addresses: list[int] = []  # of the parameters, where recorded steps read them
-        self._step = DecodeStep(
+        self._addresses: list[int] = []  # of the parameters that captured graphs read
+        self._decode_step = DecodeStep(
             self._forward,
             self._logits,
             self._decode_layout,
             self._device_rows,
             self._kernels,
-            page_size=PAGE_SIZE,
-            sizes=bucket_sizes(max_num_seqs, capture_sizes),
+            block_size=BLOCK_SIZE,
+            sizes=graph_sizes(max_num_seqs, capture_sizes),
             graphs=self.device.type == "cuda" and not enforce_eager,
-            known_forward=not isinstance(self._forward, ModuleDecoder),
+            may_synchronize=isinstance(self._forward, ModuleDecoder),
         )
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; a group's prompt counts once."""
 
     def _choose_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
         if self._exact is not None:
-            self._exact.reach(max_model_len)
+            self._exact.extend_rotary_table(max_model_len)
             return self._exact
-        if is_plain(self.policy) and can_join(self.policy):
+        if has_shared_layers(self.policy) and can_join(self.policy):
             return FusedDecoder(self.policy, self._kernels, max_model_len)
         return ModuleDecoder(self.policy)
 
-    # -- the surface that engine.py drives -----------------------------------------------------
+    # -- the methods that engine.py calls ------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -124,231 +128,211 @@ class PagedCore:
     @version.setter
     def version(self, version: int) -> None:
         self._version = version
-        self.forget()
+        self.invalidate()
 
-    def forget(self) -> None:
-        """The weights are others: keys computed with the old ones may not be found again."""
-        self._schedule.forget()
+    def invalidate(self) -> None:
+        """The weights have changed: keys computed with the old ones leave the prefix cache."""
+        self._scheduler.clear_prefix_cache()
 
     def add(self, request: Request) -> None:
-        self._schedule.add(request)
+        self._scheduler.add(request)
 
     @property
     def busy(self) -> bool:
-        return self._schedule.busy
+        return self._scheduler.busy
 
     @property
     def preempted(self) -> int:
-        """Times a sequence gave its pages back and was computed again."""
-        return self._schedule.preempted
+        """Preemptions so far."""
+        return self._scheduler.preempted
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """End these requests (None: all) with what they have."""
+        """End these requests (None: all) with the tokens they have."""
         self._placed = []
-        return self._schedule.abort(request_ids)
+        return self._scheduler.abort(request_ids)
 
     @torch.no_grad()
-    def step(self, wanted: Callable[[], bool] = lambda: True) -> list[Request]:
-        """Draw a chunk of tokens for every sequence, admit what fits; returns the finished ones.
+    def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
+        """Draw a chunk of tokens for every sequence, admit requests; returns the finished ones.
 
-        New prompts are launched behind the running sequences' chunk: the host's work on them is hidden.
-        Until the engine is `wanted` for something else, chunks in which nothing can change follow each
-        other, and the host takes up the tokens of one while the device draws the next.
+        Prefills are launched behind the running sequences' chunk, which hides the host's work on them.
+        Until `must_yield`, further chunks follow in which no sequence can end, and the host appends the
+        tokens of one chunk while the device draws the next.
         """
         self.cache.reserve()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the decode thread starts on device 0
-        schedule = self._schedule
-        if not schedule.active:
+        scheduler = self._scheduler
+        if not scheduler.running:
             self._follow_parameters()
-        steps = schedule.steps()
-        schedule.extend(steps)
-        self._place_active()
-        running = len(schedule.active)
+        steps = scheduler.chunk_steps()
+        scheduler.extend_block_tables(steps)
+        self._place_running()
+        running = len(scheduler.running)
         if running:
             self._decode(steps)
-        while admitted := schedule.admit(steps):
+        while admitted := scheduler.admit(steps):
             self._prefill(admitted)
         if not running:
-            self._decode(min(steps, schedule.steps(drawn=1)))  # they got pages for no more
-        drawn = self._read()
-        while not (any(drawn.finished) or wanted()) and (more := schedule.ahead(drawn.counts)):
+            self._decode(min(steps, scheduler.chunk_steps(drawn=1)))  # they hold blocks for no more
+        chunk = self._read()
+        while not (any(chunk.finished) or must_yield()):
+            more = scheduler.lookahead_steps(chunk.counts)
+            if not more:
+                break
             self._device_rows.count.zero_()
             self._decode(more)
-            self._take_up(drawn)
-            drawn = self._read()
-        self._take_up(drawn)
+            self._append_chunk(chunk)
+            chunk = self._read()
+        self._append_chunk(chunk)
         return self._retire()
 
     def _follow_parameters(self) -> None:
-        """Recorded steps read fixed addresses: where parameters have moved, steps are recorded anew."""
+        """Captured graphs read fixed addresses: they are discarded when parameters have moved."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:
             self._addresses = addresses
-            self._step.forget()
+            self._decode_step.discard_graphs()
 
     # -- computing -----------------------------------------------------------------------------
 
-    def _place_active(self) -> None:
-        """Row i of the state is sequence i; rows that only went on are already in place.
+    def _place_running(self) -> None:
+        """Write every running sequence into its row of the batch state, unless all are in place.
 
-        Where none is left all are made idle: old ones would fill up the next batch and write its pages.
+        Where none runs all rows are cleared: old ones would pad the next batch and write its blocks.
         """
-        active = self._schedule.active
-        if active and self._placed == [(id(row), len(row.pages)) for row in active]:
+        running = self._scheduler.running
+        if running and self._placed == _places(running):
             self._device_rows.count.zero_()
             return
-        self._place(0, active)
-        self._host_rows.idle_from(len(active))
-        self._host_rows.send(self._device_rows, 0, self._max_rows)
+        self._place(0, running)
+        self._host_rows.clear_from(len(running))
+        self._host_rows.send(self._device_rows, 0, self._max_num_seqs)
 
-    def _place(self, begin: int, rows: list[Row]) -> None:
+    def _place(self, begin: int, sequences: list[RunningSequence]) -> None:
         states = []
-        for row in rows:
-            request, position = row.request, row.request.length - 1
-            states.append(
-                (
-                    request.token_ids[-1] if request.token_ids else request.prompt_ids[-1],
-                    position,
-                    row.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE,
-                    request.sampling.seed,
-                    row.limit,
-                    0,
-                    0,
-                )
-            )
+        for sequence in sequences:
+            request, position = sequence.request, sequence.request.length - 1
+            token = request.token_ids[-1] if request.token_ids else request.prompt_ids[-1]
+            slot = sequence.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            states.append((token, position, slot, request.sampling.seed, sequence.limit, 0, 0))
         self._host_rows.fill(
             begin,
             states,
-            temperatures=[row.request.sampling.temperature for row in rows],
-            stops=[row.stops for row in rows],
-            pages=[row.pages for row in rows],
+            temperatures=[s.request.sampling.temperature for s in sequences],
+            stops=[s.stops for s in sequences],
+            blocks=[s.blocks for s in sequences],
         )
 
-    def _prefill(self, admitted: list[Row]) -> None:
-        """Compute each distinct prompt once, give its followers their own last page, draw for all."""
-        leaders: dict[tuple[int, ...], int] = {}
-        rank: list[int] = []
-        chosen: list[Row] = []
-        copies: list[tuple[int, int]] = []
-        for row in admitted:
-            ids = tuple(row.request.prompt_ids + row.request.token_ids)
-            if ids not in leaders:
-                leaders[ids] = len(chosen)
-                chosen.append(row)
-            elif tail := len(ids) % PAGE_SIZE:
-                page = (len(ids) - tail) // PAGE_SIZE
-                copies.append((chosen[leaders[ids]].pages[page], row.pages[page]))
-            rank.append(leaders[ids])
-        hidden = self._prompt_hidden(chosen, list(leaders))
-        self.cache.copy_pages([a for a, _ in copies], [b for _, b in copies])
-        end = len(self._schedule.active)
+    def _prefill(self, admitted: list[RunningSequence]) -> None:
+        """Compute each distinct prompt once, copy its partial block for its group, draw for all."""
+        prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
+        leader_of = first_equal(prompts)
+        leaders = sorted(set(leader_of))
+        copies = []
+        for i, leader in enumerate(leader_of):
+            block, tail = divmod(len(prompts[i]), BLOCK_SIZE)
+            if leader != i and tail:
+                copies.append((admitted[leader].blocks[block], admitted[i].blocks[block]))
+        hidden = self._prompt_hidden([admitted[i] for i in leaders], [prompts[i] for i in leaders])
+        self.cache.copy_blocks([a for a, _ in copies], [b for _, b in copies])
+        end = len(self._scheduler.running)
         begin = end - len(admitted)
         self._place(begin, admitted)
         self._host_rows.send(self._device_rows, begin, end)
-        logits = self._logits(hidden[send(torch.tensor(rank), self.device)])
-        self._draw(logits, self._cut([row.request for row in admitted]), begin, end)
-        for ids, at in leaders.items():
-            self._schedule.remember(chosen[at], ids)
+        rank = {leader: i for i, leader in enumerate(leaders)}
+        at = torch.tensor([rank[leader] for leader in leader_of])
+        logits = self._logits(hidden[send(at, self.device)])
+        self._draw(logits, self._truncated_sampling(admitted), begin, end)
+        for i in leaders:
+            self._scheduler.insert_prefix(admitted[i], prompts[i])
 
-    def _prompt_hidden(self, rows: list[Row], prompts: list[tuple[int, ...]]) -> Tensor:
+    def _prompt_hidden(
+        self, sequences: list[RunningSequence], prompts: list[tuple[int, ...]]
+    ) -> Tensor:
         """Hidden states [S, d] of each prompt's last token."""
-        starts = [row.known for row in rows]
+        starts = [s.cached_tokens for s in sequences]
         lengths = [len(ids) - start for ids, start in zip(prompts, starts, strict=True)]
-        pages = [row.pages for row in rows]
+        blocks = [s.blocks for s in sequences]
         layout: ExactLayout | PagedPrefill
         if self._exact is not None:
-            layout = self._exact.prefill_layout(self.cache, pages, starts, lengths)
+            layout = self._exact.prefill_layout(self.cache, blocks, starts, lengths)
         else:
-            layout = PagedPrefill(self.cache, self._kernels, pages, starts, lengths, self.device)
+            layout = PagedPrefill(self.cache, self._kernels, blocks, starts, lengths, self.device)
         ids = [t for p, start in zip(prompts, starts, strict=True) for t in p[start:]]
-        fed = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
+        inputs = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
         forward: Callable[..., Tensor] = self._forward  # each takes its own kind of layout
-        hidden = forward(fed, layout.positions, layout)
+        hidden = forward(inputs, layout.positions, layout)
         self.prefilled_tokens += len(ids)
         last = torch.tensor(lengths).cumsum(0) - 1
         return hidden[send(last, self.device)]
 
-    def _draw(self, logits: Tensor, cut: CutRows | None, begin: int, end: int) -> None:
+    def _draw(
+        self, logits: Tensor, truncated: TruncatedSampling | None, begin: int, end: int
+    ) -> None:
         rows = self._device_rows.rows(begin, end)
-        if cut is None:
-            self._kernels.sample(logits, rows, PAGE_SIZE)
+        if truncated is None:
+            self._kernels.sample(logits, rows, BLOCK_SIZE)
         else:
-            cut.draw(logits[: end - begin], rows, self._kernels, PAGE_SIZE)
+            truncated.draw(logits[: end - begin], rows, self._kernels, BLOCK_SIZE)
 
-    def _cut(self, requests: list[Request]) -> CutRows | None:
-        return CutRows.of(
-            [r.sampling for r in requests], self.device, exact=self._exact is not None
-        )
+    def _truncated_sampling(self, sequences: list[RunningSequence]) -> TruncatedSampling | None:
+        sampling = [s.request.sampling for s in sequences]
+        return TruncatedSampling.of(sampling, self.device, exact=self._exact is not None)
 
-    def _decode_layout(self, rows: RowState) -> ExactLayout | PagedDecode:
-        if self._exact is None:
-            return decode_layout(self.cache, self._kernels, rows)
-        return self._exact.decode_layout(self.cache, rows)
+    def _decode_layout(self, rows: BatchState) -> ExactLayout | PagedDecode:
+        if self._exact is not None:
+            return self._exact.decode_layout(self.cache, rows)
+        return PagedDecode(self.cache, self._kernels, rows)
 
     def _decode(self, steps: int) -> None:
-        """`steps` tokens for every row, one after the other, without a look at them."""
-        requests = [row.request for row in self._schedule.active]
-        cut = self._cut(requests) if steps else None
+        """Draw `steps` tokens for every row, one after the other, without the host reading them."""
+        running = self._scheduler.running
+        truncated = self._truncated_sampling(running) if steps else None
         for _ in range(steps):
-            logits = self._step.run(len(requests), draw=cut is None)
-            if cut is not None:
-                self._draw(logits, cut, 0, len(requests))
+            logits = self._decode_step.run(len(running), draw=truncated is None)
+            if truncated is not None:
+                self._draw(logits, truncated, 0, len(running))
 
     # -- results -------------------------------------------------------------------------------
 
-    def _read(self) -> _Drawn:
-        """Wait for the device, and copy what it drew: the next chunk is written over it."""
-        rows = self._device_rows.rows(0, len(self._schedule.active))
+    def _read(self) -> _Chunk:
+        """Wait for the device and copy what it drew: the next chunk overwrites it."""
+        rows = self._device_rows.rows(0, len(self._scheduler.running))
         tokens = rows.tokens_out.to("cpu", copy=True)
         log_probs = rows.log_probs_out.to("cpu", copy=True)
-        return _Drawn(tokens, log_probs, rows.count.tolist(), rows.finished.tolist())
+        return _Chunk(tokens, log_probs, rows.count.tolist(), rows.finished.tolist())
 
-    def _take_up(self, drawn: _Drawn) -> None:
-        tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
-        for index, row in enumerate(self._schedule.active):
-            count, flag = drawn.counts[index], bool(drawn.finished[index])
-            self._append(row, tokens[index][:count], log_probs[index], flag)
+    def _append_chunk(self, chunk: _Chunk) -> None:
+        tokens, log_probs = chunk.tokens.tolist(), chunk.log_probs.tolist()
+        for index, sequence in enumerate(self._scheduler.running):
+            count, finished = chunk.counts[index], bool(chunk.finished[index])
+            self._append(sequence, tokens[index][:count], log_probs[index][:count], finished)
 
     def _retire(self) -> list[Request]:
-        """Take out the finished."""
-        active = self._schedule.active
-        finished = self._schedule.retire()
-        self._placed = [] if finished else [(id(row), len(row.pages)) for row in active]
+        running = self._scheduler.running
+        finished = self._scheduler.retire()
+        self._placed = [] if finished else _places(running)
         return finished
 
-    def _append(self, row: Row, tokens: list[int], log_probs: list[float], flag: bool) -> None:
-        request = row.request
-        if row.careful:
-            for token, log_prob in zip(tokens, log_probs, strict=False):
-                request.token_ids.append(token)
-                request.log_probs.append(log_prob)
-                request.versions.append(self.version)
+    def _append(
+        self, sequence: RunningSequence, tokens: list[int], log_probs: list[float], finished: bool
+    ) -> None:
+        request = sequence.request
+        if not sequence.host_checks_stop:
+            request.token_ids += tokens
+            request.log_probs += log_probs
+            request.versions += [self.version] * len(tokens)
+            if finished or request.cancelled:
                 request.stop_reason = self.rules.stop_reason(request)
-                if request.stop_reason is not None:
-                    return
             return
-        request.token_ids += tokens
-        request.log_probs += log_probs[: len(tokens)]
-        request.versions += [self.version] * len(tokens)
-        if flag or request.cancelled:
+        for token, log_prob in zip(tokens, log_probs, strict=True):
+            request.append(token, log_prob, self.version)
             request.stop_reason = self.rules.stop_reason(request)
+            if request.stop_reason is not None:
+                return
 
 
-def _cache_for(policy: PolicyModel, pages: int | None, *, wanted: int, share: float) -> PagedCache:
-    """A cache of the policy's shape: `pages`, or as many of the `wanted` as its share of memory holds."""
-    text = policy.lm.config.get_text_config()
-    weight = next(policy.parameters())
-    kv_heads, head_dim = key_shape(text)
-    page_bytes = text.num_hidden_layers * 2 * kv_heads * PAGE_SIZE * head_dim * weight.itemsize
-    return PagedCache(
-        layers=text.num_hidden_layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        pages=pages
-        or pages_for(wanted=wanted, bytes_per_page=page_bytes, share=share, device=weight.device),
-        page_size=PAGE_SIZE,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+def _places(sequences: list[RunningSequence]) -> list[tuple[int, int]]:
+    return [(id(sequence), len(sequence.blocks)) for sequence in sequences]

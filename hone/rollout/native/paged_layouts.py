@@ -1,138 +1,101 @@
-"""Attention over pages, as the layout that the model's attention asks: prompts at once, then steps.
+"""Attention over the paged cache, as layouts that the model's attention calls: prefill and decode.
 
 Both write the new keys and values first. `attend` is what any Hugging Face model calls; `attend_joined`
-takes queries, keys and values as one product gave them, not rotated yet.
+takes queries, keys and values as one product, before the rotation.
 """
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hone.ops.scored_attention import scored_attention
+from hone.ops.attention import (
+    AttentionOptions,
+    as_bias,
+    is_visible,
+    padded_attention,
+    repeat_heads,
+)
 from hone.ops.transfer import send
 from hone.ops.varlen import fits_varlen, varlen_attention
-from hone.rollout.native.kernels_reference import Turn
+from hone.rollout.native.batch_state import BatchState
+from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
+
+_PROGRAMS = 512
+"""Attention programs that fill a large GPU; a small batch is split over keys to reach it."""
+_MOST_SPLITS = 16
 
 
 class PagedPrefill:
-    """New tokens of several sequences, each after the tokens its pages already hold."""
+    """New tokens of several sequences, each after the tokens that its blocks already hold."""
 
     def __init__(
         self,
         cache: PagedCache,
         kernels: ModuleType,
-        pages: list[list[int]],
+        blocks: list[list[int]],
         starts: list[int],
         lengths: list[int],
         device: torch.device,
     ) -> None:
-        self.cache, self._kernels = cache, kernels
-        size = cache.page_size
+        self._cache, self._kernels = cache, kernels
+        size = cache.block_size
         ends = [a + n for a, n in zip(starts, lengths, strict=True)]
         offsets = np.arange(size)
-        whole = [
-            (np.array(p[: -(-end // size)])[:, None] * size + offsets).reshape(-1)[:end]
-            for p, end in zip(pages, ends, strict=True)
+        slots = [
+            (np.array(b[: -(-end // size)])[:, None] * size + offsets).reshape(-1)[:end]
+            for b, end in zip(blocks, ends, strict=True)
         ]
         spans = list(zip(starts, ends, strict=True))
         self.positions = _sent([np.arange(a, b) for a, b in spans], device)
-        self.slots = _sent([w[a:] for w, a in zip(whole, starts, strict=True)], device)
-        self._seen = _sent(whole, device) if any(starts) else None
-        self._starts, self._lengths, self._ends = starts, lengths, ends
+        self._slots = _sent([s[a:] for s, a in zip(slots, starts, strict=True)], device)
+        self._key_slots = _sent(slots, device) if any(starts) else None
+        self._spans = spans
+        self._longest = max(lengths), max(ends)
         self._cu_q, self._cu_k = (
             send(torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
             for n in (lengths, ends)
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        layer: int,
-        scaling: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        self.cache.check(k, v)
-        self._kernels.store(k, v, self.slots, self.cache, layer)
-        if softcap is None and sinks is None:
-            return self._attend_stored(q, k, v, layer, scaling, window)
-        if self._seen is not None:
-            k, v = self._gathered(layer)
-        return self._attend_one_by_one(q, k, v, scaling, window, softcap, sinks)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        self._cache.check(k, v)
+        self._kernels.store(k, v, self._slots, self._cache, options.layer)
+        return self._attend(q, k, v, options)
 
-    def attend_joined(
-        self, qkv: Tensor, turn: Turn, *, layer: int, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend_joined(self, qkv: Tensor, rotary: RotaryTable, options: AttentionOptions) -> Tensor:
         q, k, v = self._kernels.rope_store(
-            qkv, turn, self.positions, self.slots, self.cache, layer, keep_keys=True
+            qkv, rotary, self.positions, self._slots, self._cache, options.layer, keep_keys=True
         )
-        return self._attend_stored(q, k, v, layer, scaling, window)
+        return self._attend(q, k, v, options)
 
-    def _attend_stored(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, window: int | None
-    ) -> Tensor:
-        if self._seen is not None:
-            k, v = self._gathered(layer)
-        if fits_varlen(q):
-            longest = max(self._lengths), max(self._ends)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        if (
+            self._key_slots is not None
+        ):  # keys and values from the sequences' first token on, packed
+            size = self._cache.block_size
+            block, offset = self._key_slots // size, self._key_slots % size
+            k, v = (plane[block, :, offset] for plane in self._cache.layer(options.layer))
+        if fits_varlen(q) and not options.needs_scores:
+            scaling, window = options.scaling, options.window
             return varlen_attention(
-                q, k, v, self._cu_q, self._cu_k, *longest, scaling=scaling, window=window
+                q, k, v, self._cu_q, self._cu_k, *self._longest, scaling=scaling, window=window
             )
-        return self._attend_one_by_one(q, k, v, scaling, window)
-
-    def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the sequences from their first token on, packed."""
-        assert self._seen is not None
-        page, offset = self._seen // self.cache.page_size, self._seen % self.cache.page_size
-        keys, values = self.cache.layer(layer)
-        return keys[page, :, offset], values[page, :, offset]
-
-    def _attend_one_by_one(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Where no variable-length kernel serves: on a CPU, in float32, for capped scores and sinks."""
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k, v = repeat_heads(q, k, v)
         out = torch.empty_like(q)
         at_q = at_k = 0
-        for start, length, end in zip(self._starts, self._lengths, self._ends, strict=True):
-            distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(
-                end, device=q.device
-            )
-            seen = distance >= 0
-            if window is not None:
-                seen &= distance < window
-            bias = q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-            given = (
-                q[at_q : at_q + length].transpose(0, 1)[None],
-                k[at_k : at_k + end].transpose(0, 1)[None],
-                v[at_k : at_k + end].transpose(0, 1)[None],
-                bias,
-            )
-            if softcap is None and sinks is None:
-                part = F.scaled_dot_product_attention(*given, scale=scaling)
-            else:
-                part = scored_attention(*given, scaling=scaling, softcap=softcap, sinks=sinks)
-            out[at_q : at_q + length] = part[0].transpose(0, 1)
-            at_q, at_k = at_q + length, at_k + end
+        for start, end in self._spans:
+            of_q, of_k = slice(at_q, at_q + end - start), slice(at_k, at_k + end)
+            position = torch.arange(end, device=q.device)
+            visible = is_visible(position[start:, None] - position, options.window)
+            parts = (x.transpose(0, 1)[None] for x in (q[of_q], k[of_k], v[of_k]))
+            part = padded_attention(*parts, as_bias(visible, q.dtype), options)
+            out[of_q] = part[0].transpose(0, 1)
+            at_q, at_k = of_q.stop, of_k.stop
         return out
 
 
@@ -141,61 +104,29 @@ def _sent(pieces: list[np.ndarray], device: torch.device) -> Tensor:
 
 
 class PagedDecode:
-    """One new token for each row of a batch."""
+    """One new token for each row of a batch; attention is split over keys where rows are few."""
 
-    def __init__(
-        self,
-        cache: PagedCache,
-        kernels: ModuleType,
-        *,
-        table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        splits: int,
-    ) -> None:
-        self.cache, self._kernels = cache, kernels
-        self._table, self.positions, self.slots = table, positions, slots
-        self._splits = splits
+    def __init__(self, cache: PagedCache, kernels: ModuleType, rows: BatchState) -> None:
+        self._cache, self._kernels = cache, kernels
+        self._block_table, self._positions, self._slots = rows.block_table, rows.position, rows.slot
+        programs = _PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
+        self._splits = min(_MOST_SPLITS, 1 << max(0, int(math.log2(max(programs, 1)))))
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        layer: int,
-        scaling: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        self.cache.check(k, v)
-        self._kernels.store(k, v, self.slots, self.cache, layer)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        self._cache.check(k, v)
+        self._kernels.store(k, v, self._slots, self._cache, options.layer)
         return self._kernels.decode_attention(
-            q,
-            self.cache,
-            layer,
-            self._table,
-            self.positions,
-            scaling=scaling,
-            window=window,
-            splits=self._splits,
-            softcap=softcap,
-            sinks=sinks,
+            q, self._cache, self._block_table, self._positions, options, splits=self._splits
         )
 
-    def attend_joined(
-        self, qkv: Tensor, turn: Turn, *, layer: int, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend_joined(self, qkv: Tensor, rotary: RotaryTable, options: AttentionOptions) -> Tensor:
         return self._kernels.rope_attention(
             qkv,
-            turn,
-            self.positions,
-            self.slots,
-            self.cache,
-            layer,
-            self._table,
-            scaling=scaling,
-            window=window,
+            rotary,
+            self._positions,
+            self._slots,
+            self._cache,
+            self._block_table,
+            options,
             splits=self._splits,
         )

@@ -1,7 +1,7 @@
-"""The engine's GPU sampling: two passes over the logits draw a token, its log-probability, and move on.
+"""The native engine's GPU sampling: two passes over the logits draw a token and its log-probability.
 
 The first pass reads the logits once, in chunks; the second reads only the chunk the draw falls into.
-Top-k, top-p and min-p are not here: such rows are drawn by sampler.py, and `advance` moves them on.
+Requests with top-k, top-p or min-p are drawn by sampler.py, and `advance` writes their tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hone.rollout.native.paged_rows import RowState
+    from hone.rollout.native.batch_state import BatchState
 
 _CHUNK = 4096
 """Logits one program of the first pass reads."""
@@ -23,15 +23,9 @@ _STATS_WARPS, _PICK_WARPS = 4, 8
 
 @triton.jit
 def _logit_stats(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    inverse_temperature_ptr,
-    top_ptr,
-    mass_ptr,
-    best_ptr,
-    vocabulary,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits_ptr, inverse_temperature_ptr, top_ptr, mass_ptr, best_ptr, vocabulary,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -69,8 +63,8 @@ def _log_prob_at(  # type: ignore[no-untyped-def]
     z = tl.load(logits_ptr + row * vocabulary + at, at < vocabulary, other=float("-inf"))
     z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
     # Through the sum, as in `_pick`: a product and a difference could be rounded as one.
-    chosen = tl.sum(tl.where(at == token, z, 0.0), 0)
-    tl.store(out_ptr + row, chosen - tl.load(norm_ptr + row))
+    logit = tl.sum(tl.where(at == token, z, 0.0), 0)
+    tl.store(out_ptr + row, logit - tl.load(norm_ptr + row))
 
 
 @triton.jit
@@ -82,21 +76,11 @@ def _mix64(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _advance(  # type: ignore[no-untyped-def]
-    row,
-    token,
-    log_prob,
-    state_ptr,
-    state_stride,
-    log_prob_ptr,
-    token_out_ptr,
-    table_ptr,
-    table_stride,
-    stops_ptr,
-    STOPS: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROOM: tl.constexpr,
-):
-    """Write one drawn token and move its row on; a finished row stays as it is."""
+    row, token, log_prob, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr,
+    table_stride, stops_ptr,
+    STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Write one drawn token and advance its row; a finished row stays unchanged."""
     position = tl.load(state_ptr + 1 * state_stride + row)
     limit = tl.load(state_ptr + 4 * state_stride + row)
     running = tl.load(state_ptr + 5 * state_stride + row) == 0
@@ -110,37 +94,21 @@ def _advance(  # type: ignore[no-untyped-def]
     tl.store(state_ptr + 6 * state_stride + row, count + 1, running)
     tl.store(state_ptr + 5 * state_stride + row, finished.to(tl.int64), running)
     moving = running & (not finished)
-    page = tl.load(table_ptr + row * table_stride + position // PAGE, moving, other=0).to(tl.int64)
+    entry = table_ptr + row * table_stride + position // BLOCK_SIZE
+    block = tl.load(entry, moving, other=0).to(tl.int64)
     tl.store(state_ptr + row, token, moving)
     tl.store(state_ptr + 1 * state_stride + row, position, moving)
-    tl.store(state_ptr + 2 * state_stride + row, page * PAGE + position % PAGE, moving)
+    tl.store(state_ptr + 2 * state_stride + row, block * BLOCK_SIZE + position % BLOCK_SIZE, moving)
 
 
 @triton.jit
 def _pick(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    inverse_temperature_ptr,
-    greedy_ptr,
-    top_ptr,
-    mass_ptr,
-    best_ptr,
-    norm_ptr,
-    vocabulary,
-    state_ptr,
-    state_stride,
-    log_prob_ptr,
-    token_out_ptr,
-    table_ptr,
-    table_stride,
+    logits_ptr, inverse_temperature_ptr, greedy_ptr, top_ptr, mass_ptr, best_ptr, norm_ptr,
+    vocabulary, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr, table_stride,
     stops_ptr,
-    CHUNKS: tl.constexpr,
-    CHUNKS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GIVEN_NORM: tl.constexpr,
-    STOPS: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROOM: tl.constexpr,
-):
+    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, GIVEN_NORM: tl.constexpr,
+    STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS_PAD)
     tops = tl.load(top_ptr + row * CHUNKS + c, c < CHUNKS, other=float("-inf"))
@@ -179,12 +147,12 @@ def _pick(  # type: ignore[no-untyped-def]
         log_prob = top - norm
     _advance(
         row, token, log_prob, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr,
-        table_stride, stops_ptr, STOPS, PAGE, ROOM,
+        table_stride, stops_ptr, STOPS, BLOCK_SIZE, ROOM,
     )  # fmt: skip
 
 
-def sample(logits: Tensor, rows: RowState, page_size: int, *, exact: bool = False) -> None:
-    """Draw for every row; `exact` takes the norm from the kernel that the trainer takes it from."""
+def sample(logits: Tensor, rows: BatchState, block_size: int, *, exact: bool = False) -> None:
+    """Draw for every row; `exact` takes the norm from the kernel that the trainer uses."""
     count, vocabulary = logits.shape
     top, mass, best = _statistics(logits, rows.inverse_temperature)
     chunks = top.shape[1]
@@ -192,15 +160,15 @@ def sample(logits: Tensor, rows: RowState, page_size: int, *, exact: bool = Fals
     _pick[(count,)](
         logits, rows.inverse_temperature, rows.greedy, top, mass, best, norm, vocabulary,
         rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
-        rows.table, rows.table.stride(0), rows.stops,
+        rows.block_table, rows.block_table.stride(0), rows.stops,
         CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK, GIVEN_NORM=exact,
-        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1],
+        STOPS=rows.stops.shape[1], BLOCK_SIZE=block_size, ROOM=rows.tokens_out.shape[1],
         num_warps=_PICK_WARPS,
     )  # fmt: skip
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """log p of one token a row, with the bits that an exact `sample` gives it."""
+    """log p of one token per row, with the bits that an exact `sample` gives it."""
     count, vocabulary = logits.shape
     out = torch.empty(count, dtype=torch.float32, device=logits.device)
     top, mass, _ = _statistics(logits, inverse_temperature)
@@ -235,29 +203,20 @@ def _norm(top: Tensor, mass: Tensor) -> Tensor:
 
 @triton.jit
 def _advance_rows(  # type: ignore[no-untyped-def]
-    token_ptr,
-    new_log_prob_ptr,
-    state_ptr,
-    state_stride,
-    log_prob_ptr,
-    token_out_ptr,
-    table_ptr,
-    table_stride,
-    stops_ptr,
-    STOPS: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROOM: tl.constexpr,
-):
+    token_ptr, new_log_prob_ptr, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr,
+    table_stride, stops_ptr,
+    STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _advance(
         row, tl.load(token_ptr + row), tl.load(new_log_prob_ptr + row), state_ptr, state_stride,
-        log_prob_ptr, token_out_ptr, table_ptr, table_stride, stops_ptr, STOPS, PAGE, ROOM,
+        log_prob_ptr, token_out_ptr, table_ptr, table_stride, stops_ptr, STOPS, BLOCK_SIZE, ROOM,
     )  # fmt: skip
 
 
-def advance(tokens: Tensor, log_probs: Tensor, rows: RowState, page_size: int) -> None:
+def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
     _advance_rows[(tokens.shape[0],)](
         tokens, log_probs, rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
-        rows.table, rows.table.stride(0), rows.stops,
-        STOPS=rows.stops.shape[1], PAGE=page_size, ROOM=rows.tokens_out.shape[1], num_warps=1,
+        rows.block_table, rows.block_table.stride(0), rows.stops,
+        STOPS=rows.stops.shape[1], BLOCK_SIZE=block_size, ROOM=rows.tokens_out.shape[1], num_warps=1,
     )  # fmt: skip

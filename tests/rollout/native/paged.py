@@ -25,7 +25,7 @@ def paged_core(policy: PolicyModel, **changed: Any) -> PagedCore:
         "max_model_len": POSITIONS,
         "gpu_memory_utilization": 0.1,
         "tokenizer": TOKENIZER,
-        "pages": 700,
+        "blocks": 700,
     }
     return PagedCore(policy, **(options | changed))
 
@@ -56,7 +56,7 @@ class PagedFactory(NativeFactory):
         return {
             "add": (core, "add"),
             "cache": (core.cache, "reserve"),
-            "admit": (core._schedule, "admit"),
+            "admit": (core._scheduler, "admit"),
             "prefill": (core, "_prompt_hidden"),
             "sample": (core, "_draw"),
             "decode": (core, "_decode"),
@@ -77,5 +77,5 @@ class PagedModulesFactory(PagedFactory):
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         core = paged_core(policy, max_num_seqs=max_num_seqs)
-        core._forward = core._step._forward = ModuleDecoder(policy)
+        core._forward = core._decode_step._forward = ModuleDecoder(policy)
         return NativeRollout(core)

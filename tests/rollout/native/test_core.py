@@ -158,7 +158,7 @@ def test_weights_forgotten_midway_are_read_again_by_running_sequences() -> None:
     engine, untouched, prompt = core(), core(), [3, 5, 7, 9]
     engine.add(request(prompt))
     engine.step()
-    engine.forget()
+    engine.invalidate()
     untouched.add(request(prompt))
     assert drain(engine)[0].log_probs == drain(untouched)[0].log_probs
 

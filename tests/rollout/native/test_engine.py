@@ -26,14 +26,14 @@ def halted_under_way(engine: Any) -> threading.Event:
     """Is set when the next request has a token, and then none gets another: it never ends by itself."""
     step, event, steps = engine._core.step, threading.Event(), 0
 
-    def two_steps(wanted: Any) -> list[Any]:
+    def two_steps(must_yield: Any) -> list[Any]:
         nonlocal steps
         if steps == 2:
             event.set()
             time.sleep(0.001)
             return []
         steps += 1
-        return step(wanted)
+        return step(must_yield)
 
     engine._core.step = two_steps
     return event
@@ -64,10 +64,10 @@ def test_a_cancelled_waiter_frees_its_slot() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step = core.step
 
-        def counted(wanted: Any) -> list[Any]:
+        def counted(must_yield: Any) -> list[Any]:
             nonlocal steps
             steps += 1
-            return step(wanted)
+            return step(must_yield)
 
         core.step = counted
         assert len(play(replaced()).token_ids) == 2
@@ -114,13 +114,13 @@ def test_weights_change_between_steps_never_within_one() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step, steps = core.step, 0
 
-        def last_tokens_wait_for_the_last_weights(wanted: Any) -> list[Any]:
+        def last_tokens_wait_for_the_last_weights(must_yield: Any) -> list[Any]:
             nonlocal steps
             if steps > LONG.max_tokens // 2 and core.version < 3:
                 time.sleep(0.001)
                 return []
             steps += 1
-            return step(wanted)
+            return step(must_yield)
 
         core.step = last_tokens_wait_for_the_last_weights
 
@@ -151,9 +151,9 @@ def test_the_driving_thread_decodes_and_loops_run_in_another() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step = core.step
 
-        def watched(wanted: Any) -> list[Any]:
+        def watched(must_yield: Any) -> list[Any]:
             threads["decode"] = threading.current_thread().name
-            return step(wanted)
+            return step(must_yield)
 
         async def loop() -> TokenOutput:
             threads["loop"] = threading.current_thread().name
@@ -257,7 +257,7 @@ def test_a_core_that_loses_a_request_is_found_out() -> None:
     with NativeFactory().engine(policy()) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
 
-        def forgets(wanted: Any) -> list[Any]:
+        def forgets(must_yield: Any) -> list[Any]:
             core._waiting.clear()
             return []
 
@@ -304,7 +304,7 @@ def test_chunks_that_follow_each_other_end_for_whoever_comes(who: str) -> None:
             chunks += 1
             if chunks == 2:
                 under_way.set()
-                while not (engine._submit_lock.locked() or engine._inbox):  # type: ignore[attr-defined]
+                while not (engine._submit_lock.locked() or engine._arrivals):  # type: ignore[attr-defined]
                     time.sleep(0.001)
             decode(steps)
 

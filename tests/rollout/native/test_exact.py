@@ -124,8 +124,8 @@ def test_a_cached_prefix_and_a_preempted_row_change_no_bit() -> None:
     rows, lengths = [row[:6] for row in groups(10, 1, seed=4)[0]], [90] * 10
     sampling = [Sampling(n, 1.0, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
     told = []
-    for pages in (None, 30):
-        engine = engine_of(policy, pages=pages)
+    for blocks in (None, 30):
+        engine = engine_of(policy, blocks=blocks)
         first = ask_all(engine, rows, sampling)
         again = ask_all(engine, rows, sampling)  # prompts are found in the cache now
         assert [o.log_probs for o in first] == [o.log_probs for o in again]
@@ -202,7 +202,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands(name: str) -> None:
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_a_query_has_the_same_bits_in_any_company(group: int) -> None:
     cache = PagedCache(
-        layers=1, kv_heads=2, head_dim=16, pages=40, page_size=16, dtype=torch.float32,
+        layers=1, kv_heads=2, head_dim=16, blocks=40, block_size=16, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     cache.reserve()

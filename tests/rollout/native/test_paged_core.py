@@ -7,22 +7,22 @@ import torch
 
 from hone.engine.offload import HostRest
 from hone.rollout.contract import RolloutError
-from hone.rollout.native.paged_schedule import PAGE_SIZE, STEPS_PER_CHUNK, STEPS_UNWATCHED
+from hone.rollout.native.scheduler import BLOCK_SIZE, STEPS_PER_CHUNK, STEPS_PER_LONG_CHUNK
 
 from ..models import policy, prompts
 from .paged import ask, finish, paged_core
 
 
-def test_a_group_computes_its_prompt_once_and_shares_its_full_pages() -> None:
+def test_a_group_computes_its_prompt_once_and_shares_its_full_blocks() -> None:
     core = paged_core(policy())
     prompt = prompts(1, 40, 40)[0]
     for i in range(6):
         core.add(ask(prompt, 40, seed=i))
     core.step()
     assert core.prefilled_tokens == 40
-    tables = [row.pages for row in core._schedule.active]
-    assert len({tuple(pages[:2]) for pages in tables}) == 1
-    assert len({pages[2] for pages in tables}) == 6  # the partial page is each one's own
+    tables = [row.blocks for row in core._scheduler.running]
+    assert len({tuple(blocks[:2]) for blocks in tables}) == 1
+    assert len({blocks[2] for blocks in tables}) == 6  # the partial block is each one's own
 
 
 def test_members_of_a_group_draw_as_they_would_alone() -> None:
@@ -41,7 +41,7 @@ def test_a_later_turn_computes_only_what_is_new() -> None:
     before = core.prefilled_tokens
     again = ask(turn, 25, seed=3)
     finish(core, [again])
-    known = (len(first.prompt_ids) + len(first.token_ids) - 1) // PAGE_SIZE * PAGE_SIZE
+    known = (len(first.prompt_ids) + len(first.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert core.prefilled_tokens - before == len(turn) - known
     assert again.token_ids == finish(paged_core(policy()), [ask(turn, 25, seed=3)])[0]
 
@@ -80,12 +80,12 @@ def test_a_sequence_that_saw_two_versions_is_not_remembered() -> None:
     while core.busy:
         core.step()
     assert {0, 1} == set(request.versions)
-    assert core.cache.pool.find([*request.prompt_ids, *request.token_ids]) == []
+    assert core.cache.pool.match_prefix([*request.prompt_ids, *request.token_ids]) == []
 
 
-def test_too_few_pages_preempt_the_newest_and_change_no_token() -> None:
+def test_too_few_blocks_preempt_the_newest_and_change_no_token() -> None:
     asked = prompts(8, 30, 40)
-    roomy, tight = paged_core(policy()), paged_core(policy(), pages=26)
+    roomy, tight = paged_core(policy()), paged_core(policy(), blocks=26)
     wanted = finish(roomy, [ask(p, 100, seed=i) for i, p in enumerate(asked)])
     assert finish(tight, [ask(p, 100, seed=i) for i, p in enumerate(asked)]) == wanted
     assert tight.preempted > 0
@@ -105,7 +105,7 @@ def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> No
     ]  # fmt: skip
 
 
-def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_page() -> None:
+def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_block() -> None:
     """Two groups of mixed lengths through three slots: their samples start at different times."""
     asked = [(p, n) for p in prompts(2, 40, 40) for n in (9, 70, 33, 2, 50)]
     seen = []
@@ -114,7 +114,7 @@ def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_page() -
         requests = {i: ask(asked[i][0], asked[i][1], seed=i) for i in order}
         finish(core, list(requests.values()))
         seen.append([requests[i].token_ids for i in range(10)])
-        assert core.prefilled_tokens <= 2 * 40 + 8 * (40 % PAGE_SIZE)
+        assert core.prefilled_tokens <= 2 * 40 + 8 * (40 % BLOCK_SIZE)
     assert seen[0] == seen[1]
 
 
@@ -123,31 +123,31 @@ def test_a_prefill_that_fails_leaves_its_requests_to_be_aborted() -> None:
     core._forward = None  # whatever goes wrong
     requests = [ask(p, seed=i) for i, p in enumerate(prompts(3))]
     for request in requests:
-        core._schedule.add(request)
+        core._scheduler.add(request)
     with pytest.raises(TypeError):
-        core._prefill(core._schedule.admit(1))
+        core._prefill(core._scheduler.admit(1))
     assert core.abort() == requests
-    assert core.cache.pool.available == core.cache.pages - 1
+    assert core.cache.pool.available == core.cache.blocks - 1
 
 
-def test_every_page_comes_back() -> None:
+def test_every_block_comes_back() -> None:
     core = paged_core(policy(), max_num_seqs=5)
     finish(core, [ask(p, 1 + i % 70, seed=i) for i, p in enumerate(prompts(23))])
-    assert core.cache.pool.available == core.cache.pages - 1
+    assert core.cache.pool.available == core.cache.blocks - 1
 
 
-def test_aborting_gives_the_pages_back() -> None:
+def test_aborting_gives_the_blocks_back() -> None:
     core = paged_core(policy())
     for i, prompt in enumerate(prompts(5)):
         core.add(ask(prompt, 100, seed=i))
     core.step()
     assert len(core.abort()) == 5
-    assert core.cache.pool.available == core.cache.pages - 1
+    assert core.cache.pool.available == core.cache.blocks - 1
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [({"max_model_len": 50}, "rollout.max_model_len"), ({"pages": 4}, "gpu_memory_utilization")],
+    [({"max_model_len": 50}, "rollout.max_model_len"), ({"blocks": 4}, "gpu_memory_utilization")],
 )
 def test_what_can_never_fit_is_refused(options: dict[str, int], sentence: str) -> None:
     core = paged_core(policy(), **options)
@@ -215,7 +215,7 @@ def test_chunks_follow_each_other_while_nobody_wants_in_and_draw_the_same() -> N
         core.add(request)
     looks = iter([False, True, *[False] * 9])
     assert core.step(lambda: next(looks)) == []
-    assert [len(r.token_ids) for r in requests] == [STEPS_PER_CHUNK + STEPS_UNWATCHED + 1] * 3
+    assert [len(r.token_ids) for r in requests] == [STEPS_PER_CHUNK + STEPS_PER_LONG_CHUNK + 1] * 3
     assert core.step(lambda: next(looks)) == [requests[1]]  # hands back when one has ended
     assert core.step(lambda: next(looks)) == [requests[0], requests[2]]
     assert not core.busy
@@ -223,9 +223,9 @@ def test_chunks_follow_each_other_while_nobody_wants_in_and_draw_the_same() -> N
     assert all(len(r.log_probs) == len(r.versions) == len(r.token_ids) for r in requests)
 
 
-@pytest.mark.parametrize("reason", ["a stop string", "somebody left", "no pages", "one waits"])
+@pytest.mark.parametrize("reason", ["a stop string", "somebody left", "no blocks", "one waits"])
 def test_chunks_do_not_follow_each_other_where_the_host_must_look(reason: str) -> None:
-    more = {"no pages": {"pages": 20}, "one waits": {"max_num_seqs": 1}}.get(reason, {})
+    more = {"no blocks": {"blocks": 20}, "one waits": {"max_num_seqs": 1}}.get(reason, {})
     core = paged_core(policy(), **more)
     stop = ("never written",) if reason == "a stop string" else ()
     request = ask(prompts(1, 20, 20)[0], 250, stop=stop)
@@ -234,7 +234,7 @@ def test_chunks_do_not_follow_each_other_where_the_host_must_look(reason: str) -
         core.add(ask(prompts(1, 20, 20)[0], 2, seed=1))
     request.cancelled = reason == "somebody left"
     core.step(lambda: False)
-    assert len(request.token_ids) <= STEPS_UNWATCHED + 1
+    assert len(request.token_ids) <= STEPS_PER_LONG_CHUNK + 1
 
 
 def test_chunks_that_follow_each_other_draw_no_more_than_is_asked_for() -> None:
@@ -244,4 +244,8 @@ def test_chunks_that_follow_each_other_draw_no_more_than_is_asked_for() -> None:
     core.add(ask(prompts(1, 20, 20)[0], 120))
     core.step(lambda: False)
     assert not core.busy
-    assert steps == [STEPS_PER_CHUNK, STEPS_UNWATCHED, 119 - STEPS_PER_CHUNK - STEPS_UNWATCHED]
+    assert steps == [
+        STEPS_PER_CHUNK,
+        STEPS_PER_LONG_CHUNK,
+        119 - STEPS_PER_CHUNK - STEPS_PER_LONG_CHUNK,
+    ]

@@ -109,8 +109,8 @@ def test_a_small_pool_preempts_and_still_says_the_same() -> None:
     asked = random_prompts(24, 50)
     lm = small_lm().float()
     texts = []
-    for pages in (None, 100):
-        core = core_of(lm, pages=pages)
+    for blocks in (None, 100):
+        core = core_of(lm, blocks=blocks)
         engine = NativeRollout(core)
         texts.append([o.token_ids for o in sampled(engine, asked, 150, temperature=0.0)])
         asyncio.run(engine.close())
@@ -124,7 +124,7 @@ def test_sleep_gives_the_memory_back_and_graphs_survive_it() -> None:
     asked = random_prompts(24, 50)
     before = [o.token_ids for o in sampled(engine, asked, 40)]
     held, allocated = core.cache.nbytes, torch.cuda.memory_allocated()
-    graphs = dict(core._step._graphs)
+    graphs = dict(core._decode_step._graphs)
     asyncio.run(engine.sleep())
     assert core.cache.nbytes == 0
     assert allocated - torch.cuda.memory_allocated() >= held
@@ -133,8 +133,8 @@ def test_sleep_gives_the_memory_back_and_graphs_survive_it() -> None:
     after = [o.token_ids for o in sampled(engine, asked, 40)]
     asyncio.run(engine.close())
     assert after == before
-    assert core._step._graphs.keys() == graphs.keys()
-    assert all(core._step._graphs[k] is graphs[k] for k in graphs)
+    assert core._decode_step._graphs.keys() == graphs.keys()
+    assert all(core._decode_step._graphs[k] is graphs[k] for k in graphs)
     del blocker
 
 

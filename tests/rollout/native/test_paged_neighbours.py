@@ -11,12 +11,11 @@ import torch
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import Sampling
 from hone.rollout.native import exact_reference, kernels_reference
-from hone.rollout.native.cut_rows import CutRows
+from hone.rollout.native.batch_state import BatchState
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.rollout.native.paged_core import PagedCore
-from hone.rollout.native.paged_rows import RowState
-from hone.rollout.native.sampler import SamplingRows, draw
+from hone.rollout.native.sampler import SamplingRows, TruncatedSampling, draw
 from hone.rollout.requests import Request
 
 from ..models import VOCABULARY, policy, prompts, trainer_log_probs
@@ -75,8 +74,8 @@ def test_a_cut_that_keeps_every_token_draws_what_no_cut_draws() -> None:
     assert finish(paged_core(policy()), kept) == plain
 
 
-def row_state(rows: list[Sampling]) -> RowState:
-    state = RowState.empty(len(rows), 20, 5, torch.device("cpu"))
+def row_state(rows: list[Sampling]) -> BatchState:
+    state = BatchState.empty(len(rows), 20, 5, torch.device("cpu"))
     state.seed.copy_(torch.tensor([r.seed for r in rows]))
     state.position.fill_(10)
     state.limit.fill_(100)
@@ -97,7 +96,7 @@ def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
     state, alone = row_state(rows), row_state(rows)
     state.finished[[1, 3]] = 1  # a plain one and one that cuts
     exact = kernels is exact_reference
-    cut = CutRows.of(rows, torch.device("cpu"), exact=exact)
+    cut = TruncatedSampling.of(rows, torch.device("cpu"), exact=exact)
     assert cut is not None
     cut.draw(logits, state, kernels, 16)
     kernels.sample(logits, alone, 16)
@@ -121,15 +120,15 @@ def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
 
 def test_no_cut_needs_no_second_way() -> None:
     rows = [Sampling(5, 0.0, 1, top_k=3), Sampling(5, 1.0, 2)]
-    assert CutRows.of(rows, torch.device("cpu"), exact=False) is None
+    assert TruncatedSampling.of(rows, torch.device("cpu"), exact=False) is None
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 0), (2, 1), (40, 39)])
 def test_the_token_that_a_prompt_draws_needs_no_decode_step(tokens: int, steps: int) -> None:
     core = paged_core(policy())
     taken: list[int] = []
-    run = core._step.run
-    core._step.run = lambda rows, *, draw: (taken.append(rows), run(rows, draw=draw))[1]  # type: ignore
+    run = core._decode_step.run
+    core._decode_step.run = lambda rows, *, draw: (taken.append(rows), run(rows, draw=draw))[1]  # type: ignore
     (drawn,) = finish(core, [ask(prompts(1)[0], tokens, 0)])
     assert (len(drawn), len(taken)) == (tokens, steps)
 
@@ -144,7 +143,7 @@ def move(model: PolicyModel) -> list[torch.Tensor]:
 
 def through_modules(model: PolicyModel) -> PagedCore:
     core = paged_core(model)
-    core._forward = core._step._forward = ModuleDecoder(model)
+    core._forward = core._decode_step._forward = ModuleDecoder(model)
     return core
 
 
@@ -161,7 +160,7 @@ def test_recorded_steps_are_dropped_when_parameters_move(
     model = policy()
     core, forgotten = build(model), []
     finish(core, [ask(prompts(1)[0], 3, 0)])
-    core._step.forget = lambda: forgotten.append(1)  # type: ignore[method-assign]
+    core._decode_step.discard_graphs = lambda: forgotten.append(1)  # type: ignore[method-assign]
     finish(core, [ask(prompts(1)[0], 3, 0)])
     assert forgotten == []
     kept = move(model)

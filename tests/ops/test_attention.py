@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops.scored_attention import scored_attention
+from hone.ops.attention import AttentionOptions, padded_attention
 from hone.ops.segments import SegmentLayout
 
 HEADS, WIDTH, SCALING = 3, 8, 0.7
@@ -50,10 +50,8 @@ def test_values_and_gradients_over_packed_segments(
     if window is not None:
         seen &= distance < window
     given = draw(14, with_sinks)
-    out = layout.attend(
-        *given[:3], layer=0, scaling=SCALING, window=window, softcap=softcap,
-        sinks=given[3] if with_sinks else None,
-    )  # fmt: skip
+    sinks = given[3] if with_sinks else None
+    out = layout.attend(*given[:3], AttentionOptions(0, SCALING, window, softcap, sinks))
     exact = [x.detach().double().requires_grad_() for x in given]
     wanted = naive(*exact[:3], seen, softcap, exact[3] if with_sinks else None)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -68,6 +66,6 @@ def test_values_and_gradients_over_packed_segments(
 def test_without_a_bias_it_is_causal() -> None:
     q, k, v = (x.detach() for x in draw(6, False))
     padded = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = scored_attention(*padded, None, scaling=SCALING, softcap=2.0, sinks=None)
+    out = padded_attention(*padded, None, AttentionOptions(0, SCALING, softcap=2.0))
     wanted = naive(q, k, v, torch.ones(6, 6).tril(), 2.0, None)
     torch.testing.assert_close(out[0].transpose(0, 1), wanted, rtol=1e-5, atol=1e-5)

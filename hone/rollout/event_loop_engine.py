@@ -1,37 +1,84 @@
-"""Where requests of an engine that decodes in the event loop wait: for resume, and for new weights.
+"""The base of engines that decode in the event loop: the slow reference and the scripted fake.
 
-The slow reference and the scripted fake share it. It also tells every request of a failure: one
-request's error ends them all, with the cause.
+It holds requests for `resume` and for new weights, and fails every request with the cause of one error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from hone.rollout.contract import RolloutError, StopReason
-from hone.rollout.requests import Request, chosen, decoding_failed, engine_failed
+from torch import Tensor
+
+from hone.rollout.contract import OnTokens, RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.requests import (
+    Request,
+    RequestRules,
+    decoding_failed,
+    engine_failed,
+    refuse_media,
+    select,
+)
 from hone.rollout.weights import WeightUpdate
+from hone.types import Settings
 
 
-class RequestGate:
-    """Requests between their arrival and their end. Verbs may come from other threads."""
+class EventLoopEngine:
+    """All of a `RolloutEngine` but its traits, its draws and its weights. Verbs may come from any thread."""
 
-    def __init__(self) -> None:
+    name: str
+
+    def __init__(self, rules: RequestRules, seconds_per_token: float = 0.0) -> None:
+        self._rules, self._seconds_per_token = rules, seconds_per_token
+        self.version = 0
         self._lock = threading.Lock()
         self._step_lock = threading.Lock()  # held while a token is drawn and while weights change
         self._running: dict[int, Request] = {}  # by identity
-        self._held: dict[int, Request] = {}  # arrived while paused
+        self._deferred: dict[int, Request] = {}  # arrived while paused
         self._waiters: list[asyncio.Future[None]] = []
         self._paused = False
         self._closed = False
         self._failure: BaseException | None = None
         self._update = WeightUpdate()
 
+    def _start(self, request: Request) -> None:
+        """Called before the first token."""
+
+    def _draw_one(self, request: Request) -> None:
+        """Append one token, or set the stop reason."""
+        raise NotImplementedError
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise NotImplementedError
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        *,
+        on_tokens: OnTokens | None = None,
+        multi_modal_data: Settings | None = None,
+    ) -> TokenOutput:
+        refuse_media(request_id, multi_modal_data, self.name)
+        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
+        self._rules.check(request)
+        with self._admitted(request):
+            if await self._may_go_on(request):
+                with self._step(request):
+                    self._start(request)
+            while await self._may_go_on(request):
+                await asyncio.sleep(self._seconds_per_token)
+                with self._step(request) as may_draw:
+                    if may_draw:
+                        self._draw_one(request)
+                request.stream()
+        return request.output()
+
     @contextmanager
-    def admitted(self, request: Request) -> Iterator[None]:
+    def _admitted(self, request: Request) -> Iterator[None]:
         """Around a request; refuses it where the engine is closed, failed or has half an update."""
         with self._lock:
             self._raise_failure()
@@ -39,16 +86,16 @@ class RequestGate:
                 raise RolloutError(f"request {request.request_id} came to an engine that is closed")
             if not self._paused:
                 self._update.refuse_tokens(f"request {request.request_id}")
-            (self._held if self._paused else self._running)[id(request)] = request
+            (self._deferred if self._paused else self._running)[id(request)] = request
         try:
             yield
         finally:
             with self._lock:
                 self._running.pop(id(request), None)
-                self._held.pop(id(request), None)
+                self._deferred.pop(id(request), None)
 
-    async def turn(self, request: Request) -> bool:
-        """Wait until the request may draw a token; False when it has ended."""
+    async def _may_go_on(self, request: Request) -> bool:
+        """Wait while the engine is paused; False when the request has ended."""
         while True:
             with self._lock:
                 self._raise_failure()
@@ -61,7 +108,7 @@ class RequestGate:
             await waiter
 
     @contextmanager
-    def step(self, request: Request) -> Iterator[bool]:
+    def _step(self, request: Request) -> Iterator[bool]:
         """Around the drawing of one token; False where a pause or an abort came first.
 
         An error of the engine inside fails every request; a refusal (RolloutError) only its own.
@@ -79,45 +126,51 @@ class RequestGate:
                     raise
                 raise decoding_failed(error) from error
 
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self._lock:
-            _end([*self._running.values(), *self._held.values()], request_ids)
+            _end([*self._running.values(), *self._deferred.values()], request_ids)
         self._wake()
 
-    def pause(self, keep: bool) -> None:
+    async def pause(self, keep: bool = False) -> None:
         with self._step_lock, self._lock:
             self._paused = True
             if not keep:
                 _end(self._running.values(), None)
         self._wake()
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         with self._lock:
             self._update.refuse_tokens("resume")
             self._paused = False
-            self._running |= self._held
-            self._held = {}
+            self._running |= self._deferred
+            self._deferred = {}
         self._wake()
 
-    def begin_update(self) -> None:
+    async def begin_update(self) -> None:
         with self._step_lock, self._lock:
             self._raise_failure()
             self._update.begin(0 if self._paused else len(self._running))
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         with self._step_lock, self._update.loading():
-            yield
+            self._load(weights)
 
-    def commit(self) -> None:
+    async def commit(self, version: int) -> None:
         with self._lock:
             self._update.commit()
+        self.version = version
 
-    def close(self) -> None:
+    async def sleep(self) -> None:
+        """Nothing is held between tokens."""
+
+    async def wake_up(self) -> None:
+        """Nothing was given back."""
+
+    async def close(self) -> None:
         """Running requests end as aborted; later ones are refused."""
         with self._lock:
             self._closed = True
-        self.abort()
+        await self.abort()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -132,7 +185,7 @@ class RequestGate:
 
 
 def _end(requests: Collection[Request], request_ids: Collection[str] | None) -> None:
-    for request in chosen(requests, request_ids):
+    for request in select(requests, request_ids):
         request.stop_reason = request.stop_reason or StopReason.ABORT
 
 

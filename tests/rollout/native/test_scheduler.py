@@ -1,21 +1,21 @@
-"""Who decodes next: order of the waiting line, shared pages, preemption; no model is needed."""
+"""Who decodes next: order of the waiting line, shared blocks, preemption; no model is needed."""
 
 from __future__ import annotations
 
 from hone.rollout.contract import Sampling, StopReason
-from hone.rollout.native.paged_cache import PagePool
-from hone.rollout.native.paged_schedule import PAGE_SIZE, PagedRules, PagedSchedule
+from hone.rollout.native.paged_cache import BlockPool
+from hone.rollout.native.scheduler import BLOCK_SIZE, PagedRules, Scheduler
 from hone.rollout.requests import Request
 
 LONGEST = 400
 
 
-def schedule(pages: int = 200, max_rows: int = 1) -> PagedSchedule:
-    return PagedSchedule(
-        PagePool(pages, PAGE_SIZE),
-        PagedRules(frozenset({1}), longest=LONGEST, pages=pages),
-        max_rows=max_rows,
-        prefill_limit=1000,
+def schedule(blocks: int = 200, max_num_seqs: int = 1) -> Scheduler:
+    return Scheduler(
+        BlockPool(blocks, BLOCK_SIZE),
+        PagedRules(frozenset({1}), longest=LONGEST, blocks=blocks),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=1000,
         prefix_caching=True,
     )
 
@@ -29,17 +29,17 @@ def names(requests: list[Request]) -> list[str]:
     return [request.request_id for request in requests]
 
 
-def running(line: PagedSchedule) -> list[str]:
-    return names([row.request for row in line.active])
+def running_names(line: Scheduler) -> list[str]:
+    return names([row.request for row in line.running])
 
 
-def drained(line: PagedSchedule) -> list[str]:
+def drained(line: Scheduler) -> list[str]:
     """Start and end all, one admission after the other; the order in which they started."""
     started = []
     while line.busy:
         line.admit(1)
-        started += running(line)
-        for row in line.active:
+        started += running_names(line)
+        for row in line.running:
             row.request.token_ids.append(7)
             row.request.stop_reason = StopReason.LENGTH
         line.retire()
@@ -63,52 +63,52 @@ def test_one_that_comes_later_overtakes_the_shorter_ones_that_wait() -> None:
 
 
 def test_a_group_of_equal_lengths_stays_together_behind_a_longer_one() -> None:
-    line = schedule(max_rows=4)
+    line = schedule(max_num_seqs=4)
     for name in ("a1", "a2", "b1", "b2", "c1"):
         line.add(ask(name, 9 if name == "c1" else 5))
     line.admit(1)
-    assert running(line) == ["c1", "a1", "a2", "b1"]
+    assert running_names(line) == ["c1", "a1", "a2", "b1"]
 
 
-def test_samples_of_a_group_hold_the_same_full_pages() -> None:
-    line = schedule(max_rows=3)
+def test_samples_of_a_group_hold_the_same_full_blocks() -> None:
+    line = schedule(max_num_seqs=3)
     for name in ("a1", "a2", "a3"):
         line.add(ask(name, 5))
-    tables = [row.pages for row in line.admit(1)]
-    assert len({tuple(pages[:2]) for pages in tables}) == 1
-    assert len({pages[2] for pages in tables}) == 3
+    tables = [row.blocks for row in line.admit(1)]
+    assert len({tuple(blocks[:2]) for blocks in tables}) == 1
+    assert len({blocks[2] for blocks in tables}) == 3
 
 
-def test_samples_of_a_group_that_start_apart_find_the_same_full_pages() -> None:
-    line = schedule(max_rows=2)
+def test_samples_of_a_group_that_start_apart_find_the_same_full_blocks() -> None:
+    line = schedule(max_num_seqs=2)
     for name, tokens in {"a1": 99, "b1": 50, "a2": 10}.items():
         line.add(ask(name, tokens))
     first, other = line.admit(1)
     for row in (first, other):
-        line.remember(row, row.request.prompt_ids)
+        line.insert_prefix(row, row.request.prompt_ids)
     other.request.stop_reason = StopReason.STOP
     line.retire()
     [second] = line.admit(1)
     assert second.request.request_id == "a2"
-    assert second.known == 2 * PAGE_SIZE
-    assert second.pages[:2] == first.pages[:2]
+    assert second.cached_tokens == 2 * BLOCK_SIZE
+    assert second.blocks[:2] == first.blocks[:2]
 
 
 def test_preempted_ones_go_first_in_their_old_order_however_long_the_new_ones_are() -> None:
-    line = schedule(pages=18, max_rows=3)  # three rows of 5 pages at first, then one of 10
+    line = schedule(blocks=18, max_num_seqs=3)  # three rows of 5 blocks at first, then one of 10
     for name in ("a", "b", "c"):
-        line.add(ask(name, 150, prompt=5 * PAGE_SIZE - 2))
+        line.add(ask(name, 150, prompt=5 * BLOCK_SIZE - 2))
     assert len(line.admit(1)) == 3
-    for row in line.active:
+    for row in line.running:
         row.request.token_ids += [7] * 40
-    line.extend(40)
-    assert (running(line), line.preempted) == (["a"], 2)
+    line.extend_block_tables(40)
+    assert (running_names(line), line.preempted) == (["a"], 2)
     line.add(ask("d", 230))
     assert drained(line) == ["a", "b", "c", "d"]
 
 
-def test_an_abort_gives_every_page_back() -> None:
-    line = schedule(max_rows=2)
+def test_an_abort_gives_every_block_back() -> None:
+    line = schedule(max_num_seqs=2)
     for name in ("a", "b", "c"):
         line.add(ask(name, 20))
     line.admit(1)

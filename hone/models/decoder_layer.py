@@ -1,0 +1,136 @@
+"""The one description of a decoder layer that llama, qwen2, qwen3 and mistral share.
+
+Training (fused.py) and the three forwards of the native engine read a layer's parameters through it; every
+other model, and one whose layers are wrapped (adapters, quantisation), runs through its own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hone.models.attention import window_of
+from hone.ops.attention import AttentionOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from hone.models.policy import PolicyModel
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""`model_type` of each family, and the name that its classes begin with."""
+_FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
+"""Rotary tables that do not depend on the length of the sequence."""
+L = TypeVar("L")
+N = TypeVar("N")
+
+
+class NormModule(Protocol):
+    """An RMS norm."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class SelfAttention(Protocol):
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: NormModule
+    """Of qwen3 only, as k_norm."""
+    k_norm: NormModule
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    config: PreTrainedConfig
+
+
+class GatedMlp(Protocol):
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+    act_fn: nn.Module
+
+
+class LayerModule(Protocol):
+    """A decoder layer, by the names that transformers gives its parts."""
+
+    self_attn: SelfAttention
+    mlp: GatedMlp
+    input_layernorm: NormModule
+    post_attention_layernorm: NormModule
+
+
+@dataclass(frozen=True)
+class DecoderLayer(Generic[L, N]):
+    """What one forward computes a layer with: linear maps (L), norms (N), and how it attends."""
+
+    qkv: L
+    out: L
+    gate_up: L
+    down: L
+    norm_in: N
+    norm_mlp: N
+    q_norm: N | None
+    k_norm: N | None
+    attention: AttentionOptions
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def read_layer(
+    layer: LayerModule, *, join: Callable[[Sequence[nn.Linear]], L], norm: Callable[[NormModule], N]
+) -> DecoderLayer[L, N]:
+    """Describe a layer; `join` makes one map of the linear modules that share an input."""
+    a, m = layer.self_attn, layer.mlp
+    return DecoderLayer(
+        join([a.q_proj, a.k_proj, a.v_proj]),
+        join([a.o_proj]),
+        join([m.gate_proj, m.up_proj]),
+        join([m.down_proj]),
+        norm(layer.input_layernorm),
+        norm(layer.post_attention_layernorm),
+        norm(a.q_norm) if hasattr(a, "q_norm") else None,
+        norm(a.k_norm) if hasattr(a, "k_norm") else None,
+        attention_options(a),
+        a.q_proj.weight.shape[0] // a.head_dim,
+        a.k_proj.weight.shape[0] // a.head_dim,
+        a.head_dim,
+    )
+
+
+def attention_options(attention: SelfAttention) -> AttentionOptions:
+    """How an attention module of a shared layer attends."""
+    return AttentionOptions(attention.layer_idx, attention.scaling, window_of(attention))
+
+
+def linears(layer: LayerModule) -> tuple[nn.Linear, ...]:
+    a, m = layer.self_attn, layer.mlp
+    return (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+
+
+def has_shared_layers(policy: PolicyModel) -> bool:
+    """Whether every layer is as described here: no adapters, no hooks, SiLU, a fixed rotary table."""
+    config, decoder = policy.lm.config, policy.decoder
+    if hasattr(policy.lm, "peft_config") or config.model_type not in FAMILIES:
+        return False
+    rope = getattr(decoder.rotary_emb, "rope_type", "default")
+    silu = config.hidden_act in ("silu", "swish")
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
+    maps = (m for layer in decoder.layers for m in linears(layer))
+    return silu and rope in _FIXED_ROPES and not hooked and all(type(m) is nn.Linear for m in maps)
+
+
+def rotary_table(decoder: PreTrainedModel, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [W, D] of the positions below `width`, in the decoder's dtype."""
+    like = decoder.embed_tokens.weight[:1].detach()
+    cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()

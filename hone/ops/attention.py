@@ -1,0 +1,100 @@
+"""Attention over padded sequences, and what every layout of keys needs for it.
+
+Soft-capped scores and attention sinks, which fused kernels lack, are computed one sequence at a time in
+float32; the backward pass computes the scores again, so only one sequence's scores are alive at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+class AttentionOptions(NamedTuple):
+    """How one layer attends."""
+
+    layer: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether fused kernels cannot compute it."""
+        return self.softcap is not None or self.sinks is not None
+
+
+def padded_attention(
+    q: Tensor,  # [B, H, L, D]
+    k: Tensor,  # [B, H, M, D]
+    v: Tensor,  # [B, H, M, D]
+    bias: Tensor | None,  # [L, M] or [B, 1, L, M], -inf where a key is masked; None: causal
+    options: AttentionOptions,
+) -> Tensor:  # [B, H, L, D]
+    """softmax(softcap(q · kᵀ) + bias) · v; a sink takes its share of every query's weights."""
+    if not options.needs_scores:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=bias is None, scale=options.scaling
+        )
+    if bias is None:
+        bias = q.new_full((q.shape[2], k.shape[2]), float("-inf")).triu(1)
+    recompute = torch.is_grad_enabled() and q.requires_grad
+    out = []
+    for i in range(len(q)):
+        inputs = (q[i], k[i], v[i], bias if bias.dim() == 2 else bias[i, 0], options)
+        out.append(
+            checkpoint(_attend, *inputs, use_reentrant=False) if recompute else _attend(*inputs)
+        )
+    return torch.stack(out)
+
+
+def _attend(
+    q: Tensor,  # [H, L, D]
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,  # [L, M]
+    options: AttentionOptions,
+) -> Tensor:
+    scores = soft_cap(
+        torch.matmul(q.float(), k.float().transpose(1, 2)) * options.scaling, options.softcap
+    )
+    sinks = None if options.sinks is None else options.sinks[:, None, None]
+    return torch.matmul(softmax_with_sinks(scores + bias, sinks).to(v.dtype), v)
+
+
+def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores squashed into (-softcap, softcap)."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension; a sink is one more key, whose value is 0."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+
+
+def is_visible(distance: Tensor, window: int | None) -> Tensor:
+    """Whether a query sees a key that stands `distance` tokens before it."""
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is visible, -inf where it is masked."""
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return bias.masked_fill_(~visible, float("-inf"))
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [N, KV, D] repeated for each of the query heads [N, H, D]."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
+        return k, v
+    return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

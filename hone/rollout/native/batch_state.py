@@ -1,0 +1,117 @@
+"""The running sequences as tensors: the GPU draws many tokens from them without the host.
+
+Row i of every tensor is sequence i. The host fills the rows between chunks of decode steps and reads the
+drawn tokens back in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.ops.transfer import send
+
+MAX_STOPS = 8
+"""Stop tokens per row that the GPU checks; the host checks requests with more."""
+FIELDS = ("token", "position", "slot", "seed", "limit", "finished", "count")
+"""Rows of `state`, in the order that the kernels know."""
+_FINISHED = FIELDS.index("finished")
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """Device tensors of some rows; slices share memory."""
+
+    state: Tensor  # [7, R] int64, see FIELDS
+    inverse_temperature: Tensor  # [R] float32; 1 where greedy
+    greedy: Tensor  # [R] int32
+    stops: Tensor  # [R, MAX_STOPS] int64, -1 where unused
+    block_table: Tensor  # [R, W] int32
+    tokens_out: Tensor  # [R, C] int32
+    log_probs_out: Tensor  # [R, C] float32
+
+    token = property(lambda self: self.state[0])
+    """The token to feed next."""
+    position = property(lambda self: self.state[1])
+    """Its position in the sequence."""
+    slot = property(lambda self: self.state[2])
+    """The cache slot of its key: block * block_size + offset."""
+    seed = property(lambda self: self.state[3])
+    limit = property(lambda self: self.state[4])
+    """Longest length of the sequence, prompt included."""
+    finished = property(lambda self: self.state[5])
+    count = property(lambda self: self.state[6])
+    """Tokens drawn since the host last read them."""
+
+    @staticmethod
+    def empty(rows: int, width: int, room: int, device: torch.device) -> BatchState:
+        host = HostBatch(rows, width)
+        inputs = (torch.from_numpy(getattr(host, f.name)).to(device) for f in fields(host))
+        return BatchState(
+            *inputs,
+            torch.zeros(rows, room, dtype=torch.int32, device=device),
+            torch.zeros(rows, room, dtype=torch.float32, device=device),
+        )
+
+    def rows(self, begin: int, end: int) -> BatchState:
+        state, *others = (getattr(self, f.name) for f in fields(self))
+        return BatchState(state[:, begin:end], *(tensor[begin:end] for tensor in others))
+
+
+@dataclass(init=False)
+class HostBatch:
+    """The host's copy: filled in numpy, sent in a few copies."""
+
+    state: np.ndarray
+    inverse_temperature: np.ndarray
+    greedy: np.ndarray
+    stops: np.ndarray
+    block_table: np.ndarray
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.state = np.zeros((len(FIELDS), rows), np.int64)
+        self.state[_FINISHED] = 1
+        self.inverse_temperature = np.ones(rows, np.float32)
+        self.greedy = np.zeros(rows, np.int32)
+        self.stops = np.full((rows, MAX_STOPS), -1, np.int64)
+        self.block_table = np.zeros((rows, width), np.int32)
+
+    def fill(
+        self,
+        begin: int,
+        states: Sequence[tuple[int, ...]],
+        *,
+        temperatures: Sequence[float],
+        stops: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
+    ) -> None:
+        """Fill the rows from `begin` on; each argument has one entry per row, a state as in FIELDS."""
+        if not states:
+            return
+        at = slice(begin, begin + len(states))
+        self.state[:, at] = np.array(states, np.int64).T
+        temperature = np.array(temperatures, np.float32)
+        self.greedy[at] = temperature == 0
+        self.inverse_temperature[at] = 1.0 / np.where(temperature == 0, 1.0, temperature)
+        for row, (stop_ids, held) in enumerate(zip(stops, blocks, strict=True), begin):
+            self.stops[row] = [*stop_ids[:MAX_STOPS], *[-1] * (MAX_STOPS - len(stop_ids))]
+            self.block_table[row, : len(held)] = held
+
+    def clear_from(self, row: int) -> None:
+        """Rows from here on hold no sequence: they write to the null block and draw nothing."""
+        self.state[:, row:] = 0
+        self.state[_FINISHED, row:] = 1
+        self.block_table[row:] = 0
+
+    def send(self, device: BatchState, begin: int, end: int) -> None:
+        """Copy rows [begin, end) to the device, in stream order."""
+        target = device.rows(begin, end)
+        for f in fields(self):
+            whole = getattr(self, f.name)
+            part = whole[:, begin:end] if f.name == "state" else whole[begin:end]
+            source = torch.from_numpy(np.ascontiguousarray(part))
+            getattr(target, f.name).copy_(send(source, device.state.device))
