@@ -74,7 +74,8 @@ def layout_attention(
     window = window_of(module) if sliding_window is ... else sliding_window
     scaling = scaling if scaling is not None else width**-0.5
     options = AttentionOptions(module.layer_idx, scaling, window, softcap, s_aux)
-    out = layout.attend(*(x[0].transpose(0, 1) for x in heads), options)
+    q, k, v = (x[0].transpose(0, 1) for x in heads)
+    out = layout.attend(q, k, v, options)
     return out[None, ..., :value_width], None
 
 

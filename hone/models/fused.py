@@ -94,13 +94,13 @@ def _layer(
         Norm(module.weight, module.variance_epsilon)
         for module in (self.input_layernorm, self.post_attention_layernorm)
     ]
-    q, k, v = (
+    to_q, to_k, to_v = (
         Linear(module.weight, module.bias)
         for module in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     cos, sin = (angles[0] for angles in position_embeddings)
-    *heads, x = heads_of(hidden_states[0], norms[0], q, k, v, (cos, sin))
-    out = layout.attend(*heads, attention_options(attention))
+    q, k, v, x = heads_of(hidden_states[0], norms[0], to_q, to_k, to_v, (cos, sin))
+    out = layout.attend(q, k, v, attention_options(attention))
     x = x + wide_linear(out.flatten(1), attention.o_proj.weight)
     weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
     return gated_half(x, norms[1], *weights)[None]

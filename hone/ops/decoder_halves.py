@@ -73,8 +73,8 @@ class _Heads(torch.autograd.Function):
         x, norm, scale, *weights, cos, sin = ctx.saved_tensors
         needed = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)
-        *g_heads, g_sum = grads
-        g = join_gradients(*g_heads, cos, sin)
+        g_q, g_k, g_v, g_sum = grads
+        g = join_gradients(g_q, g_k, g_v, cos, sin)
         g_x, g_norm = norm_backward(x, norm, scale, g @ torch.cat(weights), g_sum)
         rows, nothing = [len(w) for w in weights], [None] * 3
         g_weights = (g.t() @ h).split(rows) if any(needed[3:9:2]) else nothing

@@ -147,16 +147,20 @@ class LinearLogProbs(torch.autograd.Function):
         if bias is not None:
             g_bias = torch.zeros_like(bias, dtype=torch.float32)
         for part in _chunks(hidden.shape[0], weight.shape[0], fused=ctx.fused):
-            rows = [x[part] for x in (target, *statistics)]
-            pulls = [g[part].contiguous() if g is not None else None for g in grads]
+            targets, norm, entropy = (x[part] for x in (target, *statistics))
+            g_log_prob, g_entropy = (g[part].contiguous() if g is not None else None for g in grads)
             if ctx.fused:
                 from hone.ops.logprobs_triton import logits_to_gradient
 
                 z = wide_product(hidden[part], weight)
-                g = logits_to_gradient(z, *rows, *pulls, ctx.factor, hidden.dtype)
+                g = logits_to_gradient(
+                    z, targets, norm, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
+                )
             else:
                 z, squashed = _logits(hidden[part], weight, bias, ctx.softcap, ctx.factor)
-                g = _plain_gradient(z, squashed, *rows, *pulls, ctx.factor)
+                g = _plain_gradient(
+                    z, squashed, targets, norm, entropy, g_log_prob, g_entropy, ctx.factor
+                )
                 if g_bias is not None:
                     g_bias += g.sum(0)
                 g = g.to(hidden.dtype)

@@ -7,6 +7,7 @@ share is laid once, and its responses are its children. Only tokens that predict
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class PackedRows:
         return out.index_put((self.row, self.column), values)
 
     def to(self, device: torch.device) -> PackedRows:
-        tensors = {
+        tensors: dict[str, Any] = {
             name: send(value, device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)

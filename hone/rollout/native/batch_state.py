@@ -50,12 +50,12 @@ class BatchState:
     @staticmethod
     def empty(rows: int, width: int, room: int, device: torch.device) -> BatchState:
         host = HostBatch(rows, width)
-        inputs = (torch.from_numpy(getattr(host, f.name)).to(device) for f in fields(host))
-        return BatchState(
-            *inputs,
-            torch.zeros(rows, room, dtype=torch.int32, device=device),
-            torch.zeros(rows, room, dtype=torch.float32, device=device),
-        )
+        inputs = [torch.from_numpy(getattr(host, f.name)).to(device) for f in fields(host)]
+        outputs = [
+            torch.zeros(rows, room, dtype=dtype, device=device)
+            for dtype in (torch.int32, torch.float32)
+        ]
+        return BatchState(*inputs, *outputs)
 
     def rows(self, begin: int, end: int) -> BatchState:
         state, *others = (getattr(self, f.name) for f in fields(self))

@@ -92,8 +92,8 @@ class PagedPrefill:
             of_q, of_k = slice(at_q, at_q + end - start), slice(at_k, at_k + end)
             position = torch.arange(end, device=q.device)
             visible = is_visible(position[start:, None] - position, options.window)
-            parts = (x.transpose(0, 1)[None] for x in (q[of_q], k[of_k], v[of_k]))
-            part = padded_attention(*parts, as_bias(visible, q.dtype), options)
+            queries, keys, values = (x.transpose(0, 1)[None] for x in (q[of_q], k[of_k], v[of_k]))
+            part = padded_attention(queries, keys, values, as_bias(visible, q.dtype), options)
             out[of_q] = part[0].transpose(0, 1)
             at_q, at_k = of_q.stop, of_k.stop
         return out
