@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.config.batch_info import announced
+from hone.config.actor import announced
 from hone.ops.masked import masked_mean, masked_sum
 
 MODES = (

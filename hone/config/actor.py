@@ -5,18 +5,18 @@ Batch sizes are in prompts, sequences or tokens, as each docstring says; the der
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextvars import ContextVar
 
-from hone.config.batch_info import announced
-from hone.config.block import Block, block
+from hone.config.block import AboveOne, NotNegative, Positive, SchemaBlock, block, follows
 from hone.config.engine import FSDPConfig, LogProbConfig, UpdateConfig
-from hone.config.keys import follows
-from hone.config.ranges import AboveOne, NotNegative, Positive
 from hone.types import Settings
 
+announced: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
+"""The counts of the mini-batch under way, which the aggregation announces: `batch_num_tokens` and
+`global_batch_size`; nothing outside a mini-batch."""
 
-@dataclass(frozen=True)
-class PolicyLossConfig(Block):
+
+class PolicyLossConfig(SchemaBlock):
     """Which policy loss and its own constants."""
 
     loss_mode: str = "vanilla"
@@ -35,7 +35,6 @@ class PolicyLossConfig(Block):
     """dro: weight of the squared log-ratio; must be given and positive for `dro`."""
 
 
-@dataclass(frozen=True)
 class ActorConfig(UpdateConfig):
     """The policy update."""
 
@@ -74,7 +73,6 @@ class ActorConfig(UpdateConfig):
         return {"dp_size": 1, **announced.get(), "loss_scale_factor": self.loss_scale_factor}
 
 
-@dataclass(frozen=True)
 class RefConfig(LogProbConfig):
     """The reference policy: forward only."""
 

@@ -5,17 +5,15 @@ Formulas live in `hone.algorithms`; `docs/algorithms.md` has one table of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Block, block
-from hone.config.correction_presets import CorrectionPresets
-from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
-from hone.types import Settings
+from hone.config.block import Count, CountOrZero, NotNegative, Positive, SchemaBlock, Share, block
+from hone.config.errors import did_you_mean, nearest
+from hone.types import Function, Row, Settings
 
 
-@dataclass(frozen=True)
-class KLControlConfig(Block):
+class KLControlConfig(SchemaBlock):
     """Weight of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
@@ -28,8 +26,7 @@ class KLControlConfig(Block):
     """adaptive: the KL to hold."""
 
 
-@dataclass(frozen=True)
-class PFPPOConfig(Block):
+class PFPPOConfig(SchemaBlock):
     """PF-PPO: resample the batch by reward."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
@@ -38,8 +35,7 @@ class PFPPOConfig(Block):
     """pow: the exponent."""
 
 
-@dataclass(frozen=True)
-class RolloutCorrectionConfig(CorrectionPresets, Block):
+class RolloutCorrectionConfig(SchemaBlock):
     """Correction for rollout log-probs that differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
@@ -58,8 +54,7 @@ class RolloutCorrectionConfig(CorrectionPresets, Block):
     """Divide the weights by their batch mean."""
 
 
-@dataclass(frozen=True)
-class FilterGroupsConfig(Block):
+class FilterGroupsConfig(SchemaBlock):
     """DAPO's dynamic sampling: drop groups without signal and generate more."""
 
     enable: bool = False
@@ -73,12 +68,10 @@ class FilterGroupsConfig(Block):
     max_inflight_gen_batches: Count = 2
     """Generation rounds under way at the same time; 1 starts a round when the last one is judged."""
     order: Literal["submission", "finish"] = "submission"
-    """Which groups fill the batch: the first that were asked for, or the first that ended (which makes a
-    run depend on timing)."""
+    """Groups that fill the batch: the first submitted, or the first to finish (depends on timing)."""
 
 
-@dataclass(frozen=True)
-class AlgorithmConfig(Block):
+class AlgorithmConfig(SchemaBlock):
     """Advantages, KL in the reward, correction, filters."""
 
     gamma: Share = 1.0
@@ -107,8 +100,7 @@ class AlgorithmConfig(Block):
     """gdpo: weight of each part; null is 1 each."""
 
 
-@dataclass(frozen=True)
-class CurriculumFilterConfig(Block):
+class CurriculumFilterConfig(SchemaBlock):
     """PURE's filter of groups that are too easy or too hard."""
 
     enable: bool = False
@@ -119,3 +111,60 @@ class CurriculumFilterConfig(Block):
         default_factory=lambda: {"lower_percentile_bound": 25, "upper_percentile_bound": 75}
     )
     """interquartile: the percentiles."""
+
+
+_IS, _RS, _LOWER = "rollout_is_threshold", "rollout_rs_threshold", "threshold_lower"
+_SEQUENCE: Row = {"rollout_is": "sequence", _IS: 2.0}
+_TOKEN: Row = {"rollout_is": "token", _IS: 2.0}
+_PARTS: dict[str, Row] = {
+    "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
+    "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
+    "bypass_pg": {"bypass_mode": True, "loss_type": "reinforce"},
+    **dict.fromkeys(("token_is", "token_tis"), _TOKEN),
+    "token_icepop": _TOKEN | {_IS: "0.5_5.0"},
+    **dict.fromkeys(("pg_is", "seq_is", "seq_tis"), _SEQUENCE),
+    "seq_is_rs": {"rollout_rs": "seq_sum_k1", _RS: "0.5_2.0"},
+    "geo_rs": {"rollout_rs": "seq_mean_k1", _RS: "0.999_1.001"},
+    "k3_rs": {"rollout_rs": "seq_mean_k3", _RS: 0.01},
+}
+"""What each part of a preset's name sets; decoupled recomputes old log-probs, bypass takes the rollout's."""
+_NAMES = """
+    disabled decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
+    decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis
+    decoupled_k3_rs decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis
+    bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs bypass_pg_is bypass_pg_token_icepop
+    bypass_pg_geo_rs bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis
+"""
+PRESETS: dict[str, Row] = {
+    name: {key: v for part, values in _PARTS.items() if part in name for key, v in values.items()}
+    for name in _NAMES.split()
+}
+"""verl's named corrections: `RolloutCorrectionConfig.decoupled_geo_rs(rs_threshold="0.99_1.01")`."""
+
+
+def _preset(name: str) -> Function:
+    settings, both = PRESETS[name], _IS in PRESETS[name] and _RS in PRESETS[name]
+    names = {"is_threshold" if both else "threshold": _IS, "rs_threshold": _RS}  # in verl's order
+    arguments = {argument: key for argument, key in names.items() if key in settings}
+    if name.endswith("icepop"):
+        arguments[_LOWER] = _LOWER
+
+    def make(cls: type, *values: float | str, **named: float | str) -> RolloutCorrectionConfig:
+        given = dict(zip(arguments, values, strict=False)) | named
+        if len(values) > len(arguments) or not given.keys() <= arguments.keys():
+            near = [nearest(key, arguments) for key in named.keys() - arguments]
+            takes = ", ".join(arguments) or "no arguments"
+            raise TypeError(f"{name} takes {takes}.{did_you_mean(*near)}")
+        made = settings | {arguments[key]: value for key, value in given.items()}
+        if _LOWER in arguments:
+            low, high = str(settings[_IS]).split("_")
+            made[_IS] = f"{made.pop(_LOWER, low)}_{given.get('threshold', high)}"
+        correction: RolloutCorrectionConfig = cls(**made)
+        return correction
+
+    make.__doc__ = f"The preset {name}; arguments: {', '.join(arguments) or 'none'}."
+    return make
+
+
+for _name in PRESETS:
+    setattr(RolloutCorrectionConfig, _name, classmethod(_preset(_name)))

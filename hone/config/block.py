@@ -1,29 +1,44 @@
-"""What every block of a tree can do beside its fields: be read like a dict, as verl's configs are.
+"""What a schema is written with: blocks that are read like dicts, ranges, defaults that follow other keys.
 
 `config.get("clip_ratio_c", 3.0)`, `config["clip_ratio"]`, `"lam" in config` and `**config` work in a
-user's loss, estimator or manager. Nothing can be written.
+user's loss, estimator or manager, as with verl's configs. Nothing can be written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from typing_extensions import dataclass_transform
+
+from hone.config.convert import Value, show_value
 from hone.config.errors import did_you_mean, nearest
 
 B = TypeVar("B")
 
-Hint: TypeAlias = Any
-"""A type hint: a class, a union, a literal or a generic."""
-Value: TypeAlias = Any
-"""The value of a key: what its field's type says."""
 
-
-def block(cls: type[B], **changes: Any) -> B:
+def block(cls: type[B], **changes: Value) -> B:
     """A block inside another one; its docstring is that of its class."""
     return dataclasses.field(default_factory=functools.partial(cls, **changes))
+
+
+def follows(key: str) -> Value:
+    """Default that takes the value of another key (an OmegaConf interpolation)."""
+    return "${" + key + "}"
+
+
+def at_most(limit: int, key: str) -> Value:
+    """Default that is `limit`, or the value of another key where that is smaller."""
+    return "${least:" + str(limit) + ",${" + key + "}}"
+
+
+def at_least(limit: int, key: str) -> Value:
+    """Default that is `limit`, or the value of another key where that is larger."""
+    return "${most:" + str(limit) + ",${" + key + "}}"
 
 
 class MissingKey(KeyError, AttributeError):
@@ -31,7 +46,7 @@ class MissingKey(KeyError, AttributeError):
 
 
 class Block(Mapping[str, Any]):
-    """A frozen dataclass that is also a read-only mapping.
+    """A dataclass that is also a read-only mapping.
 
     Derived values (properties) can be read by name too; iteration gives the fields alone.
     """
@@ -51,20 +66,57 @@ class Block(Mapping[str, Any]):
         return getattr(self, key) if key in self else default
 
     def __contains__(self, key: object) -> bool:
-        return key in [*self, *_properties(type(self)), *vars(self)]
+        return key in _names(type(self)) or key in vars(self)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_fields(type(self)))
+        return iter(getattr(type(self), "__dataclass_fields__", {}))
 
     def __len__(self) -> int:
-        return len(_fields(type(self)))
+        return len(list(iter(self)))
 
 
 @functools.cache
-def _fields(cls: type) -> list[str]:
-    return [field.name for field in getattr(cls, "__dataclass_fields__", {}).values()]
+def _names(cls: type) -> frozenset[str]:
+    """Fields and properties."""
+    properties = {name for name in dir(cls) if isinstance(getattr(cls, name), property)}
+    return frozenset(properties | getattr(cls, "__dataclass_fields__", {}).keys())
 
 
-@functools.cache
-def _properties(cls: type) -> list[str]:
-    return [name for name in dir(cls) if isinstance(getattr(cls, name), property)]
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+class SchemaBlock(Block):
+    """A block of the schema: every subclass is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number; `above` excludes the bound itself. `-1` may stand for none."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    minus_one: bool = False
+
+    def holds(self, value: float) -> bool:
+        """True when the number lies inside."""
+        inside = self.least <= value <= self.most and self.above < value
+        return math.isfinite(value) and (inside or (self.minus_one and value == -1))
+
+    def __str__(self) -> str:
+        words = {"{} or more": self.least, "above {}": self.above, "at most {}": self.most}
+        parts = [text.format(show_value(b)) for text, b in words.items() if math.isfinite(b)]
+        return " and ".join(parts) + (", or -1" if self.minus_one else "")
+
+
+Count = Annotated[int, Range(least=1)]
+CountOrZero = Annotated[int, Range(least=0)]
+CountOrAll = Annotated[int, Range(least=1, minus_one=True)]
+TopK = Annotated[int, Range(least=0, minus_one=True)]
+NotNegative = Annotated[float, Range(least=0)]
+Positive = Annotated[float, Range(above=0)]
+Share = Annotated[float, Range(least=0, most=1)]
+PositiveShare = Annotated[float, Range(above=0, most=1)]
+AboveOne = Annotated[float, Range(above=1)]
+OneOrMore = Annotated[float, Range(least=1)]

@@ -5,20 +5,19 @@ The command line is wired in `hone.cli`; nothing here prints.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hone.config.aliases import new_name, other_names
-from hone.config.apply import Composed, Further, abbreviates, compose_settings
-from hone.config.block import Value
-from hone.config.compose import config_to_dict
-from hone.config.convert import show_value
+from hone.config import config_to_dict
+from hone.config.aliases import other_names
+from hone.config.apply import Composed, Further, compose_settings
+from hone.config.convert import Value, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
-from hone.config.keys import Leaf, find_block, get, leaves
+from hone.config.keys import Leaf, blocks, fitting, get, leaves
 from hone.config.sources import Setting, read_config
-from hone.config.states import Rule, names, replacements_of, rules
+from hone.config.states import Rule, names, new_name, replacements_of, rules
 from hone.config.trees import TREES, Tree
-from hone.types import Settings
 
 _TREE_NAMES = "\0"
 """Where a text names the trees it is true of."""
@@ -44,85 +43,58 @@ def as_yaml(composed: Composed, block: str = "") -> str:
 
 def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
     root: type = type(composed.config)
-    known = leaves(root)
-
-    def origin(key: str) -> str:
-        if key in composed.origins:
-            return composed.origins[key]
-        if any(k.startswith(key + ".") for k in composed.origins):
-            return "partly set"
-        followed = known[key].followed
-        return f"follows {followed}" if followed else "default"
-
-    def walk(node: Settings, prefix: str, depth: int) -> Iterator[str]:
-        for name, value in node.items():
-            key = f"{prefix}{name}"
-            if key not in known:
-                inner = list(walk(value, key + ".", depth + 1))
-                if inner:
-                    yield f"{'  ' * depth}{name}:"
-                    yield from inner
-            elif not only_set or not origin(key).startswith(("default", "follows")):
-                text = f"{'  ' * depth}{name}: {_yaml_value(value)}"
-                yield f"{text:<52}  # {origin(key)}"
-
-    yield from walk(config_to_dict(composed.config), "", 0)
+    before: list[str] = []
+    for key, leaf in leaves(root).items():
+        origin = composed.origins.get(key)
+        if origin is None and any(k.startswith(key + ".") for k in composed.origins):
+            origin = "partly set"
+        if only_set and origin is None:
+            continue
+        *way, name = key.split(".")
+        for depth, part in enumerate(way):
+            if way[: depth + 1] != before[: depth + 1]:
+                yield f"{'  ' * depth}{part}:"
+        before = way
+        text = f"{'  ' * len(way)}{name}: {_yaml_value(to_plain(get(composed.config, key)))}"
+        by_default = f"follows {leaf.followed}" if leaf.followed else "default"
+        yield f"{text:<52}  # {origin or by_default}"
 
 
 def _yaml_value(value: Value) -> str:
-    import json
+    if isinstance(value, str) and "\n" not in value:
+        import yaml
 
-    if isinstance(value, str):
-        plain = value and value == value.strip() and not set(value) & set(":#{}[],&*!|>'\"%@`\n\\")
-        reserved = value.lower() in ("null", "true", "false", "yes", "no", "on", "off", "~")
-        numeric = value.replace(".", "", 1).replace("-", "", 1).isdigit()
-        if plain and not reserved and not numeric:
-            return value
-    return (
-        json.dumps(value, ensure_ascii=False)
-        if isinstance(value, str | dict | list)
-        else show_value(value)
-    )
+        text: str = yaml.safe_dump(value, width=1000, allow_unicode=True)
+        return text.splitlines()[0]
+    return json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
 
 
 def explain(key: str, tree: str | None = None) -> str:
     """What a key does, takes and defaults to in every tree that has it, or in the one named; old
     names, blocks and near misses too."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
-    if texts := [(t, text) for t in trees if (text := _explain_known(key, t))]:
-        return _joined(texts)
+    by_text: dict[str, list[str]] = {}
+    for owner in trees:
+        if text := _explain_known(key, owner):
+            by_text.setdefault(text, []).append(owner.name)
+    if by_text:
+        texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in by_text.items())
+        return "\n".join(texts)
     for name in (t.name for t in trees):
         new = other_names(name).get(key) or new_name(key, name)
         if new != key:
             leaf = any(new in leaves(t.root) for t in trees)
             return f"{key} is another name: {new}\n" + (f"\n{explain(new, tree)}" if leaf else "")
-    for rule in rules():
+    for rule in rules("refused", "neutral"):
         mine = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
-        if (rule.tree is None or mine) and names(rule.pattern, key):
+        if (rule.tree == "*" or mine) and names(rule.pattern, key):
             return f"{key}: {state_in_words(rule)}\n"
-    return _near(key, trees, f" in {tree}" if tree else "")
-
-
-def _near(key: str, trees: Sequence[Tree], where: str) -> str:
-    """The keys that a bare last word may mean; for any other key that does not exist, an error."""
-    every = list(dict.fromkeys(known for tree in trees for known in leaves(tree.root)))
-    if "." not in key and (same := [k for k in every if k.rsplit(".", 1)[-1] == key]):
+    where = f" in {tree}" if tree else ""
+    every = list(dict.fromkeys(known for owner in trees for known in leaves(owner.root)))
+    if same := [known for known in every if known.rpartition(".")[2] == key]:
         return "\n  ".join([f"{len(same)} keys end in '{key}'{where}:", *same]) + "\n"
-    fitting = [k for k in every if abbreviates(key, k)]
-    if len(fitting) > 1:
-        raise ConfigError(
-            f"there is no key '{key}'{where}. Did you mean one of {', '.join(fitting)}?"
-        )
-    suggestion = fitting[0] if fitting else nearest(key, every)
-    raise ConfigError(f"there is no key '{key}'{where}.{did_you_mean(suggestion)}")
-
-
-def _joined(texts: Sequence[tuple[Tree, str]]) -> str:
-    """One text for all trees that say the same."""
-    by_text: dict[str, list[str]] = {}
-    for tree, text in texts:
-        by_text.setdefault(text, []).append(tree.name)
-    return "\n".join(t.replace(_TREE_NAMES, ", ".join(names)) for t, names in by_text.items())
+    hint = did_you_mean(*(fitting(key, every) or [nearest(key, every) or ""]))
+    raise ConfigError(f"there is no key '{key}'{where}.{hint}")
 
 
 def _explain_known(key: str, tree: Tree) -> str | None:
@@ -130,33 +102,30 @@ def _explain_known(key: str, tree: Tree) -> str | None:
     known = leaves(tree.root)
     if key in known:
         return _explain_leaf(known[key], tree)
-    block = find_block(tree.root, key)
-    if block is None:
+    if not key or key not in blocks(tree.root):
         return None
-    inside = [leaf for name, leaf in known.items() if name.startswith(key + ".")]
-    width = max(len(leaf.key) for leaf in inside) - len(key) - 1
-    lines = [f"{key}: a block of {_TREE_NAMES}", f"  {block[1]}", ""]
-    lines += [f"  {i.key[len(key) + 1 :]:<{width}}  {i.default_in_words}" for i in inside]
+    inside = {name[len(key) + 1 :]: known[name] for name in known if name.startswith(key + ".")}
+    width = max(map(len, inside))
+    lines = [f"{key}: a block of {_TREE_NAMES}", f"  {blocks(tree.root)[key].__doc__}", ""]
+    lines += [f"  {name:<{width}}  {leaf.default_in_words}" for name, leaf in inside.items()]
     return "\n".join(lines) + "\n"
 
 
 def _explain_leaf(leaf: Leaf, tree: Tree) -> str:
     lines = [leaf.key, f"  {leaf.doc}", ""]
     lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
-    lines += [
-        f"           {show_value(list(r.values))} becomes {show_value(r.becomes)}"
-        for r in replacements_of(leaf.key)
-    ]
+    replaced = replacements_of(leaf.key)
+    lines += [f"           {show_value(list(r.values))} becomes {r.becomes}" for r in replaced]
     if old := [old for old, new in other_names(tree.name).items() if new == leaf.key]:
         lines.append(f"  also     {', '.join(old)}")
     return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
 
 
 def state_in_words(rule: Rule) -> str:
-    """A rule as one reads it."""
-    fine = ", ".join(show_value(v) for v in rule.values)
-    asked = "" if "any" in rule.values or not fine else f" with other values than {fine}"
-    return f"{rule.state}{asked}\n  {rule.why}"
+    """A neutral or refused key as one reads it."""
+    silent = ", ".join(show_value(v) for v in rule.values)
+    values = "" if "any" in rule.values or not silent else f" with other values than {silent}"
+    return f"{rule.state}{values}\n  {rule.why}"
 
 
 def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
@@ -171,9 +140,8 @@ def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
         tree = TREES[schema] if schema in TREES else _likely_tree(settings)
         composed = compose_settings(tree, settings, further)
     except ConfigError as error:
-        return 1, "\n".join(
-            [f"{file}: {len(error.problems)} problem(s)", *(f"- {p}" for p in error.problems)]
-        ) + "\n"
+        lines = [f"{file}: {len(error.problems)} problem(s)", *(f"- {p}" for p in error.problems)]
+        return 1, "\n".join(lines) + "\n"
     lines = [f"{file}: fine, a {tree.name} config that sets {len(composed.origins)} keys"]
     lines += [f"- {note}" for note in composed.notes]
     return 0, "\n".join(lines) + "\n"

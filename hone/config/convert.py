@@ -5,13 +5,17 @@ OmegaConf's own structured configs know no union of a list and a string and name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
 import typing
 from collections.abc import Mapping
-from typing import Literal, Union
+from typing import Any, Literal, TypeAlias, Union
 
-from hone.config.block import Hint, Value
+Hint: TypeAlias = Any
+"""A type hint: a class, a union, a literal or a generic."""
+Value: TypeAlias = Any
+"""The value of a key: what its field's type says."""
 
 _WORDS: dict[Hint, str] = {
     type(None): "null",
@@ -22,8 +26,8 @@ _WORDS: dict[Hint, str] = {
     **dict.fromkeys((list, tuple), "a list"),
     **dict.fromkeys((dict, Mapping), "a mapping"),
 }
-_TRUTH = {**dict.fromkeys(("true", "yes", "on", "1"), True)}
-_TRUTH |= dict.fromkeys(("false", "no", "off", "0"), False)
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True}
+_TRUTH |= {"false": False, "no": False, "off": False, "0": False}
 _ACCEPTED = {int: (int, str), float: (int, float, str), str: (int, float, str)}
 
 
@@ -34,13 +38,13 @@ class NoFit(Exception):
 def describe_type(hint: Hint) -> str:
     """What a field takes, in words."""
     origin: Hint = typing.get_origin(hint)
-    args = typing.get_args(hint)
+    members = typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe_type(a) for a in args)
+        return " or ".join(describe_type(member) for member in members)
     if origin is Literal:
-        return "one of " + ", ".join(str(a) for a in args)
+        return "one of " + ", ".join(map(str, members))
     if origin is tuple:
-        return f"a list of {_WORDS[args[0]].split()[1]}s"
+        return f"a list of {_WORDS[members[0]].split()[1]}s"
     return _WORDS.get(origin or hint, "any value")
 
 
@@ -51,32 +55,29 @@ def describe_kind(value: Value) -> str:
 
 
 def fit(value: Value, hint: Hint) -> Value:
-    """`value` as the hint wants it; raises `NoFit` where it cannot be."""
+    """`value` in the type of the hint; raises `NoFit` where it has no place there."""
     origin: Hint = typing.get_origin(hint)
-    args = typing.get_args(hint)
-    if hint is typing.Any:
+    members = typing.get_args(hint)
+    if hint is Any or type(value) is hint:
         return value
-    if origin is Literal:
-        for choice in args:
-            if same(value, choice):
-                return choice
-    elif origin in (Union, types.UnionType):
-        return _fit_union(value, args)
-    elif origin is tuple:
-        items = _items(value)
-        if None not in items:
-            return tuple(fit(item, args[0]) for item in items)
-    elif origin in (dict, Mapping):
-        if isinstance(value, Mapping):
-            return dict(value)
-    else:
-        return _fit_scalar(value, hint)
+    if origin in (Union, types.UnionType):
+        # The value's own type comes first; an integer is a float before it is a string.
+        exact = (type(value), float) if type(value) is int else (type(value),)
+        for member in [*(kind for kind in exact if kind in members), *members]:
+            with contextlib.suppress(NoFit):
+                return fit(value, member)
+    elif origin is Literal and any(same(value, choice) for choice in members):
+        return value
+    elif origin is tuple and None not in (items := _items(value)):
+        return tuple(fit(item, members[0]) for item in items)
+    elif origin in (dict, Mapping) and isinstance(value, Mapping):
+        return dict(value)
+    elif hint is bool and isinstance(value, str) and value.lower() in _TRUTH:
+        return _TRUTH[value.lower()]
+    elif not isinstance(value, bool) and isinstance(value, _ACCEPTED.get(hint, ())):
+        with contextlib.suppress(ValueError):
+            return hint(value)
     raise NoFit
-
-
-def takes_null(hint: Hint) -> bool:
-    """Whether null is a value of the hint."""
-    return hint is typing.Any or type(None) in typing.get_args(hint)
 
 
 def same(value: Value, other: Value) -> bool:
@@ -84,44 +85,18 @@ def same(value: Value, other: Value) -> bool:
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _fit_scalar(value: Value, kind: Hint) -> Value:
-    if type(value) is kind:
-        return value
-    try:
-        if kind is bool and isinstance(value, str):
-            return _TRUTH[value.lower()]
-        if not isinstance(value, bool) and isinstance(value, _ACCEPTED.get(kind, ())):
-            return kind(value)
-    except (KeyError, ValueError):
-        pass
-    raise NoFit
-
-
 def _items(value: Value) -> list[Value] | tuple[Value, ...]:
     """A list as it is, one value as a list of one, a list inside a string (`'["a"]'`) as that list."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             return list(json.loads(value.replace("'", '"')))
-        except json.JSONDecodeError:
-            pass
     return [value]
 
 
-def _fit_union(value: Value, members: tuple[Hint, ...]) -> Value:
-    """The member of the value's own type comes first; a whole number is a float before it is a string."""
-    exact = [type(value), *([float] if type(value) is int else [])]
-    for member in [*(m for m in exact if m in members), *members]:
-        try:
-            return fit(value, member)
-        except NoFit:
-            continue
-    raise NoFit
-
-
 def show_value(value: Value) -> str:
-    """A value as one would write it on the command line."""
+    """A value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list | tuple):
@@ -130,13 +105,13 @@ def show_value(value: Value) -> str:
         return "{" + ",".join(f"{k}:{show_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    if isinstance(value, str):
-        return repr(value) if value == "" or value != value.strip() or "\n" in value else value
+    if isinstance(value, str) and (not value or value != value.strip() or "\n" in value):
+        return repr(value)
     return str(value)
 
 
 def to_plain(value: Value) -> Value:
-    """Nested dicts and lists of a dataclass tree, as YAML or JSON would hold them."""
+    """Nested dicts and lists of a tree of blocks, as YAML or JSON would hold them."""
     if isinstance(value, Mapping):  # a block is one
         return {k: to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

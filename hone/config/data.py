@@ -5,17 +5,14 @@ The loader is `hone.data`; lengths here are in tokens, batch sizes in prompts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Block, block
-from hone.config.keys import follows
-from hone.config.ranges import Count, CountOrAll
+from hone.config.block import Count, CountOrAll, SchemaBlock, block, follows
 from hone.types import Settings
 
 
-@dataclass(frozen=True)
-class CustomClassConfig(Block):
+class CustomClassConfig(SchemaBlock):
     """A user's own class, in a file or module."""
 
     path: str | None = None
@@ -24,8 +21,7 @@ class CustomClassConfig(Block):
     """Name of the class, where the path does not end with it."""
 
 
-@dataclass(frozen=True)
-class SamplerConfig(Block):
+class SamplerConfig(SchemaBlock):
     """A user's own order of rows (curriculum)."""
 
     class_path: str | None = None
@@ -34,8 +30,7 @@ class SamplerConfig(Block):
     """Name of the sampler class, where the path does not end with it."""
 
 
-@dataclass(frozen=True)
-class RowsConfig(Block):
+class RowsConfig(SchemaBlock):
     """Rows to train and validate on."""
 
     train_files: tuple[str, ...] = ("~/data/rlhf/gsm8k/train.parquet",)
@@ -61,7 +56,6 @@ class RowsConfig(Block):
     """A row that cannot be used stops the run, or is skipped and counted."""
 
 
-@dataclass(frozen=True)
 class DataConfig(RowsConfig):
     """Prompts."""
 
@@ -74,13 +68,13 @@ class DataConfig(RowsConfig):
     max_response_length: Count = 512
     """Longest response in tokens, all turns together."""
     train_batch_size: Count = 1024
-    """Prompts a step."""
+    """Prompts per step."""
     gen_batch_size: Count | None = None
-    """Prompts a generation round when groups are filtered; null is `train_batch_size`."""
+    """Prompts per generation round when groups are filtered; null is `train_batch_size`."""
     output_path: str | None = None
     """main_generation_server: file to write the responses to."""
     val_batch_size: Count | None = None
-    """Prompts a validation round; null is all at once."""
+    """Prompts per validation round; null is all at once."""
     tool_config_path: str | None = follows("actor_rollout_ref.rollout.multi_turn.tool_config_path")
     """YAML file that lists the tools whose schemas enter the prompt; follows the rollout."""
     truncation: Literal["error", "left", "right", "middle"] = "error"

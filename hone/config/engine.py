@@ -5,12 +5,18 @@ They are reused by the actor, the reference, the critic and SFT; nothing here is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from hone.config.block import Block, block
-from hone.config.keys import at_most, follows
-from hone.config.ranges import Count, NotNegative, Positive, Share
+from hone.config.block import (
+    Count,
+    NotNegative,
+    Positive,
+    SchemaBlock,
+    Share,
+    at_most,
+    block,
+    follows,
+)
 from hone.types import Settings
 
 LossAggMode = Literal[
@@ -22,8 +28,7 @@ LossAggMode = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class OptimConfig(Block):
+class OptimConfig(SchemaBlock):
     """Optimizer and learning-rate schedule."""
 
     optimizer: str = "AdamW"
@@ -56,8 +61,7 @@ class OptimConfig(Block):
     """More keyword arguments for the optimizer class."""
 
 
-@dataclass(frozen=True)
-class PlacementConfig(Block):
+class PlacementConfig(SchemaBlock):
     """How a model is held on a rank: dtype, offload, seed."""
 
     param_offload: bool = False
@@ -70,7 +74,6 @@ class PlacementConfig(Block):
     """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
 
 
-@dataclass(frozen=True)
 class FSDPConfig(PlacementConfig):
     """How a model is sharded over the ranks."""
 
@@ -86,7 +89,6 @@ class FSDPConfig(PlacementConfig):
     """Compile each decoder block with torch.compile."""
 
 
-@dataclass(frozen=True)
 class SFTEngineConfig(FSDPConfig):
     """How the model of supervised fine-tuning is held and trained."""
 
@@ -94,8 +96,7 @@ class SFTEngineConfig(FSDPConfig):
     """Training engine: fsdp2, or your own as pkg.mod:Class."""
 
 
-@dataclass(frozen=True)
-class CheckpointConfig(Block):
+class CheckpointConfig(SchemaBlock):
     """What a checkpoint holds and what is read back."""
 
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model")
@@ -104,23 +105,26 @@ class CheckpointConfig(Block):
     """Parts to read on resume; null reads all that was saved."""
 
 
-def sequences_per_rank(
-    by_tokens: bool, per_rank: int | None, over_all_ranks: int | None, ranks: int
-) -> int | None:
-    """Sequences in one forward on one rank, by either way to give them; None: the token budget decides."""
-    if by_tokens or per_rank is not None or over_all_ranks is None:
-        return None if by_tokens else per_rank
-    return max(1, over_all_ranks // ranks)
+class MicroBatches(SchemaBlock):
+    """A pass that takes a batch piece by piece."""
+
+    def sequences_per_micro_batch(self, ranks: int, kind: str = "") -> int | None:
+        """Sequences in one forward on one rank; None where the token budget decides. `kind` begins the
+        keys of the pass: ppo_, forward_, log_prob_."""
+        by_tokens = self.get(f"{kind}use_dynamic_bsz", self.get("use_dynamic_bsz"))
+        size, total = self[f"{kind}micro_batch_size_per_gpu"], self[f"{kind}micro_batch_size"]
+        if size is None and total is not None:
+            size = max(1, total // ranks)
+        return None if by_tokens else size
 
 
-@dataclass(frozen=True)
-class UpdateConfig(Block):
+class UpdateConfig(MicroBatches):
     """What the updates of the policy and of the critic share."""
 
     strategy: str = "fsdp2"
     """Training engine: fsdp and fsdp2 (both FSDP2 beyond one rank), or your own as pkg.mod:Class."""
     rollout_n: int = follows("actor_rollout_ref.rollout.n")
-    """Responses a prompt; follows the rollout."""
+    """Responses per prompt; follows the rollout."""
     ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")
     """Prompts in one update (optimizer step); each brings its `rollout.n` responses."""
     ppo_micro_batch_size: Count | None = None
@@ -144,19 +148,13 @@ class UpdateConfig(Block):
     optim: OptimConfig = block(OptimConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
 
-    def sequences_per_micro_batch(self, ranks: int) -> int | None:
-        """Sequences in one forward on one rank; None where the token budget decides."""
-        sizes = self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size
-        return sequences_per_rank(self.use_dynamic_bsz, *sizes, ranks)
-
     def sequences_per_update(self, responses_per_prompt: int | None = None) -> int:
         """Sequences in one update over all ranks."""
         n = self.rollout_n if responses_per_prompt is None else responses_per_prompt
         return self.ppo_mini_batch_size * n
 
 
-@dataclass(frozen=True)
-class LogProbConfig(Block):
+class LogProbConfig(MicroBatches):
     """Micro-batches of a pass that only computes log-probs."""
 
     log_prob_micro_batch_size: Count | None = None
@@ -169,8 +167,3 @@ class LogProbConfig(Block):
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     )
     """Log-probs: token budget of one forward on one rank; follows the actor."""
-
-    def log_prob_sequences_per_micro_batch(self, ranks: int) -> int | None:
-        """Sequences in one forward on one rank; None where the token budget decides."""
-        sizes = self.log_prob_micro_batch_size_per_gpu, self.log_prob_micro_batch_size
-        return sequences_per_rank(self.log_prob_use_dynamic_bsz, *sizes, ranks)

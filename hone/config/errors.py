@@ -1,4 +1,4 @@
-"""The one error of the config room, and the words its messages are made of.
+"""The one error of the config room, and the proposals in its messages.
 
 A message says what was set, what came, where it came from, and what would work.
 """
@@ -14,11 +14,8 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        if len(self.problems) == 1:
-            text = self.problems[0]
-        else:
-            text = "\n".join([f"{len(self.problems)} problems"] + [f"- {p}" for p in self.problems])
-        super().__init__(text)
+        lines = [f"{len(self.problems)} problems", *(f"- {problem}" for problem in self.problems)]
+        super().__init__(self.problems[0] if len(self.problems) == 1 else "\n".join(lines))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         return type(self), (self.problems,)
@@ -26,10 +23,10 @@ class ConfigError(ValueError):
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The candidate most like `word`, or None."""
-    found = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(word, list(candidates), 1, cutoff)), None)
 
 
-def did_you_mean(suggestion: str | None) -> str:
-    """` Did you mean 'x'?`, or nothing."""
-    return f" Did you mean '{suggestion}'?" if suggestion else ""
+def did_you_mean(*suggestions: str | None) -> str:
+    """` Did you mean 'x' or 'y'?`, or nothing."""
+    words = " or ".join(f"'{word}'" for word in suggestions if word)
+    return f" Did you mean {words}?" if words else ""

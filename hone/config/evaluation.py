@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from hone.config.block import Block, block
-from hone.config.ranges import Count, Positive, PositiveShare
+from hone.config.block import Count, Positive, PositiveShare, SchemaBlock, block
 from hone.config.reward import CustomRewardFunctionConfig, SandboxConfig
 
 
-@dataclass(frozen=True)
-class EvaluationDataConfig(Block):
+class EvaluationDataConfig(SchemaBlock):
     """The file to score."""
 
     path: tuple[str, ...] = ("math_Qwen2-7B-Instruct.parquet",)
     """Parquet or jsonl files with a column of responses; one path or a list. Must be given."""
     response_key: str = "responses"
-    """Column of the responses, a list a row."""
+    """Column of the responses, a list per row."""
     data_source_key: str = "data_source"
     """Column that chooses the score function."""
     reward_model_key: str = "reward_model"
     """Column with the ground truth."""
 
 
-@dataclass(frozen=True)
-class EvaluationMetricsConfig(Block):
+class EvaluationMetricsConfig(SchemaBlock):
     """What is computed from the scores."""
 
     pass_at: tuple[int, ...] | None = None
-    """k of pass@k, best@k and maj@k; null is the powers of two up to the responses a row."""
+    """k of pass@k, best@k and maj@k; null is the powers of two up to the responses per row."""
     correct_from: float = 1.0
     """Least score that counts as correct in pass@k."""
     confidence: PositiveShare = 0.95
@@ -39,8 +34,7 @@ class EvaluationMetricsConfig(Block):
     """Seed of the resampling."""
 
 
-@dataclass(frozen=True)
-class EvaluationOutputConfig(Block):
+class EvaluationOutputConfig(SchemaBlock):
     """Where the results go."""
 
     json_path: str | None = None
@@ -51,8 +45,7 @@ class EvaluationOutputConfig(Block):
     """Parquet of the rows with a `scores` column; null writes none."""
 
 
-@dataclass(frozen=True)
-class EvaluationConfig(Block):
+class EvaluationConfig(SchemaBlock):
     """Everything one evaluation reads."""
 
     data: EvaluationDataConfig = block(EvaluationDataConfig)

@@ -1,23 +1,21 @@
 """The `generation` tree: a file of prompts in, a file with responses out.
 
-It has an engine and sampling, no training; the actor block only takes what verl's file writes.
+It has an engine and sampling, no training.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Block, block
+from hone.config.block import Count, SchemaBlock, block
 from hone.config.model import ModelSourceConfig
-from hone.config.ranges import Count, CountOrZero, Positive, PositiveShare, TopK
-from hone.config.rollout import RolloutEngineConfig
+from hone.config.rollout import RolloutEngineConfig, SearchServiceConfig
 from hone.config.trainer import RunTree
 from hone.types import Settings
 
 
-@dataclass(frozen=True)
-class GenerationDataConfig(Block):
+class GenerationDataConfig(SchemaBlock):
     """Prompts in, responses out."""
 
     path: tuple[str, ...] = ("~/data/rlhf/math/test.parquet",)
@@ -27,7 +25,7 @@ class GenerationDataConfig(Block):
     prompt_format: Literal["chat", "raw"] = "chat"
     """chat renders with the chat template; raw takes the string as it is."""
     n_samples: Count = 5
-    """Responses a prompt."""
+    """Responses per prompt."""
     output_path: str = "math_Qwen2-7B-Instruct.parquet"
     """File to write: the rows with a `responses` column. Must be given."""
     overwrite: bool = False
@@ -40,51 +38,30 @@ class GenerationDataConfig(Block):
     """More arguments of the chat template."""
 
 
-@dataclass(frozen=True)
-class GenerationModelConfig(ModelSourceConfig):
-    """The model."""
-
-    path: str = "~/models/Qwen2-7B-Instruct"
-    """Folder or hub name of the model; a training checkpoint folder works too. Must be given."""
-
-
-@dataclass(frozen=True)
 class GenerationRolloutConfig(RolloutEngineConfig):
     """Engine and sampling."""
 
-    top_k: TopK = 50
-    """Keep the k likeliest tokens; -1 keeps all."""
-    top_p: PositiveShare = 0.7
-    """Keep the likeliest tokens that together reach this probability."""
     dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
     """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
     calculate_log_probs: bool = False
     """Write a `log_probs` column beside the responses."""
 
 
-@dataclass(frozen=True)
-class GenerationSearchConfig(Block):
+class GenerationSearchConfig(SearchServiceConfig):
     """Searches between the turns of a response, as `search_agent` makes them in training."""
 
     url: str | None = None
     """Retrieval service; `--search URL` sets it. null answers in one turn."""
-    topk: Count = 3
-    """Passages per query."""
     max_turns: Count = 10
     """Searches of one response; then comes a turn that does not search."""
     max_obs_length: Count = 512
     """Longest passages of one search in tokens."""
-    timeout_s: Positive = 30.0
-    """Seconds one request may take."""
-    retries: CountOrZero = 3
-    """Further attempts, with growing pauses; then the search finds nothing."""
 
 
-@dataclass(frozen=True)
 class GenerationConfig(RunTree):
     """Everything one generation run reads."""
 
     data: GenerationDataConfig = block(GenerationDataConfig)
-    model: GenerationModelConfig = block(GenerationModelConfig)
-    rollout: GenerationRolloutConfig = block(GenerationRolloutConfig)
+    model: ModelSourceConfig = block(ModelSourceConfig, path="~/models/Qwen2-7B-Instruct")
+    rollout: GenerationRolloutConfig = block(GenerationRolloutConfig, top_k=50, top_p=0.7)
     search: GenerationSearchConfig = block(GenerationSearchConfig)

@@ -1,6 +1,6 @@
 """The keys of a tree: one record per leaf, with its type, default, range and docstring.
 
-Also the words that defaults are written in: `follows("a.b")` takes another key's value.
+Also what a key that does not exist may mean.
 """
 
 from __future__ import annotations
@@ -9,35 +9,22 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hone.config.block import Block, Hint, Value
-from hone.config.convert import describe_type, show_value, to_plain
+from hone.config.block import Block, Range
+from hone.config.convert import Hint, Value, describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
-from hone.config.ranges import Range
 from hone.config.references import BOUND, PLAIN
 from hone.types import JsonValue
 
 B = TypeVar("B", bound=Block)
 
-
-def follows(key: str) -> Value:
-    """Default that takes the value of another key (an OmegaConf interpolation)."""
-    return "${" + key + "}"
-
-
-def at_most(limit: int, key: str) -> Value:
-    """Default that is `limit`, or the value of another key where that is smaller."""
-    return "${least:" + str(limit) + ",${" + key + "}}"
-
-
-def at_least(limit: int, key: str) -> Value:
-    """Default that is `limit`, or the value of another key where that is larger."""
-    return "${most:" + str(limit) + ",${" + key + "}}"
+_MOST_SUGGESTED = 4
 
 
 @dataclass(frozen=True)
@@ -67,8 +54,7 @@ class Leaf:
         """The default: the value, the key it follows, or the limit."""
         if self.followed:
             return f"follows {self.followed}"
-        bound = BOUND.fullmatch(self.default) if isinstance(self.default, str) else None
-        if bound:
+        if bound := BOUND.fullmatch(str(self.default)):
             compared = {"least": "smaller", "most": "larger"}[bound[1]]
             return f"{bound[2]}, or {bound[3]} where that is {compared}"
         return show_value(self.default)
@@ -89,7 +75,17 @@ def _walk(cls: type, instance: Value, prefix: str) -> Iterator[Leaf]:
             continue
         parts = (extras[name], *typing.get_args(extras[name]))
         bounds = next((b for part in parts for b in getattr(part, "__metadata__", ())), None)
-        yield Leaf(key, hint, to_plain(value), bounds, field_docs(cls).get(name, ""))
+        yield Leaf(key, hint, to_plain(value), bounds, _field_doc(cls, name))
+
+
+@functools.cache
+def blocks(root: type) -> dict[str, type]:
+    """The class of every block of a tree by its dotted key; the root's key is empty."""
+    classes = {"": root}
+    for name, hint in hints(root).items():
+        if inner := block_type(hint):
+            classes |= {f"{name}.{key}".rstrip("."): cls for key, cls in blocks(inner).items()}
+    return classes
 
 
 @functools.cache
@@ -104,55 +100,83 @@ def block_type(hint: Hint) -> type | None:
     return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
-def find_block(root: type, key: str) -> tuple[type, str] | None:
-    """The class and the docstring of the block of that name, or None."""
-    cls, doc = root, ""
-    for name in key.split("."):
-        inner = block_type(hints(cls).get(name))
-        if inner is None:
-            return None
-        cls, doc = inner, field_docs(cls).get(name) or inspect.getdoc(inner) or ""
-    return cls, doc
+def _field_doc(cls: type, name: str) -> str:
+    """The docstring under a field of a schema class, or of the parent that declares it."""
+    owners = [owner for owner in cls.__mro__ if owner.__module__.startswith("hone.")]
+    docs = (_module_docs(owner.__module__).get((owner.__name__, name)) for owner in owners)
+    return next((doc for doc in docs if doc), "")
 
 
 @functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a schema class, its parents' included: nothing is written twice."""
-    docs: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        docs |= _module_docs(owner.__module__).get(owner.__name__, {})
+def _module_docs(module: str) -> dict[tuple[str, str], str]:
+    """The string under each annotated name of the module's classes, by class and name."""
+    docs: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        body = node.body if isinstance(node, ast.ClassDef) else []
+        for field, after in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                text = inspect.cleandoc(ast.literal_eval(after.value))
+                docs[node.name, ast.unparse(field.target)] = text  # type: ignore[attr-defined]
     return docs
-
-
-@functools.cache
-def _module_docs(module: str) -> dict[str, dict[str, str]]:
-    if not module.startswith("hone."):
-        return {}
-    parsed = ast.parse(inspect.getsource(sys.modules[module]))
-    return {n.name: dict(_class_docs(n)) for n in parsed.body if isinstance(n, ast.ClassDef)}
-
-
-def _class_docs(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for statement, after in zip(node.body, node.body[1:], strict=False):
-        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-            continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            yield statement.target.id, inspect.cleandoc(str(after.value.value))
 
 
 def get(config: Value, key: str) -> Value:
     """The value of a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def replace(config: B, key: str, value: Value) -> B:
     """A copy of the tree with one dotted key changed; the key must exist."""
     name, _, rest = key.partition(".")
     if name not in list(config):
-        raise ConfigError(
-            f"{type(config).__name__} has no key '{name}'.{did_you_mean(nearest(name, config))}"
-        )
+        hint = did_you_mean(nearest(name, config))
+        raise ConfigError(f"{type(config).__name__} has no key '{name}'.{hint}")
     changed = replace(getattr(config, name), rest, value) if rest else value
     return dataclasses.replace(config, **{name: changed})
+
+
+def owner_of(root: type, key: str) -> str | None:
+    """The declared leaf or block that holds the key, or None."""
+    parts = key.split(".")
+    starts = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    leaf = next((start for start in starts if start in leaves(root)), None)
+    return leaf or (key if key in blocks(root) else None)
+
+
+def unknown_key(root: type, key: str, added: bool = False) -> str | None:
+    """The sentence for a key that does not exist, with the key that was meant where one fits; None for a
+    key that the user adds and that resembles no other."""
+    parts = key.split(".")
+    depth = max(i for i in range(len(parts)) if ".".join(parts[:i]) in blocks(root))
+    parent, name, is_last = ".".join(parts[:depth]), parts[depth], depth == len(parts) - 1
+    cutoff = 0.6 if is_last and not added else 0.75
+    sibling = nearest(name, hints(blocks(root)[parent]), cutoff)
+    meant = [sibling] if sibling else keys_meant(root, key, is_last)
+    if added and not meant:
+        return None
+    return f"{parent or 'the config'} has no key '{name}'.{did_you_mean(*meant)}"
+
+
+def keys_meant(root: type, key: str, is_last: bool = True) -> list[str]:
+    """The keys that a short form stands for, else those of that name in the same block, or the only
+    one anywhere: a suggestion must not set another model's key."""
+    every = list(leaves(root))
+    name = key.rpartition(".")[2]
+    way = key.removesuffix(name)
+    meant = [k for k in every if k.endswith(f".{key}")] or fitting(key, every)
+    if not meant and key.split(".")[0] not in hints(root):  # a short form, its last word misspelt
+        endings = {end for k in every if fitting(f"{way}{(end := k.rpartition('.')[2])}", [k])}
+        meant = fitting(f"{way}{nearest(name, endings)}", every)
+    elif not meant and is_last:
+        same = [k for k in every if k.rpartition(".")[2] == name]
+        inside = [k for k in same if k.startswith(key.split(".")[0] + ".")]
+        meant = inside or (same if len(same) == 1 else [])
+    return meant if len(meant) <= _MOST_SUGGESTED else []
+
+
+def fitting(short: str, keys: Iterable[str]) -> list[str]:
+    """The keys that a short form may stand for: `actor.lr` for `actor_rollout_ref.actor.optim.lr` has
+    the same last word, and its others on the way."""
+    *words, last = short.split(".")
+    ways = ((key, key.split(".")) for key in keys)
+    return [key for key, way in ways if way[-1] == last and set(words) <= set(way[:-1])]

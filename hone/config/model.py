@@ -5,15 +5,13 @@ Loading happens in `hone.models`; nothing here touches a file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from hone.config.block import Block
-from hone.config.ranges import CountOrZero, Share
+from hone.config.block import CountOrZero, SchemaBlock, Share
 from hone.types import Settings
 
 
-@dataclass(frozen=True)
-class ModelSourceConfig(Block):
+class ModelSourceConfig(SchemaBlock):
     """Where a model and its tokenizer come from."""
 
     path: str = "~/models/deepseek-llm-7b-chat"
@@ -30,8 +28,7 @@ class ModelSourceConfig(Block):
     """Folder of an adapter to start from or to apply."""
 
 
-@dataclass(frozen=True)
-class TrainedModelConfig(Block):
+class TrainedModelConfig(SchemaBlock):
     """How a model is changed for training."""
 
     override_config: Settings = field(default_factory=dict)
@@ -46,7 +43,6 @@ class TrainedModelConfig(Block):
     """Modules that get LoRA matrices: all-linear, one pattern, or a list of names."""
 
 
-@dataclass(frozen=True)
 class ModelConfig(TrainedModelConfig, ModelSourceConfig):
     """The policy's model."""
 

@@ -1,4 +1,4 @@
-"""`${a.b}` references between keys: the schema's own are resolved here, the user's by OmegaConf.
+"""`${a.b}` references between keys: plain ones are resolved here, others by OmegaConf.
 
 The schema's references are plain and there are dozens; taking them by hand makes loading ten times faster.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from hone.config.block import Value
+from hone.config.convert import Value
 from hone.config.errors import ConfigError
 from hone.types import JsonObject, JsonValue
 
@@ -24,64 +24,46 @@ class _NotPlain(Exception):
     """A reference that only OmegaConf can resolve."""
 
 
-def resolve(tree: JsonObject) -> JsonObject:
-    """The tree with every reference replaced by the value it names."""
+def resolve(values: JsonObject) -> JsonObject:
+    """The values by dotted key, with every reference replaced by the value of the key that it names."""
     try:
-        resolved: JsonObject = _walk(tree, tree)
-        return resolved
+        return {key: _resolved(value, values) for key, value in values.items()}
     except _NotPlain:
-        return _by_omegaconf(tree)
+        return by_omegaconf(values)
 
 
-def value_in(default: Value, tree: JsonObject) -> Value:
-    """What a default comes to beside the values of a resolved tree."""
+def value_in(default: Value, values: JsonObject) -> Value:
+    """What a default of the schema comes to beside the values of other keys."""
     try:
-        return _walk(default, tree)
+        return _resolved(default, values)
     except _NotPlain:
         return default
 
 
-def _walk(node: Value, tree: JsonObject) -> Value:
-    if isinstance(node, dict):
-        return {name: _walk(value, tree) for name, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_walk(value, tree) for value in node]
-    return _value(node, tree, 0)
-
-
-def _value(value: Value, tree: JsonObject, depth: int) -> Value:
+def _resolved(value: Value, values: JsonObject, depth: int = 0) -> Value:
+    if isinstance(value, dict):
+        return {name: _resolved(inner, values, depth) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_resolved(inner, values, depth) for inner in value]
     if not isinstance(value, str) or "${" not in value:
         return value
     if depth > _DEEPEST:
         raise ConfigError(f"the reference {value} leads back to itself")
-    whole = PLAIN.fullmatch(value)
-    if whole:
-        return _look_up(whole[1], tree, depth)
-    bound = BOUND.fullmatch(value)
-    if bound:
-        other, limit = _look_up(bound[3], tree, depth), int(bound[2])
+
+    def look_up(key: str) -> Value:
+        if key not in values:
+            raise _NotPlain
+        return _resolved(values[key], values, depth + 1)
+
+    if whole := PLAIN.fullmatch(value):
+        return look_up(whole[1])
+    if bound := BOUND.fullmatch(value):
+        other, limit = look_up(bound[3]), int(bound[2])
         return _BOUNDS[bound[1]](limit, other) if isinstance(other, int) else other
-    text = PLAIN.sub(lambda match: str(_look_up(match[1], tree, depth)), value)
+    text = PLAIN.sub(lambda match: str(look_up(match[1])), value)
     if "${" in text:
         raise _NotPlain
     return text
-
-
-def value_at(tree: JsonObject, key: str, default: Value = None) -> Value:
-    """The value of a dotted key in a plain tree."""
-    node: Value = tree
-    for name in key.split("."):
-        if not isinstance(node, dict) or name not in node:
-            return default
-        node = node[name]
-    return node
-
-
-def _look_up(key: str, tree: JsonObject, depth: int) -> Value:
-    value = value_at(tree, key, _NotPlain)
-    if value is _NotPlain or isinstance(value, dict | list | tuple):
-        raise _NotPlain
-    return _value(value, tree, depth + 1)
 
 
 def named_keys(value: JsonValue) -> list[str]:
@@ -98,7 +80,8 @@ def rename_references(value: JsonValue, rename: Callable[[str], str]) -> JsonVal
     return _REFERENCE.sub(lambda match: match[1] + rename(match[2]), value)
 
 
-def _by_omegaconf(tree: JsonObject) -> JsonObject:
+def by_omegaconf(values: JsonObject) -> JsonObject:
+    """The same with OmegaConf's and Hydra's resolvers."""
     from hydra.core.utils import setup_globals
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -107,11 +90,29 @@ def _by_omegaconf(tree: JsonObject) -> JsonObject:
     for name, bound in _BOUNDS.items():
         OmegaConf.register_new_resolver(name, bound, replace=True)
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+        tree: Value = OmegaConf.to_container(OmegaConf.create(_nested(values)), resolve=True)
     except OmegaConfBaseException as error:
         where = f" (in {error.full_key})" if getattr(error, "full_key", None) else ""
-        raise ConfigError(
-            f"a reference does not resolve: {str(error).splitlines()[0]}{where}"
-        ) from None
-    assert isinstance(resolved, dict)
-    return {str(name): value for name, value in resolved.items()}
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"a reference does not resolve: {reason}{where}") from None
+    return {key: _at(tree, key.split(".")) for key in values}
+
+
+def _at(tree: Value, names: list[str]) -> Value:
+    for name in names:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _nested(values: JsonObject) -> JsonObject:
+    """The tree of values by dotted key; a block wins over a value of the same name."""
+    tree: JsonObject = {}
+    for key, value in values.items():
+        node: Value = tree
+        *way, last = key.split(".")
+        for name in way:
+            node[name] = inner = node[name] if isinstance(node.get(name), dict) else {}
+            node = inner
+        if not isinstance(node.get(last), dict):
+            node[last] = value
+    return tree

@@ -5,18 +5,15 @@ Parts are named and mixed with explicit coefficients; the sandbox limits live he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Block, block
-from hone.config.engine import PlacementConfig, sequences_per_rank
-from hone.config.keys import follows
-from hone.config.ranges import Count, Positive, Share
+from hone.config.block import Count, Positive, SchemaBlock, Share, block, follows
+from hone.config.engine import MicroBatches, PlacementConfig
 from hone.types import Settings
 
 
-@dataclass(frozen=True)
-class CustomRewardFunctionConfig(Block):
+class CustomRewardFunctionConfig(SchemaBlock):
     """A user's own score function."""
 
     path: str | None = None
@@ -27,8 +24,7 @@ class CustomRewardFunctionConfig(Block):
     """More keyword arguments bound to it."""
 
 
-@dataclass(frozen=True)
-class RewardManagerModuleConfig(Block):
+class RewardManagerModuleConfig(SchemaBlock):
     """A user's own manager class."""
 
     path: str | None = None
@@ -37,8 +33,7 @@ class RewardManagerModuleConfig(Block):
     """Name of the class."""
 
 
-@dataclass(frozen=True)
-class RewardManagerConfig(Block):
+class RewardManagerConfig(SchemaBlock):
     """Which manager turns scores into token rewards."""
 
     source: Literal["register", "importlib"] = "register"
@@ -48,8 +43,7 @@ class RewardManagerConfig(Block):
     module: RewardManagerModuleConfig = block(RewardManagerModuleConfig)
 
 
-@dataclass(frozen=True)
-class SandboxConfig(Block):
+class SandboxConfig(SchemaBlock):
     """A code-running service; null url runs code in the local sandbox."""
 
     url: str | None = None
@@ -58,7 +52,6 @@ class SandboxConfig(Block):
     """Memory of one run, for the service and the local sandbox."""
 
 
-@dataclass(frozen=True)
 class SandboxFusionConfig(SandboxConfig):
     """A code-running service that scores many responses at the same time."""
 
@@ -66,8 +59,7 @@ class SandboxFusionConfig(SandboxConfig):
     """Requests at the same time."""
 
 
-@dataclass(frozen=True)
-class OverlongBufferConfig(Block):
+class OverlongBufferConfig(SchemaBlock):
     """DAPO's soft penalty for long responses."""
 
     enable: bool = False
@@ -80,8 +72,7 @@ class OverlongBufferConfig(Block):
     """Report it beside the score."""
 
 
-@dataclass(frozen=True)
-class RewardKwargs(Block):
+class RewardKwargs(SchemaBlock):
     """Settings of the managers."""
 
     overlong_buffer_cfg: OverlongBufferConfig = block(OverlongBufferConfig)
@@ -99,8 +90,7 @@ class RewardKwargs(Block):
     """More keyword arguments for a manager of your own; unknown keys beside this one land here."""
 
 
-@dataclass(frozen=True)
-class RewardModelModelConfig(Block):
+class RewardModelModelConfig(SchemaBlock):
     """The reward model itself."""
 
     input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
@@ -116,8 +106,7 @@ class RewardModelModelConfig(Block):
     fsdp_config: PlacementConfig = block(PlacementConfig)
 
 
-@dataclass(frozen=True)
-class RewardModelConfig(Block):
+class RewardModelConfig(MicroBatches):
     """Reward models (outcome or process) and the manager's legacy place."""
 
     enable: bool = False
@@ -167,8 +156,3 @@ class RewardModelConfig(Block):
     """More keyword arguments for the score functions."""
     format_score: float | None = None
     """Rule scores: credit for a well-formed wrong answer; null: each rule's own (countdown 0.1)."""
-
-    def sequences_per_micro_batch(self, ranks: int) -> int | None:
-        """Sequences in one forward on one rank; None where the token budget decides."""
-        sizes = self.micro_batch_size_per_gpu, self.micro_batch_size
-        return sequences_per_rank(self.use_dynamic_bsz, *sizes, ranks)

@@ -5,20 +5,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from hone.config.block import Block, block
+from hone.config.block import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    SchemaBlock,
+    Share,
+    TopK,
+    block,
+    follows,
+)
 from hone.config.engine import LogProbConfig
-from hone.config.keys import follows
-from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, PositiveShare, Share, TopK
 
 SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP = "single_turn_agent", "tool_agent", "search_agent"
 BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP)
 
 
-@dataclass(frozen=True)
-class DistributionConfig(Block):
+class DistributionConfig(SchemaBlock):
     """Which distribution tokens are drawn from."""
 
     temperature: NotNegative = 1.0
@@ -31,14 +38,13 @@ class DistributionConfig(Block):
     """Keep tokens at least this likely relative to the likeliest."""
 
 
-@dataclass(frozen=True)
 class ValKwargs(DistributionConfig):
     """Sampling during validation."""
 
     temperature: NotNegative = 0.0
     """Softmax temperature; 0 decodes greedily."""
     n: Count = 1
-    """Responses a prompt."""
+    """Responses per prompt."""
     do_sample: bool | None = None
     """False decodes greedily; null and true sample where the temperature is above 0."""
 
@@ -48,27 +54,25 @@ class ValKwargs(DistributionConfig):
         return self.do_sample is not False and self.temperature > 0
 
 
-@dataclass(frozen=True)
-class MultiTurnConfig(Block):
+class MultiTurnConfig(SchemaBlock):
     """Limits and formats of loops with more than one turn."""
 
     enable: bool = False
     """Use the tool loop where a row names no loop of its own and tools or interactions are given."""
     max_assistant_turns: Count | None = None
-    """Model turns a trajectory; null is no limit."""
+    """Model turns per trajectory; null is no limit."""
     tool_config_path: str | None = None
     """YAML file that lists the tools."""
     function_tool_path: str | None = None
     """Python file whose decorated functions are tools."""
     max_user_turns: Count | None = None
-    """Environment turns a trajectory; null is no limit."""
+    """Environment turns per trajectory; null is no limit."""
     max_parallel_calls: Count = 1
     """Tool calls of one turn that are made, at the same time; further ones get a sentence."""
     max_tool_calls: CountOrZero | None = None
-    """Tool calls a trajectory; null is no limit. Beyond it the model is told to answer."""
+    """Tool calls per trajectory; null is no limit. Beyond it the model is told to answer."""
     tool_timeout_s: Positive = 60.0
-    """Seconds one tool call may take (then the model sees a time-out message), and each other wait for a
-    tool or an interaction."""
+    """Seconds per tool call (then the model sees a time-out message), tool start and interaction."""
     trajectory_timeout_s: Positive | None = None
     """Seconds after which a trajectory ends with its current turn; null is no limit."""
     max_tool_response_length: int = 256
@@ -83,8 +87,7 @@ class MultiTurnConfig(Block):
     """Tool-call parser: hermes, or `pkg.mod:Class` for your own."""
 
 
-@dataclass(frozen=True)
-class AgentConfig(Block):
+class AgentConfig(SchemaBlock):
     """Agent loops."""
 
     default_agent_loop: str = SINGLE_TURN_LOOP
@@ -93,13 +96,29 @@ class AgentConfig(Block):
     """YAML file that lists more loops (name, _target_, arguments)."""
 
 
-@dataclass(frozen=True)
-class CheckpointEngineConfig(Block):
+class SearchServiceConfig(SchemaBlock):
+    """How a retrieval service is asked."""
+
+    topk: Count = 3
+    """Passages per query."""
+    timeout_s: Positive = 30.0
+    """Seconds one request may take."""
+    retries: CountOrZero = 3
+    """Further attempts, with growing pauses; then the search finds nothing and is counted as failed."""
+
+
+class RetrieverConfig(SearchServiceConfig):
+    """The retrieval service of the search loop; `hone serve-retriever` is one."""
+
+    url: str = "http://127.0.0.1:8000/retrieve"
+    """Where queries are posted."""
+
+
+class CheckpointEngineConfig(SchemaBlock):
     """How weights reach a rollout engine that holds its own copy."""
 
     backend: str = "naive"
-    """How weights travel to a rollout pool of its own: memory_file or cuda_ipc on one machine, gloo or
-    nccl; naive chooses by where both stand. In the trainer's processes nothing travels."""
+    """Way to a rollout pool of its own: memory_file, cuda_ipc (one machine), gloo, nccl; naive chooses."""
     update_weights_bucket_megabytes: int = 2048
     """Megabytes in one transfer."""
 
@@ -108,7 +127,6 @@ class CheckpointEngineConfig(Block):
         return self.update_weights_bucket_megabytes * 2**20
 
 
-@dataclass(frozen=True)
 class SamplingConfig(DistributionConfig):
     """How one response is drawn."""
 
@@ -126,17 +144,15 @@ class SamplingConfig(DistributionConfig):
     """Seed of sampling; follows the run seed."""
 
 
-@dataclass(frozen=True)
 class RolloutEngineConfig(SamplingConfig):
     """An engine that decodes, and how."""
 
     name: str = "native"
-    """Engine: native decodes with the actor's own parameters, hf is the slow reference; your own is
-    pkg.mod:Class."""
+    """Engine: native decodes with the actor's parameters, hf is slow; your own is pkg.mod:Class."""
     prompt_length: Count = 1536
     """Longest prompt in tokens."""
     response_length: Count = 512
-    """Longest response in tokens."""
+    """Longest response in tokens, all turns together."""
     exact: bool = False
     """Rollout and trainer log-probs agree bit for bit, at a cost: Llama and Qwen2 families, one rank."""
     gpu_memory_utilization: PositiveShare = 0.5
@@ -162,16 +178,11 @@ class RolloutEngineConfig(SamplingConfig):
         return self.max_model_len or self.prompt_length + self.response_length
 
 
-@dataclass(frozen=True)
 class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """Producing trajectories."""
 
     n: Count = 1
     """Responses per prompt (group size)."""
-    prompt_length: Count = follows("data.max_prompt_length")
-    """Longest prompt in tokens; follows the data."""
-    response_length: Count = follows("data.max_response_length")
-    """Longest response in tokens, all turns together; follows the data."""
     free_cache_engine: bool = True
     """Free the KV cache after generation."""
     val_kwargs: ValKwargs = block(ValKwargs)
@@ -181,7 +192,7 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     nnodes: int = 0
     """Nodes of a rollout pool of its own; 0 shares the trainer's."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
-    """Devices a node of that pool."""
+    """Devices per node of that pool."""
 
     @property
     def default_loop(self) -> str:

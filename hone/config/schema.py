@@ -5,56 +5,43 @@ Each block has its own file; this one only puts them together and derives what n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hone.config.actor import ActorConfig, RefConfig
 from hone.config.algorithm import AlgorithmConfig, CurriculumFilterConfig
-from hone.config.block import Block, block
+from hone.config.block import Count, SchemaBlock, block, follows
 from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
 from hone.config.model import ModelConfig
-from hone.config.ranges import Count, CountOrZero, Positive
 from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
-from hone.config.rollout import RolloutConfig
+from hone.config.rollout import RetrieverConfig, RolloutConfig
 from hone.config.trainer import GlobalProfilerConfig, RayKwargs, RunTree, TrainerConfig
 
+_SHARED = "ppo_mini_batch_size use_dynamic_bsz ppo_epochs shuffle loss_agg_mode loss_scale_factor"
+_AS_THE_ACTOR = {key: follows(f"actor_rollout_ref.actor.{key}") for key in _SHARED.split()}
 
-@dataclass(frozen=True)
-class ActorRolloutRefConfig(Block):
+
+class ActorRolloutRefConfig(SchemaBlock):
     """Policy: its model, its update, its rollout, its reference."""
 
     hybrid_engine: bool = True
-    """Training and rollout share their devices; false gives the rollout a pool of its own
-    (rollout.nnodes × rollout.n_gpus_per_node processes)."""
+    """Training and rollout share devices; false gives the rollout its own nnodes × n_gpus_per_node."""
     nccl_timeout: Count = 600
     """Seconds a collective operation may take."""
     model: ModelConfig = block(ModelConfig)
     actor: ActorConfig = block(ActorConfig)
     ref: RefConfig = block(RefConfig)
-    rollout: RolloutConfig = block(RolloutConfig)
+    rollout: RolloutConfig = block(
+        RolloutConfig,
+        prompt_length=follows("data.max_prompt_length"),
+        response_length=follows("data.max_response_length"),
+    )
 
 
-@dataclass(frozen=True)
-class RetrieverConfig(Block):
-    """The retrieval service of the search loop; `hone serve-retriever` is one."""
-
-    url: str = "http://127.0.0.1:8000/retrieve"
-    """Where queries are posted."""
-    topk: Count = 3
-    """Passages per query."""
-    timeout_s: Positive = 30.0
-    """Seconds one request may take."""
-    retries: CountOrZero = 3
-    """Further attempts, with growing pauses; then the search finds nothing and is counted as failed."""
-
-
-@dataclass(frozen=True)
 class PPOTrainerConfig(RunTree):
     """Everything one RL run reads."""
 
     actor_rollout_ref: ActorRolloutRefConfig = block(ActorRolloutRefConfig)
     data: DataConfig = block(DataConfig)
-    critic: CriticConfig = block(CriticConfig)
+    critic: CriticConfig = block(CriticConfig, ppo_max_token_len_per_gpu=32768, **_AS_THE_ACTOR)
     reward_model: RewardModelConfig = block(RewardModelConfig)
     reward_manager: RewardManagerConfig = block(RewardManagerConfig)
     custom_reward_function: CustomRewardFunctionConfig = block(CustomRewardFunctionConfig)

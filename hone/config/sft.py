@@ -5,20 +5,16 @@ Batch sizes are in sequences here; there is no rollout and no reward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from hone.config.block import Block, block
+from hone.config.block import Count, SchemaBlock, at_least, block
 from hone.config.data import RowsConfig
-from hone.config.engine import CheckpointConfig, OptimConfig, SFTEngineConfig, sequences_per_rank
-from hone.config.keys import at_least
+from hone.config.engine import CheckpointConfig, MicroBatches, OptimConfig, SFTEngineConfig
 from hone.config.model import ModelConfig
-from hone.config.ranges import Count
 from hone.config.trainer import RunTree, TrainingRunConfig
 
 
-@dataclass(frozen=True)
-class MultiTurnDataConfig(Block):
+class MultiTurnDataConfig(SchemaBlock):
     """Rows that hold whole conversations."""
 
     enable: bool | None = None
@@ -31,8 +27,7 @@ class MultiTurnDataConfig(Block):
     """Column that switches the template's thinking mode."""
 
 
-@dataclass(frozen=True)
-class SFTDataConfig(RowsConfig):
+class SFTDataConfig(MicroBatches, RowsConfig):
     """Examples."""
 
     train_batch_size: Count = 256
@@ -69,22 +64,10 @@ class SFTDataConfig(RowsConfig):
     ignore_input_ids_mismatch: bool = False
     """Go on where turn-by-turn and whole-conversation rendering differ."""
 
-    def sequences_per_micro_batch(self, ranks: int) -> int | None:
-        """Sequences in one forward on one rank; None where the token budget decides."""
-        sizes = self.micro_batch_size_per_gpu, self.micro_batch_size
-        return sequences_per_rank(self.use_dynamic_bsz, *sizes, ranks)
 
-
-@dataclass(frozen=True)
 class SFTTrainerSection(TrainingRunConfig):
     """The run."""
 
-    project_name: str = "gsm8k-sft"
-    """Project in the trackers and the checkpoint folder."""
-    experiment_name: str = "test"
-    """Run name in the trackers and the checkpoint folder."""
-    total_epochs: Count = 4
-    """Passes over the training data."""
     save_freq: int | Literal["after_each_epoch"] = -1
     """Updates between checkpoints; -1 saves only at the end."""
     test_freq: int | Literal["after_each_epoch"] = -1
@@ -93,7 +76,6 @@ class SFTTrainerSection(TrainingRunConfig):
     """Checkpoints kept; null keeps all."""
 
 
-@dataclass(frozen=True)
 class SFTConfig(RunTree):
     """Everything one supervised run reads."""
 
@@ -108,4 +90,6 @@ class SFTConfig(RunTree):
     )
     engine: SFTEngineConfig = block(SFTEngineConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
-    trainer: SFTTrainerSection = block(SFTTrainerSection)
+    trainer: SFTTrainerSection = block(
+        SFTTrainerSection, project_name="gsm8k-sft", experiment_name="test", total_epochs=4
+    )

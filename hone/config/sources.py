@@ -11,7 +11,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,31 +40,30 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *(f"{e}_reward_{kind}" for e in _ENGINES for kind in ("model", "loop")),
     ),
 }
-_PROGRAMS = ("fully_async", "one_step_off", "transfer_queue")
-_FILES = ("reward_manager", "legacy_reward_impl")
+_ROLES = {
+    "actor@actor_rollout_ref.actor": "actor",
+    "ref@actor_rollout_ref.ref": "ref",
+    "critic@critic": "critic",
+    "reward_model@reward_model": "reward_loop",
+}
 _DEFAULTS_LISTS: dict[str, dict[str, str]] = {
     "ppo_trainer": {
         "model_engine": "dp",
-        "actor@actor_rollout_ref.actor": "${model_engine}_actor",
         "data@data": "legacy_data",
-        "ref@actor_rollout_ref.ref": "${model_engine}_ref",
         "rollout@actor_rollout_ref.rollout": "rollout",
         "model@actor_rollout_ref.model": "hf_model",
-        "critic@critic": "${model_engine}_critic",
-        "reward_model@reward_model": "${model_engine}_reward_loop",
+        **{group: "${model_engine}_" + role for group, role in _ROLES.items()},
     },
-    "sft_trainer": {
-        "model@model": "hf_model",
-        "engine@engine": "fsdp",
-        "optim@optim": "fsdp",
-    },
+    "sft_trainer": {"model@model": "hf_model", "engine@engine": "fsdp", "optim@optim": "fsdp"},
 }
 """verl's groups, their choices, and what its own defaults lists choose."""
 BUILT_IN: dict[str, str] = {
     **{name: name for name in ("ppo_trainer", "sft_trainer", "generation", "evaluation")},
     **dict.fromkeys(("sft", "sft_trainer_engine"), "sft_trainer"),
     **dict.fromkeys(("ppo", "_generated_ppo_trainer", "dapo_trainer"), "ppo_trainer"),
-    **{f"{kind}_ppo_trainer": "ppo_trainer" for kind in _PROGRAMS},
+    **{
+        f"{k}_ppo_trainer": "ppo_trainer" for k in ("fully_async", "one_step_off", "transfer_queue")
+    },
 }
 """verl's configs by name, with their trees here."""
 BUILT_IN |= {
@@ -81,12 +80,14 @@ _ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtit
 
 @dataclass(frozen=True)
 class Setting:
-    """One dotted key that someone set."""
+    """One dotted key that was set."""
 
     key: str
     value: JsonValue
     origin: str
     delete: bool = False
+    added: bool = False
+    """Written with a plus sign, as Hydra has it for a key of the user's own."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
@@ -99,11 +100,12 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
                 f"{text!r} names several values for one key; write a list as key=[a,b], or add -m "
                 f"to run once per value ({COMMAND_LINE})"
             )
-        key = str(parsed.key_or_group)
+        key, added = str(parsed.key_or_group), text.startswith("+")
         if parsed.is_delete():
             settings.append(Setting(key, None, COMMAND_LINE, delete=True))
         else:
-            settings.extend(flatten(parsed.value(), key, COMMAND_LINE))
+            every = flatten(parsed.value(), key, COMMAND_LINE)
+            settings += [replace(setting, added=added) for setting in every]
     return settings
 
 
@@ -157,8 +159,8 @@ def read_file(path: Path, package: str = "") -> list[Setting]:
     tree = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a list; a config file is a mapping of keys")
-    kept: JsonObject = {str(k): value for k, value in tree.items() if k != "defaults"}
-    return list(flatten(kept, package, path.name))
+    keys: JsonObject = {str(k): value for k, value in tree.items() if k != "defaults"}
+    return list(flatten(keys, package, path.name))
 
 
 def read_config(
@@ -278,7 +280,8 @@ def _declare() -> None:
 
     store = ConfigStore.instance()
     lists = {name: _DEFAULTS_LISTS.get(tree, {}) for name, tree in BUILT_IN.items()}
-    for name, chosen in (lists | {file: {} for file in _FILES}).items():
+    lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # files of verl without a tree
+    for name, chosen in lists.items():
         listed = [*({group: option} for group, option in chosen.items()), "_self_"]
         store.store(name=name, node={"defaults": listed}, provider="hone")
     for group, options in GROUPS.items():

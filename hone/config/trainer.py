@@ -5,16 +5,14 @@ Nothing here changes what is learned, apart from the length, the seed and `criti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Block, block
-from hone.config.ranges import Count, CountOrZero, OneOrMore, Positive
+from hone.config.block import Count, CountOrZero, OneOrMore, Positive, SchemaBlock, block
 from hone.types import Settings
 
 
-@dataclass(frozen=True)
-class RunConfig(Block):
+class RunConfig(SchemaBlock):
     """Devices and seed of a run."""
 
     seed: int = 1
@@ -28,12 +26,10 @@ class RunConfig(Block):
     num_threads: Count | None = None
     """CPU threads of each process; null: the resumed run's, OMP_NUM_THREADS, or its share of the cores."""
     controller: Literal["auto", "local", "ray"] = "auto"
-    """RL: local is this process, ray a cluster, auto local for one rank; elsewhere ranks are plain
-    processes, torchrun spans machines, and ray is refused."""
+    """RL: local (this process), ray, auto (local for one rank); elsewhere ranks are plain processes."""
 
 
-@dataclass(frozen=True)
-class RunTree(Block):
+class RunTree(SchemaBlock):
     """A tree with a run."""
 
     trainer: RunConfig = block(RunConfig)
@@ -44,7 +40,6 @@ class RunTree(Block):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
 
-@dataclass(frozen=True)
 class TrainingRunConfig(RunConfig):
     """A run that trains: length, trackers, checkpoints."""
 
@@ -68,7 +63,6 @@ class TrainingRunConfig(RunConfig):
     """Checkpoint folder of `resume_mode=resume_path`."""
 
 
-@dataclass(frozen=True)
 class TrainerConfig(TrainingRunConfig):
     """The run."""
 
@@ -108,8 +102,7 @@ class TrainerConfig(TrainingRunConfig):
     """A phase may take longer than the floor: this factor times the longest that it took before."""
 
 
-@dataclass(frozen=True)
-class GlobalProfilerConfig(Block):
+class GlobalProfilerConfig(SchemaBlock):
     """Which steps are recorded, with what, on every rank."""
 
     tool: Literal["torch", "nsys"] | None = "torch"
@@ -122,8 +115,7 @@ class GlobalProfilerConfig(Block):
     """nsys: options of its command line, as in {trace: "cuda,nvtx"}."""
 
 
-@dataclass(frozen=True)
-class RayInitConfig(Block):
+class RayInitConfig(SchemaBlock):
     """Arguments of ray.init."""
 
     num_cpus: int | None = None
@@ -136,8 +128,7 @@ class RayInitConfig(Block):
     """Environment of the workers."""
 
 
-@dataclass(frozen=True)
-class RayKwargs(Block):
+class RayKwargs(SchemaBlock):
     """Ray."""
 
     ray_init: RayInitConfig = block(RayInitConfig)

@@ -1,4 +1,4 @@
-"""The four trees by name: root class, aliases and checks of each.
+"""The four trees by name: root class and checks of each.
 
 `compose` knows only this table; a new tree is one entry.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hone.config import aliases, checks, conditions
-from hone.config.block import Value
+from hone.config import aliases, checks
+from hone.config.convert import Value
 from hone.config.evaluation import EvaluationConfig
 from hone.config.generation import GenerationConfig
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
 from hone.config.sources import Setting
+from hone.config.states import new_name
 from hone.types import JsonValue
 
 
@@ -24,7 +25,7 @@ class Tree:
 
     name: str
     root: type
-    purpose: str
+    purpose: str = ""
     find_problems: Callable[[Value], Iterable[str]] = lambda config: ()
     """One sentence per defect that needs more than one key."""
     settle: Callable[[Value], Iterable[tuple[str, JsonValue, str]]] = lambda config: ()
@@ -38,37 +39,20 @@ class Tree:
 
     def new_name(self, key: str) -> str:
         """The name that a key has in this tree."""
-        return aliases.new_name(key, self.name)
+        return new_name(key, self.name)
 
 
-TREES: dict[str, Tree] = {
-    tree.name: tree
-    for tree in (
-        Tree(
-            "ppo_trainer",
-            PPOTrainerConfig,
-            "reinforcement learning: `hone train`, `python -m hone.trainer.main_ppo`",
-            checks.find_problems,
-            checks.settle,
-            conditions.find_idle,
-        ),
-        Tree(
-            "sft_trainer",
-            SFTConfig,
-            "supervised fine-tuning: `hone sft`, `python -m hone.trainer.main_sft`",
-            checks.sft_problems,
-            checks.settle_sft,
-        ),
-        Tree(
-            "generation",
-            GenerationConfig,
-            "responses for a file of prompts: `hone generate`, `python -m hone.trainer.main_generation`",
-            checks.generation_problems,
-        ),
-        Tree(
-            "evaluation",
-            EvaluationConfig,
-            "scores for a file of responses: `hone eval`, `python -m hone.trainer.main_eval`",
-        ),
-    )
-}
+_RL = "reinforcement learning: `hone train`, `python -m hone.trainer.main_ppo`"
+_SFT = "supervised fine-tuning: `hone sft`, `python -m hone.trainer.main_sft`"
+_FILES = "a file of {}: `hone {}`, `python -m hone.trainer.main_{}`"
+_PROMPTS = "responses for " + _FILES.format("prompts", "generate", "generation")
+_RESPONSES = "scores for " + _FILES.format("responses", "eval", "eval")
+_ALL = (
+    Tree(
+        "ppo_trainer", PPOTrainerConfig, _RL, checks.find_problems, checks.settle, checks.find_idle
+    ),
+    Tree("sft_trainer", SFTConfig, _SFT, checks.sft_problems, checks.settle_sft),
+    Tree("generation", GenerationConfig, _PROMPTS, checks.generation_problems),
+    Tree("evaluation", EvaluationConfig, _RESPONSES),
+)
+TREES: dict[str, Tree] = {tree.name: tree for tree in _ALL}

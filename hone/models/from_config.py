@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hone.config.generation import GenerationModelConfig
-from hone.config.model import ModelConfig
+from hone.config.model import ModelConfig, ModelSourceConfig
 from hone.models.external import import_external
 from hone.models.load import load_tokenizer
 from hone.models.lora import Adapters, draw_adapters
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def build_tokenizer(model: ModelConfig | GenerationModelConfig) -> PreTrainedTokenizerBase:
+def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model block, after the modules it wants imported first."""
     import_external(model.external_lib)
     tokenizer = load_tokenizer(

@@ -16,11 +16,11 @@ from pathlib import Path
 from traceback import format_exception
 
 from hone.config import Composed, compose
-from hone.config.apply import Further, keys_meant
+from hone.config.apply import Further
 from hone.config.block import Block
 from hone.config.errors import ConfigError, nearest
 from hone.config.generation import GenerationConfig
-from hone.config.keys import get, leaves
+from hone.config.keys import get, keys_meant, leaves
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.tracking import RunFolder

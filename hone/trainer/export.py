@@ -15,9 +15,12 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from yaml import YAMLError
 
 from hone.config import ConfigError
-from hone.config.apply import build
+from hone.config.apply import compose_settings
 from hone.config.engine import FSDPConfig
+from hone.config.keys import leaves
 from hone.config.model import ModelConfig
+from hone.config.sources import Setting
+from hone.config.trees import Tree
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.saved_state import TABLE, read_table
@@ -189,7 +192,8 @@ def _model_config(source: Path) -> ModelConfig:
             config = RunFolder(folder).read_config()
             block = config.get("model") or config.get("actor_rollout_ref", {}).get("model")
             if block:
-                return build(ModelConfig, block)
+                settings = [Setting(key, block[key], "config.yaml") for key in leaves(ModelConfig)]
+                return compose_settings(Tree("model", ModelConfig), settings).config
         except (ConfigError, ValueError, YAMLError, *_WRONG_SHAPE) as error:
             said = " ".join(str(error).split())
             raise ExportError(f"{folder}/config.yaml is not the config of a run: {said}") from error

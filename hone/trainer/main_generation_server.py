@@ -12,12 +12,8 @@ from typing import TypeVar
 
 from hone.config import PPOTrainerConfig
 from hone.config.block import Block
-from hone.config.generation import (
-    GenerationConfig,
-    GenerationDataConfig,
-    GenerationModelConfig,
-    GenerationRolloutConfig,
-)
+from hone.config.generation import GenerationConfig, GenerationDataConfig, GenerationRolloutConfig
+from hone.config.model import ModelSourceConfig
 from hone.config.trainer import RunConfig
 from hone.trainer.command_line import announce, composed_of, run_module
 from hone.trainer.given import require_given
@@ -62,7 +58,7 @@ def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
             output_path=data.output_path,
             max_samples=data.train_max_samples,
         ),
-        model=_shared(GenerationModelConfig, policy.model),
+        model=_shared(ModelSourceConfig, policy.model),
         rollout=_shared(GenerationRolloutConfig, policy.rollout),
     )
 

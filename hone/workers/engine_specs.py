@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hone.config import PPOTrainerConfig
-from hone.config.engine import FSDPConfig
+from hone.config.engine import FSDPConfig, MicroBatches
 from hone.controller import Worker
 from hone.engine.contract import EngineSpec, RowsPerRank
 from hone.engine.microbatch import MicroBatchRule
@@ -26,10 +25,8 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
         worker,
         device,
         actor.fsdp_config,
-        train_rule=_rule(actor.sequences_per_micro_batch, actor.ppo_max_token_len_per_gpu),
-        infer_rule=_rule(
-            rollout.log_prob_sequences_per_micro_batch, rollout.log_prob_max_token_len_per_gpu
-        ),
+        train_rule=_rule(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
+        infer_rule=_rule(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
         optim=actor.optim,
         grad_clip=actor.grad_clip,
         adapters=adapters_of(part.model),
@@ -40,7 +37,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
 def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """The policy as it was loaded, run forward only."""
     ref = config.actor_rollout_ref.ref
-    rule = _rule(ref.log_prob_sequences_per_micro_batch, ref.log_prob_max_token_len_per_gpu)
+    rule = _rule(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
     return _spec(
         config,
         worker,
@@ -69,18 +66,16 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing,
-        train_rule=_rule(critic.sequences_per_micro_batch, critic.ppo_max_token_len_per_gpu),
-        infer_rule=_rule(
-            critic.value_sequences_per_micro_batch, critic.forward_max_token_len_per_gpu
-        ),
+        train_rule=_rule(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
+        infer_rule=_rule(critic, "forward_", critic.forward_max_token_len_per_gpu),
         optim=critic.optim,
         grad_clip=critic.grad_clip,
         adapters=adapters,
     )
 
 
-def _rule(rows: Callable[[int], int | None], tokens: int) -> RowsPerRank:
-    return lambda ranks: MicroBatchRule(rows(ranks), tokens)
+def _rule(role: MicroBatches, kind: str, tokens: int) -> RowsPerRank:
+    return lambda ranks: MicroBatchRule(role.sequences_per_micro_batch(ranks, kind), tokens)
 
 
 def _spec(

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hone.algorithms.correction import correct, importance_weights
-from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.correction_presets import PRESETS
+from hone.config.algorithm import PRESETS, RolloutCorrectionConfig
 
 # train/rollout ratios of two rows; the last column is padding
 RATIO = np.array([[0.5, 4.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])

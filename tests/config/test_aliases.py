@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, compose, load_config
-from hone.config.aliases import CHANGES, LORA_RANK_WHEN_ENABLED, new_name
+from hone.config.aliases import COMPUTED
 from hone.config.apply import compose_settings
 from hone.config.keys import get
 from hone.config.sources import Setting
-from hone.config.states import names, renames, rewrites, rule_of
+from hone.config.states import names, new_name, rule_of, rules
 from hone.config.trees import TREES
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -21,6 +21,7 @@ MODEL = "actor_rollout_ref.model"
 RENAMED_CASES: dict[str, Any] = {
     "algorithm.group_size": 4,
     "trainer.run_name": "exp1",
+    "algorithm.rollout_is_threshold": 3.0,
     "trainer.profile_steps": [2, 3],
     "sampling_params.max_tokens": 2048,
     "sampling_params.timeout": 30,
@@ -180,6 +181,18 @@ VALUE_CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     ],
 }
 
+BESIDE_OTHERS = (
+    "retriever.url",
+    f"{ACTOR}.lora.enable",
+    "algorithm.kl_penalty",
+    "algorithm.rollout_is",
+    "data.max_start_length",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.gen_batch_size",
+)
+"""Keys whose meaning depends on other keys: each has a test of its own below."""
+
 
 def load(settings: dict[str, Any]) -> Any:
     return compose_settings(
@@ -192,13 +205,14 @@ def as_config(value: Any) -> Any:
 
 
 def test_every_alias_has_a_case() -> None:
-    table = renames("ppo_trainer")
+    table = [rule.pattern for rule in rules("renamed", tree="ppo_trainer")]
     blocks = {old.removesuffix(".**") for old in table if old.endswith(".**")}
     assert set(BLOCK_CASES) == blocks
     for old in table:
         named = any(names(old, case) for case in (*RENAMED_CASES, *VALUE_CASES))
         assert old.endswith(".**") or named, old
-    assert set(VALUE_CASES) >= set(rewrites("ppo_trainer"))
+    rewritten = {rule.pattern.lstrip("!") for rule in rules("rewritten", tree="ppo_trainer")}
+    assert rewritten <= {*VALUE_CASES, *BESIDE_OTHERS}
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED_CASES))
@@ -243,14 +257,13 @@ def test_a_rule_refuses_a_value_it_cannot_say() -> None:
         load({"max_turns": "many"})
 
 
-def test_keys_that_depend_on_others_are_those_that_have_tests_here() -> None:
-    assert {old for old, change in CHANGES.items() if change.meaning} == {
+def test_keys_that_are_computed_are_those_that_have_tests_here() -> None:
+    assert {old.lstrip("!") for old in COMPUTED} == {
         "max_turns",
-        f"{ACTOR}.lora.enable",
-        "algorithm.kl_penalty",
-        "data.max_start_length",
         "algorithm.rollout_correction.rollout_rs_threshold_lower",
         "**.optim.min_lr",
+        "**.optim.lr_min",
+        "reward_model.reward_kwargs.**",
     }
 
 
@@ -296,7 +309,7 @@ def test_without_filters_a_step_has_as_many_prompts_as_a_generation_round() -> N
 @pytest.mark.parametrize(
     ("settings", "rank"),
     [
-        ({f"{ACTOR}.lora.enable": True}, LORA_RANK_WHEN_ENABLED),
+        ({f"{ACTOR}.lora.enable": True}, 16),
         ({f"{ACTOR}.lora.enable": True, f"{ACTOR}.lora.r": 4}, 4),
         ({f"{ACTOR}.lora.r": 4, f"{ACTOR}.lora.enable": True}, 4),
         ({f"{ACTOR}.lora.enable": True, f"{MODEL}.lora_rank": 32}, 32),
@@ -398,3 +411,30 @@ def test_renamed_sft_blocks_move_their_keys() -> None:
     )
     assert config.engine.fsdp_size == 2
     assert config.checkpoint.save_contents == ("model",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "threshold"),
+    [
+        (
+            {"rollout_is": True, "rollout_is_level": "token", "rollout_is_mode": "truncate"},
+            "token",
+            2,
+        ),
+        ({"rollout_is": True, "rollout_is_level": "sequence"}, "sequence", 2),
+        ({"rollout_is": True, "rollout_is_threshold": 5.0}, "token", 5),
+        ({"rollout_is": True, "rollout_is_threshold": None}, None, 2),
+        ({"rollout_is": False, "rollout_is_threshold": 3.0}, None, 3),
+    ],
+)
+def test_the_importance_weights_of_verl_0_6_0_are_those_of_the_correction(
+    settings: dict[str, Any], level: str | None, threshold: float
+) -> None:
+    config = load({f"algorithm.{name}": value for name, value in settings.items()}).config
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == (level, threshold)
+
+
+def test_masked_weights_of_verl_0_6_0_name_the_rejection() -> None:
+    with pytest.raises(ConfigError, match="masked weights are a rejection; use algorithm"):
+        load({"algorithm.rollout_is": True, "algorithm.rollout_is_mode": "mask"})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
+from hone.config.block import Range
 from hone.config.checks import divisors, multiples
 from hone.config.keys import get, leaves
-from hone.config.ranges import Range
 
 RANGES = {key: leaf.bounds for key, leaf in leaves(PPOTrainerConfig).items() if leaf.bounds}
 ACTOR = "actor_rollout_ref.actor"
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "greedy groups are all equal": (
         [f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.n=4"],
-        f"{ROLLOUT}.do_sample=false gives 4 equal responses a prompt; use do_sample=true, or n=1",
+        f"{ROLLOUT}.do_sample=false gives 4 equal responses per prompt; use do_sample=true, or n=1",
         [f"{ROLLOUT}.n=1"],
     ),
     "dro needs its beta": (
@@ -78,7 +78,9 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
             "algorithm.rollout_correction.rollout_rs='token_k1,seq_sum_k9'",
             "algorithm.rollout_correction.rollout_rs_threshold=2.0",
         ],
-        "algorithm.rollout_correction.rollout_rs has no option 'seq_sum_k9'. Did you mean 'seq_sum_k3'?",
+        "algorithm.rollout_correction.rollout_rs=seq_sum_k9 is unknown. Did you mean 'seq_sum_k3'? Use "
+        "token_k1, token_k2, token_k3, seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, "
+        "seq_mean_k3, seq_max_k2, seq_max_k3",
         ["algorithm.rollout_correction.rollout_rs=token_k1"],
     ),
     "rejection needs a threshold": (
@@ -111,7 +113,8 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "credit assignment has a name": (
         ["reward_model.credit_assignment=median"],
-        "reward_model.credit_assignment=median; use gamma-decay, strict min-form, or a temperature above 0",
+        "reward_model.credit_assignment=median is unknown. Use gamma-decay, strict min-form, or a "
+        "temperature above 0",
         ["reward_model.credit_assignment='strict min-form'"],
     ),
     "credit temperature is positive": (
@@ -163,13 +166,13 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "the tracker exists": (
         ["trainer.logger=[console,wandbb]"],
-        "trainer.logger has no tracker 'wandbb'. Did you mean 'wandb'? Use console, jsonl, file, "
-        "tensorboard, wandb, mlflow, swanlab",
+        "trainer.logger=wandbb is unknown. Did you mean 'wandb'? Use console, jsonl, file, "
+        "tensorboard, wandb, mlflow, swanlab, or your own as pkg.mod:object",
         ["trainer.logger=[console,wandb]"],
     ),
     "the checkpoint part exists": (
         [f"{ACTOR}.checkpoint.save_contents=[weights]"],
-        f"{ACTOR}.checkpoint has no part 'weights'; use model, optimizer, extra, hf_model",
+        f"{ACTOR}.checkpoint.save_contents=weights is unknown. Use model, optimizer, extra, hf_model",
         [f"{ACTOR}.checkpoint.save_contents=[model]"],
     ),
     "the shard group divides the ranks": (

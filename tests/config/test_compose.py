@@ -243,7 +243,7 @@ def test_another_engine_or_device_runs_with_ours_and_a_note(
 def test_an_engine_whose_adapter_and_package_are_there_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hone.config.states.find_spec", lambda name: object())
+    monkeypatch.setattr("hone.config.apply.find_spec", lambda name: object())
     composed = compose(["actor_rollout_ref.rollout.name=vllm"])
     assert composed.config.actor_rollout_ref.rollout.name == "vllm"
     assert composed.notes == ()
@@ -467,3 +467,19 @@ def test_a_block_may_refer_to_a_block_and_a_key_to_one_that_only_the_file_has(
     )
     config = compose(config_name="mine", config_path=tmp_path).config
     assert (config.critic.optim.lr, config.trainer.seed) == (0.5, 3)
+
+
+def test_a_key_that_the_user_adds_is_accepted_with_one_line() -> None:
+    composed = compose(["+my_script.note=3", "++trainer.my_own_words=x", "+data.seed=4"])
+    assert composed.config == load_config(["data.seed=4"])
+    (note,) = composed.notes
+    assert note == (
+        "my_script.note=3, trainer.my_own_words=x: a key of your own; nothing here reads it"
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["algorithm.adv_estmator", "data.max_promt_length", "actor.optim.lr"]
+)
+def test_a_key_that_the_user_adds_is_no_misspelt_one(key: str) -> None:
+    assert "Did you mean" in error([f"+{key}=1"])

@@ -119,7 +119,7 @@ def test_reading_counts_directly_by_a_property_and_by_another_name() -> None:
     with recording() as watched:
         config: Any = load_config()
         _ = config.data.seed
-        _ = config.actor_rollout_ref.actor.sequences_per_micro_batch(1)
+        _ = config.actor_rollout_ref.actor.sequences_per_micro_batch(1, "ppo_")
         moved = config.critic.optim
         _ = moved.lr
     read = watched.read["ppo_trainer"]

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.config.convert import to_plain
-from hone.config.references import _by_omegaconf, resolve
+from hone.config.keys import leaves
+from hone.config.references import by_omegaconf, resolve
 from hone.config.trees import TREES
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_the_schemas_references_resolve_as_omegaconf_would(name: str) -> None:
-    tree = to_plain(TREES[name].root())
-    assert resolve(tree) == _by_omegaconf(tree)
+    defaults = {key: leaf.default for key, leaf in leaves(TREES[name].root).items()}
+    assert resolve(defaults) == by_omegaconf(defaults)
 
 
 def test_a_key_follows_the_one_it_names_unless_it_is_set() -> None:

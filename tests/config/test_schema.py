@@ -141,7 +141,7 @@ def test_micro_batches_are_cut_by_tokens_unless_a_size_is_given(
     overrides: list[str], expected: int | None
 ) -> None:
     actor = load_config(overrides).actor_rollout_ref.actor
-    assert actor.sequences_per_micro_batch(ranks=2) == expected
+    assert actor.sequences_per_micro_batch(2, "ppo_") == expected
 
 
 def test_other_passes_follow_the_actor_budget_and_their_own_size() -> None:
@@ -156,10 +156,10 @@ def test_other_passes_follow_the_actor_budget_and_their_own_size() -> None:
     )
     policy = config.actor_rollout_ref
     assert policy.ref.log_prob_max_token_len_per_gpu == 4096
-    assert policy.ref.log_prob_sequences_per_micro_batch(2) == 3
-    assert policy.rollout.log_prob_sequences_per_micro_batch(2) == 3
-    assert config.critic.sequences_per_micro_batch(2) == 5
-    assert config.critic.value_sequences_per_micro_batch(2) == 5
+    assert policy.ref.sequences_per_micro_batch(2, "log_prob_") == 3
+    assert policy.rollout.sequences_per_micro_batch(2, "log_prob_") == 3
+    assert config.critic.sequences_per_micro_batch(2, "ppo_") == 5
+    assert config.critic.sequences_per_micro_batch(2, "forward_") == 5
     assert config.reward_model.sequences_per_micro_batch(2) == 7
 
 

@@ -6,8 +6,10 @@ import pytest
 
 from hone.config import ConfigError, load_config
 from hone.config.keys import leaves
-from hone.config.states import Rule, is_off, names, replacements, rule_of, rules, topics
+from hone.config.states import is_off, is_one_of, names, rule_of, rules, topics
 from hone.config.trees import TREES
+
+STATES = rules("refused", "neutral")
 
 
 @pytest.mark.parametrize(
@@ -34,10 +36,14 @@ def test_patterns_name_keys(pattern: str, key: str, matches: bool) -> None:
 
 
 def test_rules_say_nothing_of_values_that_ask_for_nothing() -> None:
-    assert Rule("a", "neutral", "", ("any",)).is_silent("anything")
-    assert Rule("a", "neutral", "", (1,)).is_silent(1)
-    assert not Rule("a", "neutral", "", (1,)).is_silent(True)
-    assert not Rule("a", "neutral", "", (1,)).is_silent(2)
+    assert is_one_of("anything", ("any",))
+    assert is_one_of(1, (1,))
+    assert not is_one_of(True, (1,))
+    assert not is_one_of(2, (1,))
+    assert is_one_of(0.5, ("number",))
+    assert not is_one_of(True, ("number",))
+    assert is_one_of(3, ("count",))
+    assert not any(is_one_of(value, ("count",)) for value in (0, 1.0, True))
     assert all(is_off(v) for v in (None, False, 0, "disabled", {}, [], {"a": None}))
     assert not any(is_off(v) for v in (True, 1, "R2", {"a": 1}, [1]))
 
@@ -46,22 +52,22 @@ def test_a_key_with_a_field_has_no_row_of_its_own() -> None:
     """A field decides before the table; a row that names only fields would never be read."""
     for tree in TREES.values():
         keys = {info.key for info in leaves(tree.root).values()}
-        rows = [r.pattern for r in rules() if r.tree in (None, tree.name) and r.pattern in keys]
+        rows = [r.pattern for r in STATES if r.tree in ("*", tree.name) and r.pattern in keys]
         assert rows == [], tree.name
 
 
 def test_no_row_is_hidden_by_an_earlier_one() -> None:
-    for rule in rules():
+    for rule in STATES:
         key = rule.pattern.replace("**", "x").replace("*", "x")
-        tree = rule.tree or "ppo_trainer"
+        tree = "ppo_trainer" if rule.tree == "*" else rule.tree
         assert rule_of(key, tree) in (rule, rule_of(key.replace("x.", "y.", 1), tree)), rule
 
 
 def test_every_row_has_a_sentence_without_advice_to_write_what_was_written() -> None:
-    for rule in rules():
+    for rule in STATES:
         assert rule.why, rule.pattern
         assert not rule.why.endswith(("use 1", "use true", "use false")), rule.pattern
-    assert all(value.values for value in replacements())
+    assert all(value.values for value in rules("values"))
 
 
 def test_answers_with_one_sentence_share_a_line() -> None:

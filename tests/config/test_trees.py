@@ -24,8 +24,8 @@ SFT_CASES: list[tuple[list[str], str, list[str]]] = [
     ),
     (
         ["trainer.logger=tensorbord"],
-        "trainer.logger has no tracker 'tensorbord'. Did you mean 'tensorboard'? Use console, jsonl, "
-        "file, tensorboard, wandb, mlflow, swanlab",
+        "trainer.logger=tensorbord is unknown. Did you mean 'tensorboard'? Use console, jsonl, "
+        "file, tensorboard, wandb, mlflow, swanlab, or your own as pkg.mod:object",
         ["trainer.logger=tensorboard"],
     ),
     (["optim.lr=-1"], "optim.lr=-1 is out of range; use 0 or more (command line)", ["optim.lr=0"]),

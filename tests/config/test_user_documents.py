@@ -173,7 +173,7 @@ def test_a_users_command_loads(name: str) -> None:
 def test_the_small_gpu_command_means_what_it_says() -> None:
     composed = compose(COMMANDS["one small gpu"])
     config = composed.config
-    assert config.actor_rollout_ref.actor.sequences_per_micro_batch(1) == 4
+    assert config.actor_rollout_ref.actor.sequences_per_micro_batch(1, "ppo_") == 4
     assert any("kl_ctrl.kl_coef=" in note and "no effect" in note for note in composed.notes)
 
 

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from hone.config import load_config
-from hone.config.conditions import holds
-from hone.config.keys import find_block, get, leaves
+from hone.config.checks import holds
+from hone.config.keys import blocks, get, leaves
 from hone.config.states import read_table
 from hone.config.trees import TREES
 
@@ -46,7 +46,7 @@ def test_every_key_of_a_row_exists_in_its_tree(row: list[str]) -> None:
     for key in keys:
         get(config, key)
     for key in row[1].split() if len(row) == 3 else ():
-        assert key in leaves(tree.root) or find_block(tree.root, key), key
+        assert key in leaves(tree.root) or key in blocks(tree.root), key
 
 
 def test_no_row_speaks_of_the_defaults() -> None:
