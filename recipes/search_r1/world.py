@@ -43,6 +43,11 @@ def prompt(question: str) -> str:
     return f"Question: {question}\n"
 
 
+def asked(question: str) -> str:
+    question = question.strip()
+    return question if question.endswith("?") else f"{question}?"
+
+
 def read_questions(file: Path) -> list[Question]:
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
