@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -17,6 +18,7 @@ import pytest
 from hone import cli
 from hone.config import compose
 from hone.data.prepare import argument_parser
+from hone.retrieval import serve
 from hone.trainer import quickstart, sweep
 from hone.trainer.benchmarks import split_overrides
 from hone.trainer.command_line import composed_of
@@ -133,6 +135,10 @@ def check_verb(verb: str, rest: list[str]) -> None:
         compose([*usual, *overrides])
     elif verb == "config":
         assert cli.main([verb, *rest]) == 0
+    elif verb == cli.RETRIEVER:
+        parser = argparse.ArgumentParser()
+        serve.add_arguments(parser)
+        parser.parse_args(rest)
     else:
         chosen, unknown = cli._parser().parse_known_args([verb, *rest])
         assert chosen.verb == verb
