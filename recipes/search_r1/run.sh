@@ -29,7 +29,7 @@ else
 fi
 
 [ -f "$OUT/world/world.json" ] || "$PYTHON" "$HERE/world.py" "${world[@]}"
-cat "$OUT/world/world.json"
+[ ! -f "$OUT/world/world.json" ] || cat "$OUT/world/world.json"
 [ -d "$MODEL" ] || "$PYTHON" "$HERE/small_model.py" "$MODEL"
 "$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name sft \
     model.path="$MODEL" data.train_files="$OUT/world/sft.jsonl" \
@@ -43,14 +43,7 @@ for cell in $CELLS; do
     CUDA_VISIBLE_DEVICES='' "$PYTHON" "$HERE/retrievers.py" "$cell" --world "$OUT/world" \
         --corpus "$CORPUS" --port "$port" >"$OUT/logs/retriever-$cell.log" 2>&1 &
     retrievers+=($!)
-    "$PYTHON" -c "
-import sys, time, urllib.request
-for _ in range(300):
-    try:
-        sys.exit(urllib.request.urlopen('http://127.0.0.1:$port/health', timeout=5).status != 200)
-    except OSError:
-        time.sleep(0.2)
-sys.exit('the retriever did not start; see $OUT/logs/retriever-$cell.log')"
+    while kill -0 "$!" 2>/dev/null && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do sleep 0.2; done
     "$PYTHON" -m hone.trainer.main_ppo --config-path "$HERE" --config-name closed_world \
         actor_rollout_ref.model.path="$OUT/sft" \
         data.train_files="$OUT/world/train.jsonl" data.val_files="$OUT/world/test.jsonl" \
