@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,16 @@ def check_script(script: Path, rest: list[str]) -> None:
     """Let the shell expand the script with `echo` in place of Python, and check what it would run."""
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": "echo", "BASE_MODEL": "MODEL"}
     environment |= {"DATA_DIR": "data", "SEEDS": "1", "TOGETHER": "1"}
-    done = subprocess.run(
-        ["bash", str(script), *rest],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["bash", str(script), *rest],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=280,
+        )
     lines = done.stdout.splitlines()
     assert lines
     for line in lines:
