@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hone import __version__
 from hone.trainer.data_verbs import add_data_verbs
-from hone.trainer.verbs import Chosen, Verbs, add_verb, say
+from hone.trainer.verbs import Options, Verbs, add_verb, say
 
 PROGRAMS = {
     "train": ("hone.trainer.main_ppo:train", "RL training: PPO, GRPO and their kin"),
@@ -22,36 +22,36 @@ RETRIEVER = "serve-retriever"
 TREES = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
 EPILOG = (
     "hone VERB --help says more. train, sft, generate, eval and quickstart take key=value "
-    "overrides; "
-    "`hone config explain KEY` explains a key."
+    "overrides; `hone config explain KEY` explains a key."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit code: 0, 1 for a check that failed, 2 for a user's mistake."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in PROGRAMS:
-        return _finish(lambda: _start(given[0], given[1:]))
-    if given and given[0] == RETRIEVER:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in PROGRAMS:
+        return _finish(lambda: _start(words[0], words[1:]))
+    if words and words[0] == RETRIEVER:
         from hone.retrieval.serve import main as serve
 
-        return _finish(lambda: serve(given[1:]))
+        return _finish(lambda: serve(words[1:]))
     parser = _parser()
-    verbs = _verbs_of(parser)
-    if given and not given[0].startswith("-") and given[0] not in verbs:
+    (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    verbs = list(actions.choices)
+    if words and not words[0].startswith("-") and words[0] not in verbs:
         from hone.config.errors import did_you_mean, nearest
 
-        hint = did_you_mean(nearest(given[0], verbs))
-        parser.error(f"there is no verb {given[0]!r}.{hint} Use {', '.join(verbs)}")
-    chosen, rest = parser.parse_known_args(given)
-    if chosen.verb is None:
+        hint = did_you_mean(nearest(words[0], verbs))
+        parser.error(f"there is no verb {words[0]!r}.{hint} Use {', '.join(verbs)}")
+    options, rest = parser.parse_known_args(words)
+    if options.verb is None:
         parser.print_help()
         return 0
-    if rest and not chosen.takes_more:
+    if rest and not options.takes_more:
         parser.error(
-            f"{chosen.verb}: unknown argument {rest[0]}; `hone {chosen.verb} --help` lists what it takes"
+            f"{options.verb}: unknown argument {rest[0]}; `hone {options.verb} --help` lists what it takes"
         )
-    return _finish(lambda: chosen.run(chosen, rest))
+    return _finish(lambda: options.run(options, rest))
 
 
 def _finish(program: Callable[[], int | None]) -> int:
@@ -88,11 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(verbs)
     _add_folders(verbs)
     return parser
-
-
-def _verbs_of(parser: argparse.ArgumentParser) -> list[str]:
-    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    return [name for action in actions for name in action.choices]
 
 
 def _add_quickstart(verbs: Verbs) -> None:
@@ -175,116 +170,116 @@ def _add_folders(verbs: Verbs) -> None:
     doctor.add_argument("--quick", action="store_true", help="leave the self-tests out")
 
 
-def _quickstart(chosen: Chosen, rest: list[str]) -> None:
+def _quickstart(options: Options, rest: list[str]) -> None:
     from hone.trainer.quickstart import main as quickstart
 
-    quickstart(out=chosen.out, seed=chosen.seed, extra=rest)
+    quickstart(out=options.out, seed=options.seed, extra=rest)
 
 
-def _recipes(chosen: Chosen, rest: list[str]) -> None:
+def _recipes(options: Options, rest: list[str]) -> None:
     from hone.trainer.recipes import copy_recipe, listing
 
-    if chosen.name is None:
+    if options.name is None:
         say("\n".join(listing()))
     else:
-        say(f"wrote {copy_recipe(chosen.name, chosen.out)}")
+        say(f"wrote {copy_recipe(options.name, options.out)}")
 
 
-def _model_tiny(chosen: Chosen, rest: list[str]) -> None:
+def _model_tiny(options: Options, rest: list[str]) -> None:
     from inspect import signature
     from pathlib import Path
 
     from hone.models.tiny import TinyModelError, character_tokenizer, save_pretrained, tiny_lm
     from hone.models.writing import whole_folder
 
-    out = Path(chosen.out).expanduser()
+    out = Path(options.out).expanduser()
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise TinyModelError(f"{out} is there already, and not empty; name a new folder")
     tokenizer = character_tokenizer()
-    usual = {name: p.default for name, p in signature(tiny_lm).parameters.items()}
-    asked = {name: value for name, value in vars(chosen).items() if name in usual}
-    shape = usual | asked
+    defaults = {name: p.default for name, p in signature(tiny_lm).parameters.items()}
+    own = {name: value for name, value in vars(options).items() if name in defaults}
+    shape = defaults | own
     mlp, kv_heads = 2 * shape["hidden"], shape["heads"]
-    lm = tiny_lm(len(tokenizer), **asked, mlp=mlp, kv_heads=kv_heads)
+    lm = tiny_lm(len(tokenizer), **own, mlp=mlp, kv_heads=kv_heads)
     with whole_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())
-    say(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one a character)")
+    say(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one per character)")
 
 
-def _model_get(chosen: Chosen, rest: list[str]) -> None:
+def _model_get(options: Options, rest: list[str]) -> None:
     from hone.plugins import load_object
 
     fetch = load_object("hone.models.fetch:fetch_model")
-    say(f"wrote {fetch(chosen.name, chosen.out)}")
+    say(f"wrote {fetch(options.name, options.out)}")
 
 
-def _config_show(chosen: Chosen, rest: list[str]) -> None:
+def _config_show(options: Options, rest: list[str]) -> None:
     from hone.config import compose
     from hone.config.commands import with_origins
     from hone.trainer.command_line import plan_checks
 
     composed = compose(
-        chosen.overrides,
-        config_name=chosen.config_name or chosen.tree or TREES[0],
-        config_path=chosen.config_path,
-        schema=chosen.tree,
+        options.overrides,
+        config_name=options.config_name or options.tree or TREES[0],
+        config_path=options.config_path,
+        schema=options.tree,
         further=plan_checks,
     )
-    say(with_origins(composed, chosen.only_set))
+    say(with_origins(composed, options.only_set))
 
 
-def _config_explain(chosen: Chosen, rest: list[str]) -> None:
+def _config_explain(options: Options, rest: list[str]) -> None:
     from hone.config.commands import explain
 
-    say("\n".join(explain(key, chosen.tree) for key in chosen.keys))
+    say("\n".join(explain(key, options.tree) for key in options.keys))
 
 
-def _config_check(chosen: Chosen, rest: list[str]) -> int:
+def _config_check(options: Options, rest: list[str]) -> int:
     from hone.config.commands import check
     from hone.trainer.command_line import plan_checks
 
-    outcomes = [check(file, plan_checks) for file in chosen.files]
+    outcomes = [check(file, plan_checks) for file in options.files]
     for _, text in outcomes:
         say(text)
     return max(status for status, _ in outcomes)
 
 
-def _export(chosen: Chosen, rest: list[str]) -> None:
+def _export(options: Options, rest: list[str]) -> None:
     from hone.trainer.export import export
     from hone.trainer.hub import push, require_hub
 
-    if chosen.push:
-        require_hub(chosen.push)
+    if options.push:
+        require_hub(options.push)
     out = export(
-        chosen.checkpoint,
-        chosen.out,
-        adapter_only=chosen.adapter,
-        external_lib=chosen.external_lib,
-        trust_remote_code=chosen.trust_remote_code,
+        options.checkpoint,
+        options.out,
+        adapter_only=options.adapter,
+        external_lib=options.external_lib,
+        trust_remote_code=options.trust_remote_code,
     )
     say(f"wrote {out}")
-    if chosen.push:
-        say(f"pushed to {push(out, chosen.push, private=chosen.private)}")
+    if options.push:
+        say(f"pushed to {push(out, options.push, private=options.private)}")
 
 
-def _report(chosen: Chosen, rest: list[str]) -> None:
+def _report(options: Options, rest: list[str]) -> None:
     from pathlib import Path
 
     from hone.config import ConfigError
     from hone.tracking.report import write_report
 
-    if Path(chosen.out).is_dir():
+    if Path(options.out).is_dir():
         raise ConfigError(
-            f"--out {chosen.out} is a folder; name the file, as in {Path(chosen.out) / 'report.html'}"
+            f"--out {options.out} is a folder; name the file, as in {Path(options.out) / 'report.html'}"
         )
-    say(f"wrote {write_report(chosen.runs, chosen.out)}")
+    say(f"wrote {write_report(options.runs, options.out)}")
 
 
-def _doctor(chosen: Chosen, rest: list[str]) -> int:
+def _doctor(options: Options, rest: list[str]) -> int:
     from hone.trainer.doctor import report
 
-    return report(say, self_test=not chosen.quick)
+    return report(say, self_test=not options.quick)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeGuard
 
 from transformers import PreTrainedModel
 
 from hone.agents.loop_thread import run_beside
-from hone.api.settings import Asked, Name, Value
+from hone.api.settings import CallSettings, Name, Value
 from hone.config.generation import GenerationConfig
 from hone.data.loader import row_uid
 from hone.data.prompts import render_prompt
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
-from hone.ops.counter_rng import trajectory_seed
-from hone.rollout.contract import RolloutEngine, Sampling
+from hone.rollout.contract import TokenOutput
 from hone.tracking import progress
-from hone.trainer.generated import GenerationError
-from hone.trainer.generation import build_engine
+from hone.trainer.generation import build_engine, max_positions, respond, sampling_params, samplings
+from hone.trainer.job_files import GenerationError
 from hone.trainer.ranks import Ranks
 from hone.types import Row
 
 Chat: TypeAlias = Sequence[Row]
 Prompt: TypeAlias = str | Sequence[int] | Chat
 """Text (one user turn), token ids, or chat messages."""
-_USUAL = ("top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
-"""Keywords whose default is the `generation` tree's, beside `temperature` and `max_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +54,20 @@ class LLM:
     """
 
     def __init__(self, model: Name, config: Name | None = None, **settings: Value) -> None:
-        asked = Asked("generation", "hone.LLM", {**settings, "model.path": model}, config)
-        self.config: GenerationConfig = asked.composed().config
+        call = CallSettings("generation", "hone.LLM", {**settings, "model.path": model}, config)
+        self.config: GenerationConfig = call.composed().config
         self.path = self.config.model.path
         self.tokenizer = build_tokenizer(self.config.model)
         self._longest = self.config.rollout.max_total_tokens
         self._lock = threading.Lock()
 
         def limit(lm: PreTrainedModel) -> None:
-            positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-            self._longest = min(self._longest, positions or self._longest)
+            self._longest = min(self._longest, max_positions(lm) or self._longest)
 
         with progress("load the model"):
             self._engine = build_engine(self.config, self.tokenizer, Ranks.here(), limit)
-        self._close = weakref.finalize(self, _close, self._engine)
+        engine = self._engine
+        self._close = weakref.finalize(self, lambda: run_coroutine(engine.close()))
 
     def generate(
         self,
@@ -92,23 +88,36 @@ class LLM:
         if not self._close.alive or n < 1:
             what = "this LLM is closed; make a new one" if n > 0 else f"n={n}; use 1 or more"
             raise GenerationError(what)
-        rollout = self.config.rollout
-        usual = rollout.temperature if rollout.do_sample else 0.0
-        params = {name: getattr(rollout, name) for name in _USUAL} | sampling
-        params["temperature"] = usual if temperature is None else temperature
+        params = sampling_params(self.config.rollout) | sampling
+        if temperature is not None:
+            params["temperature"] = temperature
         run_seed = self.config.trainer.seed if seed is None else seed
         listed = _listed(prompts)
-        requests: list[tuple[Prompt, list[int], Sampling]] = []
-        for number, prompt in enumerate(listed):
-            ids = self._ids(prompt, prompt_format or self.config.data.prompt_format)
-            room, uid = self._room(ids, max_tokens), row_uid("prompt", number, 0, 0)
-            for own in (trajectory_seed(run_seed, uid, sample) for sample in range(n)):
-                drawn = Sampling.from_mapping(params, max_tokens=room, seed=own)
-                requests.append((prompt, ids, drawn))
-        with self._lock, progress("generate", len(requests)) as bar:
-            done = run_beside(self._engine, self._all(requests, bar.advance))
-        groups = [tuple(done[i * n : (i + 1) * n]) for i in range(len(listed))]
-        return [replace(group[0], outputs=group) for group in groups]
+        form = prompt_format or self.config.data.prompt_format
+        ids = [self._prompt_ids(prompt, form) for prompt in listed]
+        limits = [self._response_limit(len(one), max_tokens) for one in ids]
+        draws = [
+            samplings(params, n, seed=run_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit)
+            for i, limit in enumerate(limits)
+        ]
+        responses: dict[int, Response] = {}
+
+        def on_finish(index: int, outputs: list[TokenOutput]) -> None:
+            group = tuple(self._response(listed[index], ids[index], out) for out in outputs)
+            responses[index] = replace(group[0], outputs=group)
+            bar.advance(n)
+
+        with self._lock, progress("generate", len(listed) * n) as bar:
+            drawn = respond(
+                self._engine.generate,
+                ids,
+                draws.__getitem__,
+                on_finish,
+                name_of=lambda index: f"prompt {index}",
+                in_flight=max(len(ids), 1),
+            )
+            run_beside(self._engine, drawn)
+        return [responses[index] for index in range(len(listed))]
 
     def chat(
         self, messages: Chat | Sequence[Chat], n: int = 1, **sampling: Value
@@ -117,7 +126,7 @@ class LLM:
         return self.generate(messages, n, prompt_format="chat", **sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Give the model's memory back; closing twice does no harm."""
+        """Free the model's memory; closing twice does no harm."""
         self._close()
         vars(self).pop("_engine", None)
 
@@ -130,7 +139,7 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.path!r})"
 
-    def _ids(self, prompt: Prompt, prompt_format: str) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt, prompt_format: str) -> list[int]:
         if prompt and _are_ids(prompt):
             return list(prompt)
         if not _is_text_or_chat(prompt):
@@ -140,28 +149,20 @@ class LLM:
         options = self.config.data.apply_chat_template_kwargs
         return render_prompt(prompt, self.tokenizer, prompt_format, template_kwargs=options)
 
-    def _room(self, ids: list[int], asked: int | None) -> int:
-        """Tokens that a response may have."""
-        room = self._longest - len(ids)
-        if not ids or room < (asked or 1):
+    def _response_limit(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        left = self._longest - prompt_tokens
+        if not prompt_tokens or left < (max_tokens or 1):
             raise GenerationError(
-                f"a prompt of {len(ids)} tokens and max_tokens={asked or 1} do not fit: both together have "
-                f"1 to {self._longest} tokens (the model's positions, and LLM(…, max_model_len=N))"
+                f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens or 1} do not fit: both "
+                f"together have 1 to {self._longest} tokens (the model's positions, and "
+                "LLM(…, max_model_len=N))"
             )
-        return asked or min(room, self.config.rollout.response_length)
+        return max_tokens or min(left, self.config.rollout.response_length)
 
-    async def _all(
-        self, requests: Sequence[tuple[Prompt, list[int], Sampling]], advance: Callable[[], None]
-    ) -> list[Response]:
-        async def one(number: int, prompt: Prompt, ids: list[int], sampling: Sampling) -> Response:
-            out = await self._engine.generate(ids, sampling, str(number))
-            advance()
-            text = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
-            drawn = list(out.token_ids), list(out.log_probs)
-            return Response(prompt, text, out.stop_reason.value, *drawn, ids)
-
-        tasks = [one(number, *request) for number, request in enumerate(requests)]
-        return list(await asyncio.gather(*tasks))
+    def _response(self, prompt: Prompt, ids: list[int], out: TokenOutput) -> Response:
+        text = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        tokens = list(out.token_ids), list(out.log_probs)
+        return Response(prompt, text, out.stop_reason.value, *tokens, ids)
 
 
 def _are_ids(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[Sequence[int]]:
@@ -174,13 +175,9 @@ def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts as a list; one alone is a text, token ids, or messages."""
+    """Prompts as a list; a single one is a text, token ids, or messages."""
     prompts = getattr(prompts, "tolist", lambda: prompts)()  # token ids of a tokenizer's
     is_one = isinstance(prompts, str) or (
         bool(prompts) and (_are_ids(prompts) or _is_text_or_chat(prompts))
     )
     return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
-
-
-def _close(engine: RolloutEngine) -> None:
-    run_coroutine(engine.close())

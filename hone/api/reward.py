@@ -1,4 +1,4 @@
-"""What a user gives as reward, as one score function: a function, a name, or several with weights.
+"""A user's reward as one score function: a function, a name, or several with weights.
 
 A function is given, by the names of its parameters: the response (`completion`, `response`,
 `solution_str`), the answer (`answer`, `ground_truth`, `solution`), `prompt`, `data_source`,
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Of its function; one that does not tell takes response and answer."""
+        """Of its function; one without a signature takes response and answer."""
         try:
             return inspect.signature(self.score).parameters  # type: ignore[arg-type]
         except (ValueError, TypeError):
@@ -59,8 +59,8 @@ def parts_of(reward: Reward) -> list[Part]:
         if isinstance(score, str):
             scorer_of(score)  # refuses an unknown name
         name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
-        name, taken = name.strip("<>"), {part.name for part in parts}
-        name = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
+        name, names = name.strip("<>"), {part.name for part in parts}
+        name = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in names)
         parts.append(Part(name, score, weight))
     return parts
 
@@ -87,22 +87,22 @@ def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Functi
     async def score_async(
         data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Row
     ) -> Result:
-        said = results(data_source, solution_str, ground_truth, extra_info)
-        return _sum([await r if inspect.isawaitable(r) else r for r in said], parts)
+        values = results(data_source, solution_str, ground_truth, extra_info)
+        return _sum([await r if inspect.isawaitable(r) else r for r in values], parts)
 
     is_async = any(inspect.iscoroutinefunction(part.score) for part in parts)
-    chosen: Function = score_async if is_async else score
+    function: Function = score_async if is_async else score
     if len(parts) == 1 and callable(parts[0].score):
         # Messages name the user's function; its own signature is not what managers call.
-        vars(chosen)["__signature__"] = inspect.signature(chosen)
-        vars(chosen)["__wrapped__"] = parts[0].score
-    return chosen
+        vars(function)["__signature__"] = inspect.signature(function)
+        vars(function)["__wrapped__"] = parts[0].score
+    return function
 
 
 def _sum(results: Sequence[Result], parts: Sequence[Part]) -> Result:
     """The weighted sum, each part by its name beside it; one part of weight 1 as it is.
 
-    A part that says None does not count, as in TRL.
+    A part that returns None does not count, as in TRL.
     """
     if len(parts) == 1 and parts[0].weight == 1:
         return results[0]
@@ -144,11 +144,9 @@ def _by_rule(name: str) -> Callable[[Row], Result]:
 
     def call(row: Row) -> Result:
         result = default_compute_score(name, row["completion"], row["answer"], row["extra_info"])
-        return (
-            result
-            if isinstance(result, dict)
-            else {"score": result, "acc": float(result >= full_mark)}
-        )
+        if isinstance(result, dict):
+            return result
+        return {"score": result, "acc": float(result >= full_mark)}
 
     return call
 

@@ -79,12 +79,12 @@ def prompt_row(row: Row, number: int, source: str, *, with_prompt: bool = False)
     """
     prompt = _column(row, number, PROMPTS)
     answer = next((name for name in ANSWERS if name in row), "")
-    made = {"data_source": source, "prompt": row[prompt]}
-    made |= {name: value for name, value in row.items() if name in _STAYS}
-    made.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer)})
+    new = {"data_source": source, "prompt": row[prompt]}
+    new |= {name: value for name, value in row.items() if name in _STAYS}
+    new.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer)})
     extra = {name: v for name, v in row.items() if name not in (*_STAYS, prompt, answer)}
     extra |= row.get("extra_info") or {}
-    return made | {"extra_info": extra | ({"prompt": row[prompt]} if with_prompt else {})}
+    return new | {"extra_info": extra | ({"prompt": row[prompt]} if with_prompt else {})}
 
 
 def response_rows(rows: Sequence[Row]) -> list[Row]:
@@ -101,8 +101,8 @@ def _column(row: Row, number: int, names: Sequence[str]) -> str:
     for name in names:
         if name in row:
             return name
-    known = " or ".join(map(repr, names))
-    raise DataError(f"row {number} has no column {known}; it has {', '.join(map(str, row))}")
+    columns = " or ".join(map(repr, names))
+    raise DataError(f"row {number} has no column {columns}; it has {', '.join(map(str, row))}")
 
 
 def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
@@ -125,5 +125,6 @@ def _line(row: Row, number: int) -> str:
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
     except (TypeError, ValueError) as error:
-        told = f"row {number} holds {error}; rows hold text, numbers, lists and dicts"
-        raise DataError(told) from None
+        raise DataError(
+            f"row {number} holds {error}; rows hold text, numbers, lists and dicts"
+        ) from None

@@ -19,7 +19,7 @@ from typing import TypeAlias, Union
 from hone.api.llm import LLM
 from hone.api.reward import Reward, as_score_function, parts_of, reads_prompt
 from hone.api.rows import MESSAGES, Data, files_of, items_of, prompt_row, response_rows, write_rows
-from hone.api.settings import Asked, Given, Name, Value, key_of, matches
+from hone.api.settings import CallSettings, Name, Value, Values, key_of, matches
 from hone.config import Composed, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
@@ -27,13 +27,11 @@ from hone.data.rows import BadRows, DataError, read_rows
 from hone.tracking import RunFolder, read_metrics
 from hone.tracking.console import screen
 from hone.trainer import main_eval, main_ppo, main_sft
-from hone.trainer.command_line import announce, plan_checks
+from hone.trainer.command_line import announce, plan_checks, require_folder
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
-from hone.trainer.folders import require_folder
 from hone.trainer.interrupt import Interrupted
-from hone.trainer.launcher import launch
-from hone.trainer.ranks import must_launch
+from hone.trainer.ranks import launch, must_launch
 from hone.trainer.starting_values import ORIGIN, announcement, starting_values
 from hone.types import Function, Row
 
@@ -60,40 +58,41 @@ def evaluate(
         model = model.policy
     if data is None:
         raise DataError("the run had no validation data; name the rows to evaluate on")
-    own = [name for name in settings if matches("generation", name)]
-    drawing = {name: settings.pop(name) for name in own}
-    if isinstance(model, LLM) and drawing:
-        raise ConfigError(f"the model is loaded already: give {', '.join(own)} to hone.LLM(…)")
-    coldest = 0.0 if n == 1 and temperature is None else temperature
+    names = [name for name in settings if matches("generation", name)]
+    sampling = {name: settings.pop(name) for name in names}
+    if isinstance(model, LLM) and sampling:
+        raise ConfigError(f"the model is loaded already: give {', '.join(names)} to hone.LLM(…)")
+    if n == 1 and temperature is None:
+        temperature = 0.0
     scorer = _Scorer(reward)
     with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as temporary:
         folder = Path(temporary)
         files = scorer.stage(data, folder, "rows")
-        asked = Asked("evaluation", "hone.evaluate", {**settings, "data.path": files})
-        asked.composed()  # what is wrong with the settings is told before anything is generated
+        call = CallSettings("evaluation", "hone.evaluate", {**settings, "data.path": files})
+        call.composed()  # refuses wrong settings before anything is generated
         rows = items_of(files)
+        prompts = [row["prompt"] for row in rows]
         loaded = (
-            nullcontext(model) if isinstance(model, LLM) else LLM(_path(model), None, **drawing)
+            nullcontext(model) if isinstance(model, LLM) else LLM(_path(model), None, **sampling)
         )
         with loaded as llm:
-            prompts = [row["prompt"] for row in rows]
-            answers = llm.generate(prompts, n=n, temperature=coldest, max_tokens=max_tokens)
+            answers = llm.generate(prompts, n=n, temperature=temperature, max_tokens=max_tokens)
         for row, answer in zip(rows, answers, strict=True):
             row["responses"] = [output.text for output in answer.outputs]
-        asked.set({"data.path": [write_rows(rows, folder, "responses")]})
-        return main_eval.run(asked.composed().config, "scores", scorer.function)
+        call.set({"data.path": [write_rows(rows, folder, "responses")]})
+        return main_eval.run(call.composed().config, "scores", scorer.function)
 
 
 class Trained:
-    """What a run left: its folder, its metrics and its policy.
+    """A finished run: its folder, its metrics and its policy.
 
     `evaluate` is `hone.evaluate`, by default on the run's validation data and by its reward.
     """
 
     def __init__(
-        self, folder: Path, made: Composed, data: Data | None, reward: Reward | None
+        self, folder: Path, composed: Composed, data: Data | None, reward: Reward | None
     ) -> None:
-        self.folder, self.config = folder, made.config
+        self.folder, self.config = folder, composed.config
         self.data, self.reward = data, reward
 
     @property
@@ -103,17 +102,17 @@ class Trained:
 
     @cached_property
     def policy(self) -> LLM:
-        """The policy of the last checkpoint, loaded when it is first asked for."""
+        """The policy of the last checkpoint, loaded at first use."""
         data = self.config.data
-        how: Given = {
+        settings: Values = {
             "prompt_format": data.prompt_format,
             "apply_chat_template_kwargs": data.apply_chat_template_kwargs,
             "device": self.config.trainer.device,
         }
         if hasattr(data, "max_response_length"):
-            how["prompt_length"] = data.max_prompt_length
-            how["response_length"] = data.max_response_length
-        return LLM(self.folder, None, **how)
+            settings["prompt_length"] = data.max_prompt_length
+            settings["response_length"] = data.max_response_length
+        return LLM(self.folder, None, **settings)
 
     evaluate = evaluate
 
@@ -141,17 +140,17 @@ def train(
     tree, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file of them. The run goes to
     `folder`, by default a new one below `runs/`; the folder of an earlier run resumes it.
     """
-    asked = Asked("ppo_trainer", "hone.train", settings, config)
+    call = CallSettings("ppo_trainer", "hone.train", settings, config)
     scorer = _Scorer(reward)
-    with _run_folder("train", asked) as folder:
-        asked.set({"actor_rollout_ref.model.path": _path(model)})
-        asked.set({"data.train_files": scorer.stage(data, folder, "train")})
+    with _run_folder("train", call) as folder:
+        call.set({"actor_rollout_ref.model.path": _path(model)})
+        call.set({"data.train_files": scorer.stage(data, folder, "train")})
         if validation is not None:
-            asked.set({"data.val_files": scorer.stage(validation, folder, "validation")})
-        made = asked.composed(starting_values, plan_checks)
-        _announce(made)
-        main_ppo.run(made.config, made.origins, compute_score=scorer.function)
-    return Trained(folder, made, validation, reward)
+            call.set({"data.val_files": scorer.stage(validation, folder, "validation")})
+        composed = call.composed(starting_values, plan_checks)
+        _announce(composed)
+        main_ppo.run(composed.config, composed.origins, compute_score=scorer.function)
+    return Trained(folder, composed, validation, reward)
 
 
 def sft(
@@ -167,23 +166,23 @@ def sft(
     A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are keys of the
     `sft_trainer` tree; `config` and `folder` are as in `hone.train`.
     """
-    asked = Asked("sft_trainer", "hone.sft", settings, config)
-    with _run_folder("sft", asked) as folder:
-        asked.set({"model.path": _path(model)})
+    call = CallSettings("sft_trainer", "hone.sft", settings, config)
+    with _run_folder("sft", call) as folder:
+        call.set({"model.path": _path(model)})
         columns = ("data.prompt", "data.response", "data.custom")
-        named = any(key.startswith(columns) for key in asked.given())
+        named = any(key.startswith(columns) for key in call.values())
         for name, rows in (("train", data), ("val", validation)):
             if rows is not None:
-                _stage_responses(asked, rows, folder, name, named)
-        made = asked.composed(_whole_batch)
-        _announce(made)
-        if must_launch(made.config.world_size, made.config.trainer.nnodes, main_sft.MODULE):
-            RunFolder(folder).write_config(config_to_dict(made.config), made.origins)
+                _stage_responses(call, rows, folder, name, named)
+        composed = call.composed(_whole_batch)
+        _announce(composed)
+        if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
+            RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
             of_ranks = ["--config-path", str(folder), "--config-name", "config"]
-            launch(made.config.world_size, main_sft.MODULE, of_ranks)
+            launch(composed.config.world_size, main_sft.MODULE, of_ranks)
         else:
-            main_sft.run(made.config, made.origins)
-    return Trained(folder, made, validation, None)
+            main_sft.run(composed.config, composed.origins)
+    return Trained(folder, composed, validation, None)
 
 
 class _Scorer:
@@ -194,10 +193,10 @@ class _Scorer:
         self.function: Function | None = None
 
     def stage(self, data: Data, folder: Path, name: str) -> list[str]:
-        """The files of the data: those given, or one written for rows that are not in verl's schema."""
-        files, parts, wants_prompt = files_of(data), self.parts, reads_prompt(self.parts)
+        """The files of the data; rows that are not in verl's schema are written to one."""
+        files, parts, by_prompt = files_of(data), self.parts, reads_prompt(self.parts)
         source = parts[0].name if len(parts) == 1 else "python"
-        if files is not None and not wants_prompt:
+        if files is not None and not by_prompt:
             first = next(read_rows(files, BadRows("skip"), "data").scan())
             if "reward_model" in first:
                 self._make(first.get("extra_info") or ())
@@ -205,7 +204,7 @@ class _Scorer:
         items = items_of(data)
         if not parts and any("data_source" not in row for row in items):
             raise DataError("no reward: give a function or a name, or rows that name a data_source")
-        rows = [prompt_row(row, i, source, with_prompt=wants_prompt) for i, row in enumerate(items)]
+        rows = [prompt_row(row, i, source, with_prompt=by_prompt) for i, row in enumerate(items)]
         is_rule = len(parts) == 1 and isinstance(parts[0].score, str)
         if not is_rule or any(row["data_source"] != source for row in rows):
             self._make(set().union(*(row["extra_info"] for row in rows)))
@@ -226,25 +225,26 @@ def _path(model: Model) -> str:
 
 
 @contextmanager
-def _run_folder(name: str, asked: Asked) -> Iterator[Path]:
+def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
     """The folder of a run, by default `runs/NAME-1` and so on.
 
-    A new one in which no run has begun goes again with the error.
+    An error removes a new one in which no run has begun.
     """
-    key = key_of(asked.tree, "folder")
-    given = asked.given().get(key)
-    require_folder(str(given or "runs"), "folder")
-    folder = Path(str(given)).expanduser() if given else _new_folder(name)
-    is_new = not given or not folder.exists()
-    asked.set({key: folder})
+    key = key_of(call.tree, "folder")
+    path = call.values().get(key)
+    require_folder(str(path or "runs"), "folder")
+    folder = Path(str(path)).expanduser() if path else _new_folder(name)
+    is_new = not path or not folder.exists()
+    call.set({key: folder})
     try:
         yield folder
     except BaseException as error:
         if is_new and not RunFolder(folder).config_file.exists():
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, Interrupted):
-            told = f"stopped after step {error.step}; folder={str(folder)!r} goes on from there"
-            raise KeyboardInterrupt(told) from None
+            raise KeyboardInterrupt(
+                f"stopped after step {error.step}; folder={str(folder)!r} goes on from there"
+            ) from None
         raise
 
 
@@ -257,25 +257,25 @@ def _new_folder(name: str) -> Path:
     raise AssertionError("count() has no end")
 
 
-def _announce(made: Composed) -> None:
-    for line in announcement(made):
+def _announce(composed: Composed) -> None:
+    for line in announcement(composed):
         screen().line(line)
-    announce(made)
+    announce(composed)
 
 
-def _stage_responses(asked: Asked, data: Data, folder: Path, name: str, named: bool) -> None:
+def _stage_responses(call: CallSettings, data: Data, folder: Path, name: str, named: bool) -> None:
     """Set the files of supervised rows; their columns get our names where the user named none."""
     files, rows = files_of(data), items_of(data)
     if files is None or not (named or MESSAGES in rows[0]):
         rows = response_rows(rows)
         files = [write_rows(rows, folder, name)]
         if MESSAGES not in rows[0]:
-            asked.set({"data.prompt_key": "prompt", "data.response_key": "response"})
-    asked.set({f"data.{name}_files": files})
+            call.set({"data.prompt_key": "prompt", "data.response_key": "response"})
+    call.set({f"data.{name}_files": files})
 
 
-def _whole_batch(given: Given) -> list[Setting]:
+def _whole_batch(values: Values) -> list[Setting]:
     """All rows are one batch where they are fewer than a batch has by default."""
-    rows, key = len(items_of(given["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
-    small = key not in given and rows < SFTDataConfig.train_batch_size
+    rows, key = len(items_of(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
+    small = key not in values and rows < SFTDataConfig.train_batch_size
     return [Setting(key, rows, ORIGIN)] if small else []

@@ -24,7 +24,7 @@ Plain: TypeAlias = Union[str, int, float, bool, "os.PathLike[str]", None]
 Value: TypeAlias = Union[Plain, Sequence["Value"], Mapping[str, "Value"]]  # noqa: UP007
 """What a setting may be given as."""
 Name: TypeAlias = Union[str, "os.PathLike[str]"]
-Given: TypeAlias = dict[str, Value]
+Values: TypeAlias = dict[str, Value]
 
 SHORT = {
     "batch_size": ("data.train_batch_size",),
@@ -51,15 +51,15 @@ def matches(tree: str, name: str) -> list[str]:
 
 def key_of(tree: str, name: str) -> str:
     """The one dotted key that a name stands for."""
-    found = matches(tree, name)
-    if len(found) > 1:
-        whole = "**{" + repr(found[0]) + ": …}"
-        raise ConfigError(f"{name} may mean {', '.join(found)}; write the whole key: {whole}")
-    if not found:
+    keys = matches(tree, name)
+    if len(keys) > 1:
+        whole = "**{" + repr(keys[0]) + ": …}"
+        raise ConfigError(f"{name} may mean {', '.join(keys)}; write the whole key: {whole}")
+    if not keys:
         endings = {key.rpartition(".")[2] for key in _keys(TREES[tree].root)}
         hint = did_you_mean(nearest(name, sorted({*SHORT, *endings})))
         raise ConfigError(f"there is no setting {name!r}.{hint} `hone config show` lists the keys")
-    return found[0]
+    return keys[0]
 
 
 @functools.cache
@@ -79,10 +79,12 @@ def _plain(value: Value) -> JsonValue:
     return value.item() if hasattr(value, "item") else str(value)  # a number of numpy's
 
 
-class Asked:
-    """What a call sets in one tree: a YAML file, then its keyword arguments."""
+class CallSettings:
+    """The settings of a call in one tree: a YAML file, then its keyword arguments."""
 
-    def __init__(self, tree: str, caller: str, settings: Given, config: Name | None = None) -> None:
+    def __init__(
+        self, tree: str, caller: str, settings: Values, config: Name | None = None
+    ) -> None:
         self.tree, self.caller, self._config = tree, caller, config
         self._settings: list[Setting] = []
         if config is not None:
@@ -90,19 +92,19 @@ class Asked:
             self._settings = read_config(file.stem, [file.parent], [])[1]
         self.set(settings)
 
-    def set(self, values: Given) -> None:
+    def set(self, values: Values) -> None:
         for name, value in values.items():
             self._settings += flatten(_plain(value), key_of(self.tree, name), self.caller)
 
-    def given(self) -> Given:
+    def values(self) -> Values:
         """The values by today's dotted keys."""
         return {s.key: s.value for s in TREES[self.tree].translate(self._settings, [])}
 
     def composed(
         self,
-        starting: Callable[[Given], list[Setting]] = lambda given: [],
+        starting: Callable[[Values], list[Setting]] = lambda values: [],
         further: Further | None = None,
     ) -> Composed:
         """The checked tree; a YAML file is taken as it is, without starting values."""
-        before = starting(self.given()) if self._config is None else []
+        before = starting(self.values()) if self._config is None else []
         return compose_settings(TREES[self.tree], [*before, *self._settings], further)

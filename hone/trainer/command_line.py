@@ -1,7 +1,7 @@
 """The command line of our programs: `--config-path`, `--config-name`, then `key=value` overrides.
 
-Also where a mistake of the user becomes one sentence and exit code 2, with the traceback in the run folder;
-anything else keeps its traceback on the terminal.
+A mistake of the user becomes one sentence and exit code 2, with the traceback in the run folder; any other
+error keeps its traceback on the terminal.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from traceback import format_exception
 
@@ -24,61 +25,57 @@ from hone.config.keys import get, keys_meant, leaves
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.tracking import RunFolder
+from hone.tracking.lock import FolderLock, lock_folder
 from hone.tracking.storage import storage_sentence
 from hone.trainer.interrupt import (
     NAMES,
     Interrupted,
     StoppedAtOnce,
     exit_code,
+    on_stop_say,
     stopped_line,
     stopping_at_once,
-    tell_kept,
 )
-from hone.trainer.launcher import die_with_launcher
+from hone.trainer.ranks import Ranks, die_with_launcher, launch, must_launch
 from hone.types import Settings
 
 EXIT_CODE = 2
 ERROR_LOG = "error.log"
 _latest: list[Composed] = []
-"""What this process's program was last configured with: to name the key behind a mistake."""
+"""The last configuration of this process, to name the key behind a mistake."""
 
-_MISTAKES = (
-    "hone.config.errors:ConfigError",
-    "hone.agents.runner:AgentLoopFailed",
-    "hone.plugins:PluginError",
-    "hone.data.rows:DataError",
-    "hone.data.prompts:PromptError",
-    "hone.data.chat_template:BrokenTemplate",
-    "hone.models.load:ModelNotFound",
-    "hone.models.families:UnsupportedModel",
-    "hone.models.lora:LoraError",
-    "hone.models.fetch:FetchError",
-    "hone.models.tiny:TinyModelError",
-    "hone.controller.failures:WorkerDied",
-    "hone.controller.failures:WorkerStopped",
-    "hone.controller.failures:ClusterFailed",
-    "hone.controller.failures:WaitTimeout",
-    "hone.engine.checkpoint:AnotherBase",
-    "hone.engine.checkpoint:CheckpointMissing",
-    "hone.engine.saved_state:ForeignState",
-    "hone.retrieval.corpus:CorpusError",
-    "hone.rollout.contract:RolloutError",
-    "hone.rewards.failures:SetupError",
-    "hone.rewards.failures:RewardError",
-    "hone.rewards.pool:PoolError",
-    "hone.sandbox.result:SandboxError",
-    "hone.tracking.contract:TrackerError",
-    "hone.tracking.lock:FolderLocked",
-    "hone.trainer.ppo.checkpoint:CheckpointError",
-    "hone.trainer.ppo.collect:NotEnoughSignal",
-    "hone.trainer.ppo.memory:OutOfMemory",
-    "hone.trainer.problems:PreflightError",
-    "hone.trainer.ranks:LaunchError",
-    "hone.trainer.generation:GenerationError",
-    "hone.trainer.evaluation:EvaluationError",
-    "hone.trainer.export:ExportError",
-)
-"""Errors whose message says all. Only classes of modules that are loaded can have been raised."""
+_MISTAKES = {
+    "hone.agents.runner": "AgentLoopFailed",
+    "hone.config.errors": "ConfigError",
+    "hone.controller.failures": "WorkerDied WorkerStopped ClusterFailed WaitTimeout",
+    "hone.data.chat_template": "BrokenTemplate",
+    "hone.data.prompts": "PromptError",
+    "hone.data.rows": "DataError",
+    "hone.engine.checkpoint": "AnotherBase CheckpointMissing",
+    "hone.engine.saved_state": "ForeignState",
+    "hone.models.families": "UnsupportedModel",
+    "hone.models.fetch": "FetchError",
+    "hone.models.load": "ModelNotFound",
+    "hone.models.lora": "LoraError",
+    "hone.models.tiny": "TinyModelError",
+    "hone.plugins": "PluginError",
+    "hone.retrieval.corpus": "CorpusError",
+    "hone.rewards.failures": "SetupError RewardError",
+    "hone.rewards.pool": "PoolError",
+    "hone.rollout.contract": "RolloutError",
+    "hone.sandbox.result": "SandboxError",
+    "hone.tracking.contract": "TrackerError",
+    "hone.tracking.lock": "FolderLocked",
+    "hone.trainer.evaluation": "EvaluationError",
+    "hone.trainer.export": "ExportError",
+    "hone.trainer.job_files": "GenerationError",
+    "hone.trainer.ppo.checkpoint": "CheckpointError",
+    "hone.trainer.ppo.collect": "NotEnoughSignal",
+    "hone.trainer.ppo.memory": "OutOfMemory",
+    "hone.trainer.ppo.preflight": "PreflightError",
+    "hone.trainer.ranks": "LaunchError",
+}
+"""Errors whose message is complete. Only classes of loaded modules can have been raised."""
 
 
 def composed_of(
@@ -89,31 +86,31 @@ def composed_of(
     starting: Callable[[Settings], list[Setting]] | None = None,
     further: Further | None = None,
 ) -> Composed:
-    """The configuration a command line asks for, with the origin of each value.
+    """The configuration of a command line, with the origin of each value.
 
     `tree` is the schema, also of a user's YAML that names none in its defaults list. `starting` gives
-    values for keys that the command line leaves out; a user's YAML is taken as it is. `further` are
-    checks beyond those of the tree.
+    values for keys that the command line leaves out, unless a YAML is named. `further` are checks beyond
+    those of the tree.
     """
-    chosen = _parsed(arguments, tree, program)
+    options = _parsed(arguments, tree, program)
     composed = compose(
-        chosen.overrides,
-        config_name=chosen.config_name or tree,
-        config_path=chosen.config_path,
-        config_dir=chosen.config_dir,
+        options.overrides,
+        config_name=options.config_name or tree,
+        config_path=options.config_path,
+        config_dir=options.config_dir,
         schema=tree,
-        starting=starting if chosen.config_name in (None, "", tree) else None,
+        starting=starting if options.config_name in (None, "", tree) else None,
         further=further,
     )
-    if chosen.cfg or chosen.info:
+    if options.cfg or options.info:
         from hone.config.commands import as_yaml, with_origins
 
-        package = "" if chosen.package in (None, "_global_") else chosen.package
-        text = as_yaml(composed, package) if chosen.cfg else with_origins(composed, only_set=True)
+        package = "" if options.package in (None, "_global_") else options.package
+        text = as_yaml(composed, package) if options.cfg else with_origins(composed, only_set=True)
         sys.stdout.write(text)
         raise SystemExit(0)
     _latest[:] = [composed]
-    tell_kept(lambda: _kept_by(composed.config))
+    on_stop_say(lambda: _saved_by(composed.config))
     return composed
 
 
@@ -134,45 +131,16 @@ def _parsed(arguments: Sequence[str], tree: str, program: str) -> argparse.Names
     parser.add_argument("--package", "-p", metavar="KEY", help="the block that --cfg prints")
     parser.add_argument("--info", "-i", action="store_true", help="print what was set, and where")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    known = set(parser._option_string_actions)
     words = [word.partition("=")[0] if word.startswith("--info=") else word for word in arguments]
     for word in words:
-        option = word.partition("=")[0]
-        if word.startswith("--") and option not in known:
-            raise ConfigError(_no_option(word, option, tree))
+        option, _, value = word.partition("=")
+        if word.startswith("--") and option not in parser._option_string_actions:
+            raise ConfigError(_no_option(option, value or "VALUE", tree))
     return parser.parse_intermixed_args(words)
 
 
-def _kept_by(config: Block) -> str:
-    """What a program has saved so far, and whether the same command goes on from there."""
-    if isinstance(config, GenerationConfig):
-        return "responses that had ended are kept, and the same command goes on with the others"
-    run = config.get("trainer")
-    if not hasattr(run, "default_local_dir"):
-        return "nothing was written"
-    saved = RunFolder(Path(run.default_local_dir).expanduser()).checkpoints()
-    if not saved:
-        return "nothing is saved yet, and the same command starts anew"
-    goes_on = "the same command" if run.resume_mode == "auto" else "trainer.resume_mode=auto"
-    return f"{saved[-1][1]} is saved, and {goes_on} goes on from there"
-
-
-def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Problems and notes that follow from the columns that the algorithm reads."""
-    from hone.trainer.ppo.plan import find_problems_and_notes
-
-    return find_problems_and_notes(config, origins)
-
-
-def without_flag(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
-    """The arguments without a flag of one program, and whether it was there."""
-    return [word for word in arguments if word != flag], flag in arguments
-
-
-def _no_option(word: str, option: str, tree: str) -> str:
-    """What to write instead of an option: a setting is given as key=value."""
-    name, value = option.lstrip("-").replace("-", "_"), word.partition("=")[2] or "VALUE"
-    root = TREES[tree].root
+def _no_option(option: str, value: str, tree: str) -> str:
+    name, root = option.lstrip("-").replace("-", "_"), TREES[tree].root
     keys = list(leaves(root))
     near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
     meant = [name] if name in keys else keys_meant(root, name) or [key for key in near if key]
@@ -183,16 +151,95 @@ def _no_option(word: str, option: str, tree: str) -> str:
     )
 
 
+def _saved_by(config: Block) -> str:
+    """What a program has saved so far, and whether the same command resumes from it."""
+    if isinstance(config, GenerationConfig):
+        return "responses that had ended are kept, and the same command goes on with the others"
+    run = config.get("trainer")
+    if not hasattr(run, "default_local_dir"):
+        return "nothing was written"
+    saved = RunFolder(Path(run.default_local_dir).expanduser()).checkpoints()
+    if not saved:
+        return "nothing is saved yet, and the same command starts anew"
+    resumes = "the same command" if run.resume_mode == "auto" else "trainer.resume_mode=auto"
+    return f"{saved[-1][1]} is saved, and {resumes} goes on from there"
+
+
+def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Problems and notes that follow from the columns that the algorithm reads."""
+    from hone.trainer.ppo.plan import find_problems_and_notes
+
+    return find_problems_and_notes(config, origins)
+
+
 def announce(composed: Composed) -> None:
     """Say once which of the given keys have no effect here, and why."""
-    if not composed.notes:
-        return
-    from hone.tracking.console import screen
+    if composed.notes:
+        from hone.tracking.console import screen
 
-    show = screen()
-    show.line("set, but without effect here:")
-    for note in composed.notes:
-        show.line(f"  {note}")
+        screen().line("set, but without effect here:")
+        for note in composed.notes:
+            screen().line(f"  {note}")
+
+
+def require_given(composed: Composed, keys: Mapping[str, str]) -> None:
+    """Refuse keys that were left at their default, which is only an example; `keys` says what each names."""
+    missing = [key for key in keys if key not in composed.origins]
+    if missing:
+        raise ConfigError(
+            "; ".join(f"{key} was not given: set it to {keys[key]}" for key in missing)
+        )
+
+
+def require_folder(path: str, key: str) -> None:
+    """Refuse a folder of results that is a file, lies in one, or cannot be written to."""
+    folder = Path(path).expanduser().absolute()
+    if folder.is_file():
+        raise ConfigError(f"{key}={path} is a file; name a folder, new or of an earlier run")
+    _require_writable(folder, f"{key}={path}")
+
+
+def require_file(path: str, key: str) -> None:
+    """Refuse a file of results that is a folder, or lies where nothing can be written."""
+    file = Path(path).expanduser().absolute()
+    if file.is_dir():
+        raise ConfigError(f"{key}={path} is a folder; name a file in it")
+    _require_writable(file.parent, f"{key}={path}")
+
+
+def _require_writable(folder: Path, setting: str) -> None:
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{setting}: {there} is a file, so nothing can be written below it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: {there} cannot be written to; name another place")
+
+
+def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
+    """The lock of a run folder; where there can be none, the checks that follow say why."""
+    try:
+        require_folder(folder, "trainer.default_local_dir")
+    except ConfigError:
+        return nullcontext()
+    return lock_folder(folder)
+
+
+def run_ranks(
+    composed: Composed, arguments: Sequence[str], module: str, run: Callable[[], object]
+) -> None:
+    """Call `run` as this rank, or start the ranks that `trainer` asks for."""
+    trainer = composed.config.trainer
+    if Ranks.here().is_first:
+        announce(composed)
+    if trainer.controller == "ray":
+        raise ConfigError(
+            f"trainer.controller=ray: the ranks of {module} are plain processes; leave it at auto, "
+            "or start them on the cluster's machines with torchrun"
+        )
+    if must_launch(composed.config.world_size, trainer.nnodes, module):
+        launch(composed.config.world_size, module, arguments)
+    else:
+        run()
 
 
 def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: str) -> int:
@@ -203,7 +250,7 @@ def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: s
 
 
 def finish(program: Callable[[], int | None]) -> int:
-    """Run a program; the exit code, with a user's mistake told in a sentence."""
+    """Run a program; the exit code, with a mistake of the user reported in a sentence."""
     _latest.clear()
     die_with_launcher()
     try:
@@ -211,7 +258,7 @@ def finish(program: Callable[[], int | None]) -> int:
             return program() or 0
     except Interrupted as stopped:
         number = signal.Signals(int(stopped.code or 0) - 128)
-        if os.environ.get("RANK", "0") == "0":
+        if Ranks.here().is_first:
             sys.stderr.write(stopped_line(f"stopped by {NAMES[number]}"))
         return exit_code(number)
     except (KeyboardInterrupt, StoppedAtOnce) as stopped:
@@ -223,26 +270,24 @@ def finish(program: Callable[[], int | None]) -> int:
         if sentence is None:
             raise
         sys.stderr.write(f"{type(error).__name__}: {sentence}\n")
-        if (log := _keep_traceback(error)) is not None:
+        if (log := _write_traceback(error)) is not None:
             sys.stderr.write(f"the traceback is in {log}\n")
         return EXIT_CODE
 
 
-def _keep_traceback(error: BaseException) -> Path | None:
-    """Write where an error came from into the run folder, where there is one; the file."""
+def _write_traceback(error: BaseException) -> Path | None:
+    """Append the traceback to the run folder's log, where there is one."""
     run = getattr(_latest[0].config, "trainer", None) if _latest else None
     folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
     if folder == Path() or not folder.is_dir() or getattr(error, "changes_nothing", False):
         return None
-    file = folder / ERROR_LOG
+    lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]
     try:
-        with file.open("a", encoding="utf-8", errors="backslashreplace") as log:
-            log.writelines(
-                [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]
-            )
-    except OSError:  # the error may well be that this folder cannot be written to
+        with (folder / ERROR_LOG).open("a", encoding="utf-8", errors="backslashreplace") as log:
+            log.writelines(lines)
+    except OSError:  # the error may be that this folder cannot be written to
         return None
-    return file
+    return folder / ERROR_LOG
 
 
 def mistake_in_words(error: BaseException) -> str | None:
@@ -272,9 +317,12 @@ def _with_key(sentence: str, path: str | None) -> str:
 
 
 def _mistakes() -> tuple[type[BaseException], ...]:
-    found = []
-    for target in _MISTAKES:
-        module, _, name = target.partition(":")
-        if module in sys.modules and hasattr(sys.modules[module], name):
-            found.append(getattr(sys.modules[module], name))
-    return tuple(found)
+    loaded = [
+        (sys.modules[module], names) for module, names in _MISTAKES.items() if module in sys.modules
+    ]
+    return tuple(
+        getattr(module, name)
+        for module, names in loaded
+        for name in names.split()
+        if hasattr(module, name)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hone.trainer.verbs import Chosen, Parser, Verbs, add_verb, say
+from hone.trainer.verbs import Options, Parser, Verbs, add_verb, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_data_verbs(verbs: Verbs) -> None:
-    """Declare `hone data` and what stands behind it."""
+    """Declare the verbs of `hone data`."""
     data = verbs.add_parser("data", help="prepare or check data files")
     of_data = data.add_subparsers(dest="what", metavar="VERB", required=True)
     text = "write a data set's parquet files"
@@ -63,77 +63,81 @@ def _add_rendering(parser: Parser) -> None:
     parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
 
 
-def _data_prepare(chosen: Chosen, rest: list[str]) -> None:
+def _data_prepare(options: Options, rest: list[str]) -> None:
     from hone.data.prepare import RECIPES, prepare_from_arguments
 
-    if chosen.name is None and {"-h", "--help"} & set(rest):
-        chosen.own_parser.print_help()
-    elif chosen.name is None and rest:
-        chosen.own_parser.error(f"{rest[0]}: name the data set first")
-    elif chosen.name is None:
+    if options.name is None and {"-h", "--help"} & set(rest):
+        options.own_parser.print_help()
+    elif options.name is None and rest:
+        options.own_parser.error(f"{rest[0]}: name the data set first")
+    elif options.name is None:
         width = max(map(len, RECIPES))
         say("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
     else:
-        program = f"hone data prepare {chosen.name}"
-        say(str(prepare_from_arguments(chosen.name, rest, program)))
+        program = f"hone data prepare {options.name}"
+        say(str(prepare_from_arguments(options.name, rest, program)))
 
 
-def _rendering(chosen: Chosen) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
+def _rendering(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
     """The tokenizer and the data settings that a verb's options name."""
     from dataclasses import replace
 
     from hone.config.data import DataConfig
 
     tokenizer = None
-    if chosen.tokenizer:
+    if options.tokenizer:
         from hone.models.load import load_tokenizer
 
-        tokenizer = load_tokenizer(chosen.tokenizer)
-    given = {"prompt_key": chosen.prompt_key, "prompt_format": chosen.prompt_format}
-    return tokenizer, replace(DataConfig(), **{k: v for k, v in given.items() if v is not None})
+        tokenizer = load_tokenizer(options.tokenizer)
+    settings = {"prompt_key": options.prompt_key, "prompt_format": options.prompt_format}
+    return tokenizer, replace(DataConfig(), **{k: v for k, v in settings.items() if v is not None})
 
 
-def _data_check(chosen: Chosen, rest: list[str]) -> int:
+def _data_check(options: Options, rest: list[str]) -> int:
     from hone.config import ConfigError
     from hone.config.rollout import BUILT_IN_LOOPS
     from hone.data.check import check_file
     from hone.rewards.scores.table import find
 
-    if chosen.max_prompt_length is not None and not chosen.tokenizer:
+    if options.max_prompt_length is not None and not options.tokenizer:
         raise ConfigError(
-            f"--max-prompt-length {chosen.max_prompt_length} counts tokens; give --tokenizer MODEL too"
+            f"--max-prompt-length {options.max_prompt_length} counts tokens; give --tokenizer MODEL too"
         )
-    tokenizer, config = _rendering(chosen)
+    tokenizer, config = _rendering(options)
     score = None
-    if chosen.reward:
+    if options.reward:
         from hone.rewards.trial import ground_truth_scorer
 
-        score = ground_truth_scorer(chosen.reward, config.reward_fn_key, config.prompt_key)
+        score = ground_truth_scorer(options.reward, config.reward_fn_key, config.prompt_key)
     worst = 0
-    for file in chosen.files:
+    for file in options.files:
         status, text = check_file(
             file,
             tokenizer=tokenizer,
             known_sources=None if score else lambda source: find(source) is not None,
-            known_loops=[*BUILT_IN_LOOPS, *chosen.agent_loop],
+            known_loops=[*BUILT_IN_LOOPS, *options.agent_loop],
             config=config,
             score=score,
-            max_prompt_length=chosen.max_prompt_length,
+            max_prompt_length=options.max_prompt_length,
         )
         worst = max(worst, status)
         say(text)
     return worst
 
 
-def _data_show(chosen: Chosen, rest: list[str]) -> None:
+def _data_show(options: Options, rest: list[str]) -> None:
     from hone.data.show import show_file
 
-    tokenizer, config = _rendering(chosen)
+    tokenizer, config = _rendering(options)
     schemas = None
-    if chosen.tools:
+    if options.tools:
         from hone.agents.tools.listing import load_all_tools
 
-        is_code = chosen.tools.endswith(".py")
-        tools = load_all_tools(*((None, chosen.tools) if is_code else (chosen.tools, None)))
+        is_code = options.tools.endswith(".py")
+        tools = load_all_tools(*((None, options.tools) if is_code else (options.tools, None)))
         schemas = [tool.tool_schema.model_dump() for tool in tools]
-    say(show_file(chosen.file, rows=chosen.rows, tokenizer=tokenizer, config=config, tools=schemas))
+    say(
+        show_file(
+            options.file, rows=options.rows, tokenizer=tokenizer, config=config, tools=schemas
+        )
+    )

@@ -7,8 +7,6 @@ broken.
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
 import platform
 import shutil
 import tempfile
@@ -19,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 
 from hone import __version__
+from hone.cores import usable_cores
 
 REQUIRED = (
     *("torch", "transformers", "tokenizers", "tensordict", "hydra-core", "omegaconf"),
@@ -67,9 +66,8 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
 
 
 def report(say: Callable[[str], None], *, self_test: bool = True) -> int:
-    """Say every finding; 0 when nothing is broken, else 1."""
-    broken = 0
-    section = None
+    """Print every finding; 0 when nothing is broken, else 1."""
+    broken, section = 0, None
     for finding in examine(self_test=self_test):
         if finding.section != section:
             section = finding.section
@@ -81,13 +79,15 @@ def report(say: Callable[[str], None], *, self_test: bool = True) -> int:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    free_gb = shutil.disk_usage(".").free / 1e9
-    yield Finding("machine", "hone", State.FINE, __version__)
-    yield Finding("machine", "python", State.FINE, platform.python_version())
-    yield Finding("machine", "system", State.FINE, f"{platform.system()} {platform.machine()}")
-    yield Finding("machine", "cores", State.FINE, str(cores))
-    yield Finding("machine", "disk here", State.FINE, f"{free_gb:.0f} GB free")
+    facts = {
+        "hone": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(usable_cores()),
+        "disk here": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free",
+    }
+    for name, detail in facts.items():
+        yield Finding("machine", name, State.FINE, detail)
     yield _tried("machine", "devices", _devices)
 
 
@@ -103,17 +103,14 @@ def _devices() -> str:
 def _packages() -> Iterator[Finding]:
     for name in REQUIRED:
         version = _version(name)
-        if version is None:
-            yield Finding("packages", name, State.BROKEN, "missing: pip install hone-rl")
-        else:
-            yield Finding("packages", name, State.FINE, version)
+        state = State.FINE if version else State.BROKEN
+        yield Finding("packages", name, state, version or "missing: pip install hone-rl")
     for name, (extra, enables) in OPTIONAL.items():
-        version = _version(name)
-        if version is not None:
-            yield Finding("optional packages", name, State.FINE, f"{version}: {enables}")
-        else:
-            how = f" (pip install 'hone-rl[{extra}]')" if extra else ""
-            yield Finding("optional packages", name, State.MISSING, f"would enable {enables}{how}")
+        how = f" (pip install 'hone-rl[{extra}]')" if extra else ""
+        state, detail = State.MISSING, f"would enable {enables}{how}"
+        if version := _version(name):
+            state, detail = State.FINE, f"{version}: {enables}"
+        yield Finding("optional packages", name, state, detail)
 
 
 def _version(package: str) -> str | None:
@@ -140,71 +137,50 @@ def _sandbox(self_test: bool) -> Iterator[Finding]:
     for check in checks:
         if not check.passed:
             yield Finding("sandbox", check.name, State.BROKEN, check.detail)
-    held = sum(check.passed for check in checks)
-    yield Finding(
-        "sandbox",
-        "self-test",
-        State.FINE if held == len(checks) else State.BROKEN,
-        f"{held} of {len(checks)} attacks contained",
-    )
+    contained = sum(check.passed for check in checks)
+    state = State.FINE if contained == len(checks) else State.BROKEN
+    yield Finding("sandbox", "self-test", state, f"{contained} of {len(checks)} attacks contained")
 
 
 def _tried(section: str, name: str, action: Callable[[], str]) -> Finding:
     try:
         return Finding(section, name, State.FINE, action())
-    except Exception as error:  # a doctor reports whatever is broken, and goes on
+    except Exception as error:  # reported, and the examination goes on
         return Finding(section, name, State.BROKEN, f"{type(error).__name__}: {error}")
 
 
 def training_step() -> str:
-    """Make a tiny model and eight sums, take one GRPO step; how long it took and its numbers."""
-    from hone.tracking import read_metrics
-
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="hone-doctor-") as folder:
-        metrics = read_metrics(_one_step(Path(folder)))[-1]
-    seconds = time.perf_counter() - started
-    return (
-        f"{seconds:.1f} s: {metrics['response_length/mean']:.0f} tokens a response, gradient norm "
-        f"{metrics['actor/grad_norm']:.3g}"
-    )
-
-
-def _one_step(folder: Path) -> Path:
+    """Take one GRPO step of a tiny model on sums; how long it took and its numbers."""
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-    from hone.tracking import atomic_write_text
+    from hone.tracking import read_metrics
+    from hone.trainer import quickstart
     from hone.trainer.main_ppo import run
 
-    tokenizer = character_tokenizer()
-    save_pretrained(tiny_lm(len(tokenizer), max_positions=64), tokenizer, folder / "model")
-    rows = [
-        {
-            "data_source": "arithmetic",
-            "prompt": f"{i}+{i}=",
-            "reward_model": {"style": "rule", "ground_truth": 2 * i},
-        }
-        for i in range(8)
-    ]
-    atomic_write_text(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    settings = [
-        "algorithm.adv_estimator=grpo",
-        f"data.train_files={folder / 'rows.jsonl'}",
-        "data.val_files=[]",
-        "data.prompt_format=raw",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=16",
-        "data.max_response_length=8",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.entropy_coeff=0.01",  # a gradient even where no answer is right
-        "actor_rollout_ref.rollout.n=2",
-        "trainer.total_training_steps=1",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.val_before_train=false",
-        "trainer.logger=[jsonl]",
-        f"trainer.default_local_dir={folder / 'run'}",
-    ]
-    run(load_config(settings))
-    return folder / "run"
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="hone-doctor-") as temporary:
+        folder, tokenizer = Path(temporary), character_tokenizer()
+        model = save_pretrained(
+            tiny_lm(len(tokenizer), max_positions=64), tokenizer, folder / "model"
+        )
+        files = {name: folder / f"{name}.jsonl" for name in ("train", "test")}
+        quickstart.write_data(files, seed=1)
+        settings = [
+            *quickstart.overrides(files, model, folder / "run", seed=1),
+            "data.val_files=[]",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.entropy_coeff=0.01",  # a gradient even where no answer is right
+            "actor_rollout_ref.rollout.n=2",
+            "trainer.total_training_steps=1",
+            "trainer.test_freq=-1",
+            "trainer.save_freq=-1",
+            "trainer.logger=[jsonl]",
+        ]
+        run(load_config(settings))
+        metrics = read_metrics(folder / "run")[-1]
+    seconds = time.perf_counter() - start
+    return (
+        f"{seconds:.1f} s: {metrics['response_length/mean']:.0f} tokens per response, gradient norm "
+        f"{metrics['actor/grad_norm']:.3g}"
+    )

@@ -1,4 +1,4 @@
-"""A resumed run whose settings differ from those it began with: what changes is said, in a line each.
+"""The settings of a resumed run that differ from those it began with.
 
 Only settings that decide what is computed count; folders, trackers and how often something is saved do not.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from hone.config.convert import show_value
 from hone.types import JsonValue, Settings
 
-SHOWN = 6
+MAX_LINES = 6
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PPO_KEYS = (
     *("algorithm", "custom_reward_function", "reward_model", "critic.optim", "trainer.seed"),
@@ -25,26 +25,24 @@ PPO_KEYS = (
 )
 SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
 _DERIVED = ("total_training_steps", "input_tokenizer")
-"""Follow from the length of the run, which a resumed one may choose anew, and from the model."""
+"""Follow from the length of the run, which a resumed one may change, and from the model."""
 
 
 def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> list[str]:
     """`key=value, before value` for each setting below `keys` that differs, a few at most."""
     old, new = dict(_leaves(before)), dict(_leaves(now))
+    below = tuple(f"{key}." for key in keys)
     changed = [
         f"{key}={show_value(new[key])}, before {show_value(old[key])}"
         for key in new
-        if key in old and _matters(key, keys) and _plain(old[key]) != _plain(new[key])
+        if f"{key}.".startswith(below)
+        and not key.endswith(_DERIVED)
+        and key in old
+        and _lists(old[key]) != _lists(new[key])
     ]
-    if len(changed) > SHOWN:
-        changed[SHOWN - 1 :] = [f"and {len(changed) - SHOWN + 1} settings more"]
+    if len(changed) > MAX_LINES:
+        changed[MAX_LINES - 1 :] = [f"and {len(changed) - MAX_LINES + 1} settings more"]
     return changed
-
-
-def _matters(key: str, keys: tuple[str, ...]) -> bool:
-    return not key.endswith(_DERIVED) and any(
-        key == name or key.startswith(f"{name}.") for name in keys
-    )
 
 
 def _leaves(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
@@ -55,6 +53,6 @@ def _leaves(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]
             yield f"{prefix}{name}", value
 
 
-def _plain(value: JsonValue) -> JsonValue:
+def _lists(value: JsonValue) -> JsonValue:
     """YAML has lists where a config has tuples."""
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value

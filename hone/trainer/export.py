@@ -60,26 +60,29 @@ def export(
     source, target = find_model_folder(Path(checkpoint).expanduser()), Path(out).expanduser()
     if target.exists() and any(target.iterdir()):
         raise ExportError(f"{target} is not empty; name a new folder")
-    wanted = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER
+    part = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER
     with whole_folder(target) as temporary:
-        if (source / wanted).is_dir():
-            shutil.copytree(source / wanted, temporary, dirs_exist_ok=True)
+        if (source / part).is_dir():
+            shutil.copytree(source / part, temporary, dirs_exist_ok=True)
         elif (source / TABLE).is_file():
             gathered = temporary / "gathered"
             _gather(source, gathered, external_lib, trust_remote_code)
-            _take(gathered, wanted, temporary, source)
+            if not (gathered / part).is_dir():
+                raise ExportError(f"{source} was trained without LoRA; it has no adapter to export")
+            shutil.copytree(gathered / part, temporary, dirs_exist_ok=True)
+            shutil.rmtree(gathered)
         else:
-            raise ExportError(_nothing_to_export(source, wanted))
+            raise ExportError(_nothing_to_export(source, part))
         write_card(temporary, source, target.name)
     return target
 
 
-def _nothing_to_export(source: Path, wanted: str) -> str:
+def _nothing_to_export(source: Path, part: str) -> str:
     if (source / "config.json").is_file():
         return f"{source} is a model folder, not a checkpoint of a run: use it as it is, or copy it"
     if checkpoint_of(source) is not None:
         return (
-            f"{source} holds neither {wanted}/ nor sharded weights; it was saved without them "
+            f"{source} holds neither {part}/ nor sharded weights; it was saved without them "
             "(checkpoint.save_contents)"
         )
     names = sorted(p.name for p in source.iterdir())
@@ -88,15 +91,6 @@ def _nothing_to_export(source: Path, wanted: str) -> str:
         f"{source} is not a checkpoint (it holds {there or 'nothing'}); name a run folder with "
         "global_step_N inside, a global_step_N, or the actor folder in it"
     )
-
-
-def _take(gathered: Path, wanted: str, temporary: Path, source: Path) -> None:
-    """Move the wanted export up, and drop the rest."""
-    if not (gathered / wanted).is_dir():
-        raise ExportError(f"{source} was trained without LoRA; it has no adapter to export")
-    for file in (gathered / wanted).iterdir():
-        shutil.move(file, temporary / file.name)
-    shutil.rmtree(gathered)
 
 
 def find_model_folder(folder: Path) -> Path:
@@ -109,13 +103,14 @@ def find_model_folder(folder: Path) -> Path:
     run = RunFolder(folder)
     is_run = bool(run.checkpoints())
     if is_run:
-        found = newest_sound(run)
-        if found is None:
+        newest = newest_sound(run)
+        if newest is None:
             raise ExportError(f"every checkpoint in {folder} is damaged; see the log above")
-        folder = found[1]
+        folder = newest[1]
     if (folder / "actor").is_dir():
         folder = folder / "actor"
-    if folder.name == "critic" or _is_critic(folder):
+    is_critic = any(name.startswith(_VALUE_HEAD) for name in _saved_tensors(folder))
+    if folder.name == "critic" or is_critic:
         raise ExportError(
             f"{folder} is a critic: a value head instead of a language-model head, which no "
             "from_pretrained class reads; export the actor beside it"
@@ -124,10 +119,6 @@ def find_model_folder(folder: Path) -> Path:
     if checkpoint is not None and (problem := damage(checkpoint, folder)) is not None:
         raise ExportError(f"{checkpoint} is not a sound checkpoint: {problem}")
     return folder
-
-
-def _is_critic(folder: Path) -> bool:
-    return any(name.startswith(_VALUE_HEAD) for name in _saved_tensors(folder))
 
 
 def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
@@ -195,8 +186,10 @@ def _model_config(source: Path) -> ModelConfig:
                 settings = [Setting(key, block[key], "config.yaml") for key in leaves(ModelConfig)]
                 return compose_settings(Tree("model", ModelConfig), settings).config
         except (ConfigError, ValueError, YAMLError, *_WRONG_SHAPE) as error:
-            said = " ".join(str(error).split())
-            raise ExportError(f"{folder}/config.yaml is not the config of a run: {said}") from error
+            reason = " ".join(str(error).split())
+            raise ExportError(
+                f"{folder}/config.yaml is not the config of a run: {reason}"
+            ) from error
     raise ExportError(
         f"{source} has only sharded weights, and no config.yaml of its run lies above it to say "
         "which model they belong to; keep the checkpoint in its run folder"

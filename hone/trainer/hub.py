@@ -28,7 +28,7 @@ def require_hub(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder as a model repository, made where it does not exist; its address."""
+    """Upload a folder as a model repository, created where it does not exist; its address."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -36,9 +36,9 @@ def push(folder: Path, repo: str, *, private: bool = False) -> str:
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="hone")
     again = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
     try:
-        made = api.create_repo(repo, private=private or None, exist_ok=True)
+        repository = api.create_repo(repo, private=private or None, exist_ok=True)
         message = "Model exported by hone"
-        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message=message)
     except HfHubHTTPError as error:
         status = f"{error.response.status_code} {error.response.reason_phrase}"
         raise ExportError(f"--push {repo}: {api.endpoint} says {status}; {again}") from None
@@ -46,4 +46,4 @@ def push(folder: Path, repo: str, *, private: bool = False) -> str:
         raise ExportError(
             f"--push {repo}: {api.endpoint} cannot be reached ({error}); {again}"
         ) from None
-    return str(made)
+    return str(repository)

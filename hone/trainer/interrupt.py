@@ -21,42 +21,39 @@ from hone.types import Function
 log = logging.getLogger(__name__)
 
 Handler: TypeAlias = Function | int | None
-"""What `signal.signal` takes and gives."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-
-
-def exit_code(number: int) -> int:
-    """What a shell reports of a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + number
-
-
-_kept: list[Callable[[], str]] = []
-"""What the program at work would say of what it has saved."""
+_saved: list[Callable[[], str]] = []
+"""The sentence about what the running program has saved."""
 _launched: list[bool] = []
 _programs: list[bool] = []
 """One entry while this process runs a program of the command line, and is not a user's own."""
 
 
-def tell_kept(sentence: Callable[[], str]) -> None:
-    """From here on a stopped program says this of what it has saved, and of how to go on."""
-    _kept[:] = [sentence]
+def exit_code(number: int) -> int:
+    """The code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + number
+
+
+def on_stop_say(sentence: Callable[[], str]) -> None:
+    """Set what a stopped program says of what it has saved, and of how to resume."""
+    _saved[:] = [sentence]
 
 
 def stopped_line(how: str) -> str:
     """The last line of a stopped program."""
-    kept = _kept[0]() if _kept else ""
-    return f"{how}; {kept}\n" if kept else f"{how}\n"
+    saved = _saved[0]() if _saved else ""
+    return f"{how}; {saved}\n" if saved else f"{how}\n"
 
 
 def answer_to_launcher() -> None:
-    """From here on this process is a rank: its launcher decides when it stops at once."""
+    """Mark this process as a rank: its launcher decides when it stops at once."""
     _launched[:] = [True]
 
 
 def is_rank() -> bool:
-    """Whether a launcher, ours or torchrun, started this process and answers for it."""
+    """Whether a launcher, ours or torchrun, started this process."""
     return bool(_launched) or "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -101,8 +98,8 @@ class GracefulStop:
 
     def agree(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Stop where any rank was asked to; every rank calls this."""
-        asked = (float(self.number == number) for number in SIGNALS)
-        for number, ranks in zip(SIGNALS, sum_over_ranks(*asked), strict=True):
+        own = (float(self.number == number) for number in SIGNALS)
+        for number, ranks in zip(SIGNALS, sum_over_ranks(*own), strict=True):
             if ranks:
                 self.number = number
 
@@ -111,20 +108,23 @@ class GracefulStop:
             raise Interrupted(step, self.number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = NAMES[signal.Signals(number)]
         if self.number is None:
             self.number = number
             if not is_rank():
-                again = NAMES[signal.Signals(number)]
-                log.warning("%s (%s again stops at once)", self._finishing, again)
+                log.warning("%s (%s again stops at once)", self._finishing, name)
         elif not is_rank():
-            if _programs:
-                _end_process(number)
+            if is_program():
+                # Without clean-up: running code may catch an exception, and every file survives a kill.
+                sys.stderr.write(stopped_line(f"stopped at once by {name}"))
+                sys.stderr.flush()
+                os._exit(exit_code(number))
             _stop_at_once(number)
 
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """While nothing is there to be saved, the first signal ends the program through its clean-up."""
+    """While there is nothing to save, the first signal ends the program through its clean-up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -139,23 +139,16 @@ def stopping_at_once() -> Iterator[None]:
     try:
         before = {n: signal.signal(n, handle) for n in SIGNALS}
         _programs.append(True)
-        _kept.clear()
+        _saved.clear()
         yield
     finally:
         _programs.pop()
         _restore(before)
 
 
-def _end_process(number: int) -> None:
-    """Leave without clean-up: what runs now may catch an exception, and every file bears a kill."""
-    sys.stderr.write(stopped_line(f"stopped at once by {NAMES[signal.Signals(number)]}"))
-    sys.stderr.flush()
-    os._exit(exit_code(number))
-
-
 def _stop_at_once(number: int, again_is_default: bool = True) -> None:
     if again_is_default:
-        signal.signal(number, signal.SIG_DFL)  # once more does not wait for any clean-up
+        signal.signal(number, signal.SIG_DFL)  # a second signal does not wait for any clean-up
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise StoppedAtOnce(exit_code(number))

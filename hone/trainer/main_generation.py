@@ -10,11 +10,14 @@ from pathlib import Path
 from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.tracking.lock import lock_target
-from hone.trainer.command_line import announce, composed_of, run_module
-from hone.trainer.folders import require_file
-from hone.trainer.given import require_given
-from hone.trainer.launcher import launch
-from hone.trainer.ranks import Ranks, must_launch
+from hone.trainer.command_line import (
+    composed_of,
+    require_file,
+    require_given,
+    run_module,
+    run_ranks,
+)
+from hone.trainer.ranks import Ranks
 
 _MODULE = "hone.trainer.main_generation"
 MUST_BE_GIVEN = {
@@ -25,33 +28,22 @@ MUST_BE_GIVEN = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = _with_search(list(sys.argv[1:] if arguments is None else arguments))
-    composed = composed_of(given, tree="generation", program="hone generate")
+    words = _with_search(list(sys.argv[1:] if arguments is None else arguments))
+    composed = composed_of(words, tree="generation", program="hone generate")
     require_given(composed, MUST_BE_GIVEN)
-    config: GenerationConfig = composed.config
-    if Ranks.here().is_first:
-        announce(composed)
-    if config.trainer.controller == "ray":
-        raise ConfigError(
-            "trainer.controller=ray: the ranks of `hone generate` are plain processes; leave it at "
-            "auto, or start them on the cluster's machines with torchrun"
-        )
-    if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
-        launch(config.world_size, _MODULE, given)
-        return
-    run(config)
+    run_ranks(composed, words, _MODULE, lambda: run(composed.config))
 
 
-def _with_search(given: list[str]) -> list[str]:
+def _with_search(words: list[str]) -> list[str]:
     """`--search URL` as the key that it stands for."""
-    if "--search" not in given:
-        return given
-    at = given.index("--search")
-    if len(given) == at + 1:
+    if "--search" not in words:
+        return words
+    at = words.index("--search")
+    if len(words) == at + 1:
         raise ConfigError(
             "--search needs the URL of a retrieval service; `hone serve-retriever` is one"
         )
-    return [*given[:at], f"search.url={given[at + 1]}", *given[at + 2 :]]
+    return [*words[:at], f"search.url={words[at + 1]}", *words[at + 2 :]]
 
 
 def run(config: GenerationConfig) -> Path:
@@ -69,4 +61,4 @@ def run(config: GenerationConfig) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(run_module(main, "generation", "hone.trainer.main_generation"))
+    sys.exit(run_module(main, "generation", _MODULE))

@@ -15,11 +15,8 @@ from hone.config.block import Block
 from hone.config.generation import GenerationConfig, GenerationDataConfig, GenerationRolloutConfig
 from hone.config.model import ModelSourceConfig
 from hone.config.trainer import RunConfig
-from hone.trainer.command_line import announce, composed_of, run_module
-from hone.trainer.given import require_given
-from hone.trainer.launcher import launch
+from hone.trainer.command_line import composed_of, require_given, run_module, run_ranks
 from hone.trainer.main_generation import run
-from hone.trainer.ranks import Ranks, must_launch
 from hone.types import JsonValue
 
 _MODULE = "hone.trainer.main_generation_server"
@@ -32,32 +29,26 @@ B = TypeVar("B", bound=Block)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if arguments is None else arguments
-    composed = composed_of(given, tree="ppo_trainer", program="main_generation_server")
+    words = sys.argv[1:] if arguments is None else arguments
+    composed = composed_of(words, tree="ppo_trainer", program="main_generation_server")
     require_given(composed, MUST_BE_GIVEN)
     config = generation_config(composed.config)
-    if Ranks.here().is_first:
-        notes = (note for note in composed.notes if not note.startswith("data.output_path="))
-        announce(replace(composed, notes=tuple(notes)))
-    if must_launch(config.world_size, config.trainer.nnodes, _MODULE):
-        launch(config.world_size, _MODULE, given)
-    else:
-        run(config)
+    notes = tuple(note for note in composed.notes if not note.startswith("data.output_path="))
+    run_ranks(replace(composed, config=config, notes=notes), words, _MODULE, lambda: run(config))
 
 
 def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
     """What the keys of RL training say about generation."""
     policy, data = config.actor_rollout_ref, config.data
+    own: dict[str, JsonValue | tuple[str, ...]] = {
+        "path": data.train_files,
+        "n_samples": policy.rollout.n,
+        "output_path": data.output_path,
+        "max_samples": data.train_max_samples,
+    }
     return GenerationConfig(
         trainer=_shared(RunConfig, config.trainer),
-        data=_shared(
-            GenerationDataConfig,
-            data,
-            path=data.train_files,
-            n_samples=policy.rollout.n,
-            output_path=data.output_path,
-            max_samples=data.train_max_samples,
-        ),
+        data=_shared(GenerationDataConfig, data, **own),
         model=_shared(ModelSourceConfig, policy.model),
         rollout=_shared(GenerationRolloutConfig, policy.rollout),
     )

@@ -8,9 +8,14 @@ from contextlib import nullcontext
 
 from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
-from hone.trainer.command_line import announce, composed_of, plan_checks, run_module, without_flag
-from hone.trainer.folders import lock_run
-from hone.trainer.given import require_given
+from hone.trainer.command_line import (
+    announce,
+    composed_of,
+    lock_run,
+    plan_checks,
+    require_given,
+    run_module,
+)
 from hone.trainer.nsys import start_again_under_nsys
 from hone.types import Function
 
@@ -18,20 +23,24 @@ DRY_RUN = "--dry-run"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given, dry_run = without_flag(sys.argv[1:] if arguments is None else arguments, DRY_RUN)
-    composed = composed_of(given, tree="ppo_trainer", program="main_ppo", further=plan_checks)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    composed = composed_of(
+        [word for word in words if word != DRY_RUN],
+        tree="ppo_trainer",
+        program="main_ppo",
+        further=plan_checks,
+    )
     announce(composed)
-    run(composed.config, composed.origins, dry_run=dry_run)
+    run(composed.config, composed.origins, dry_run=DRY_RUN in words)
 
 
 def train(arguments: Sequence[str]) -> None:
     """`hone train`: the same program, with starting values for what the command line leaves out."""
-    given, dry_run = without_flag(arguments, DRY_RUN)
     with progress("load libraries"):
         from hone.trainer.starting_values import MUST_BE_GIVEN, announcement, starting_values
 
         composed = composed_of(
-            given,
+            [word for word in arguments if word != DRY_RUN],
             tree="ppo_trainer",
             program="hone train",
             starting=starting_values,
@@ -41,7 +50,7 @@ def train(arguments: Sequence[str]) -> None:
     for line in announcement(composed):
         screen().line(line)
     announce(composed)
-    run(composed.config, composed.origins, dry_run=dry_run)
+    run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 
 
 def run(

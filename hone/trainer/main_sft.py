@@ -9,32 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from hone.config.errors import ConfigError
 from hone.config.sft import SFTConfig
 from hone.tracking.lock import lock_folder
-from hone.trainer.command_line import announce, composed_of, run_module
-from hone.trainer.folders import require_folder
-from hone.trainer.launcher import launch
-from hone.trainer.ranks import Ranks, must_launch
+from hone.trainer.command_line import composed_of, require_folder, run_module, run_ranks
+from hone.trainer.ranks import Ranks
 
 MODULE = "hone.trainer.main_sft"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if arguments is None else arguments
-    composed = composed_of(given, tree="sft_trainer", program="hone sft")
-    config: SFTConfig = composed.config
-    if Ranks.here().is_first:
-        announce(composed)
-    if config.trainer.controller == "ray":
-        raise ConfigError(
-            "trainer.controller=ray: the ranks of `hone sft` are plain processes; leave it at auto, "
-            "or start them on the cluster's machines with torchrun"
-        )
-    if must_launch(config.world_size, config.trainer.nnodes, MODULE):
-        launch(config.world_size, MODULE, given)
-    else:
-        run(config, composed.origins)
+    words = sys.argv[1:] if arguments is None else arguments
+    composed = composed_of(words, tree="sft_trainer", program="hone sft")
+    run_ranks(composed, words, MODULE, lambda: run(composed.config, composed.origins))
 
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
@@ -56,4 +42,4 @@ def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_module(main, "sft_trainer", "hone.trainer.main_sft"))
+    sys.exit(run_module(main, "sft_trainer", MODULE))

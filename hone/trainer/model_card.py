@@ -59,8 +59,8 @@ def _card(
     steps = f", {rows[-1]['step']} steps" if rows else ""
     yield f"Trained{base} {way}{steps}, with hone {__version__}." if config else "Exported by hone."
     yield from _data(config)
-    chosen = [key for key in sorted(origins) if not _SECRET.search(key)]
-    if chosen:
+    keys = [key for key in sorted(origins) if not _SECRET.search(key)]
+    if keys:
         yield from (
             "",
             "## Configuration",
@@ -69,7 +69,7 @@ def _card(
             "",
             "```yaml",
         )
-        yield from (f"{key}: {_without_folder(_at(config, key))}" for key in chosen)
+        yield from (f"{key}: {_without_folder(_at(config, key))}" for key in keys)
         yield "```"
     if has_curves:
         yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")

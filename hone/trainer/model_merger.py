@@ -14,18 +14,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from hone.tracking.console import screen
     from hone.trainer.export import export
 
-    chosen = _parser().parse_args(arguments)
-    if chosen.operation == "test":
+    options = _parser().parse_args(arguments)
+    if options.operation == "test":
         raise ConfigError(
             "model_merger test is not built: merge, then compare the two folders with from_pretrained"
         )
-    if chosen.hf_upload_path:
+    if options.hf_upload_path:
         raise ConfigError(
-            f"--hf_upload_path {chosen.hf_upload_path}: model_merger only writes the folder; "
-            f"`hone export {chosen.local_dir} {chosen.target_dir} --push {chosen.hf_upload_path}` "
+            f"--hf_upload_path {options.hf_upload_path}: model_merger only writes the folder; "
+            f"`hone export {options.local_dir} {options.target_dir} --push {options.hf_upload_path}` "
             "uploads it too"
         )
-    out = export(chosen.local_dir, chosen.target_dir, trust_remote_code=chosen.trust_remote_code)
+    out = export(options.local_dir, options.target_dir, trust_remote_code=options.trust_remote_code)
     screen().line(f"wrote {out}")
 
 
@@ -39,13 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hf_upload_path", help=argparse.SUPPRESS)
     for name in ("--hf_model_path", "--test_hf_dir", "--model_path"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in (
-        "--tie-word-embedding",
-        "--is-value-model",
-        "--use_cpu_initialization",
-        "--private",
-    ):
-        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+    for name in ("tie-word-embedding", "is-value-model", "use_cpu_initialization", "private"):
+        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -85,25 +85,14 @@ def write_data(files: dict[str, Path], seed: int) -> None:
         atomic_write_text(file, "\n".join(lines) + "\n")
 
 
-class WarmUpRows:
-    """SFT rows: the right format, mostly the wrong sum."""
-
-    def __init__(self, problems: Sequence[Sum], tokenizer: Tokenizer, seed: int) -> None:
-        self._rows = list(_warm_up_rows(problems, tokenizer, random.Random(seed)))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return self._rows[index]
-
-
 def _warm_up_rows(
-    problems: Sequence[Sum], tokenizer: Tokenizer, chooser: random.Random
+    problems: Sequence[Sum], tokenizer: Tokenizer, seed: int
 ) -> Iterator[dict[str, list[int]]]:
+    """SFT rows: the right format, mostly the wrong sum."""
+    generator = random.Random(seed)
     for problem in problems:
         for _ in range(8):
-            mistake = 0 if chooser.random() < SHARE_RIGHT else MISTAKE
+            mistake = 0 if generator.random() < SHARE_RIGHT else MISTAKE
             prompt = tokenizer.encode(problem.question, add_special_tokens=False)
             answer = f"<answer>{problem.a + problem.b + mistake:03d}</answer>"
             response = tokenizer.encode(answer, add_special_tokens=False)
@@ -129,16 +118,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
     fix_threads(threads)
     torch.manual_seed(seed)
     tokenizer = character_tokenizer(CHARACTERS, words=WORDS)
-    lm = tiny_lm(
-        len(tokenizer),
-        hidden=128,
-        layers=2,
-        heads=4,
-        kv_heads=4,
-        mlp=512,
-        max_positions=64,
-        seed=seed,
-    )
+    lm = tiny_lm(len(tokenizer), hidden=128, kv_heads=4, mlp=512, max_positions=64, seed=seed)
     rule = MicroBatchRule(rows=None, tokens=16384)
     engine = build_engine(
         PolicyModel(lm),
@@ -159,18 +139,19 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
     train, _ = split_problems(seed)
     trainer = SFTTrainer(
         engine,
-        WarmUpRows(train, tokenizer, seed),
+        list(_warm_up_rows(train, tokenizer, seed)),
         pad_token_id=tokenizer.pad_token_id,
         batch_rows=SFT_ROWS,
         seed=seed,
     )
     with progress("warm up a base policy (SFT)", SFT_STEPS) as bar:
-        trainer.fit(SFT_STEPS, lambda _, m: bar.advance(note=f"loss {m['train/loss']:.2f}"))
+        for _ in range(SFT_STEPS):
+            bar.advance(note=f"loss {trainer.step()['train/loss']:.2f}")
     return save_pretrained(lm, tokenizer, folder)
 
 
 def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list[str]:
-    """The RL run as anyone would type it."""
+    """The RL run, as it would be typed."""
     return [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={files['train']}",
@@ -197,7 +178,7 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
 
 
 def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
-    """Build, train, compare. Nothing is touched before the whole configuration is known to be good."""
+    """Build, train, compare. Nothing is written before the whole configuration is checked."""
     folder = Path(out) / f"seed-{seed}"
     with progress("load libraries"):
         import hone.trainer.sft.trainer  # noqa: F401 (torch and transformers: seconds)
@@ -207,25 +188,25 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
 
     files, model = {name: folder / file for name, file in DATA.items()}, folder / BASE
     config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
-    Plan.of(config)  # an estimator by a wrong name is told here too
+    Plan.of(config)  # refuses an estimator by a wrong name
     with lock_target(folder):
         make_room(folder)
         screen().line(
             f"a small policy is made, then learns sums by reward alone; all of it goes to {folder}"
         )
         config, threads = resolve_threads(config, local_world_size=1)
-        started = time.perf_counter()
+        start = time.perf_counter()
         write_data(files, seed)
         build_base_policy(model, seed, threads)
-        warmed = time.perf_counter()
+        warm = time.perf_counter()
         train(config)
-        finished = time.perf_counter()
+        end = time.perf_counter()
         run = Path(config.trainer.default_local_dir)
-        summarise(folder, run, config, warm_up_s=warmed - started, train_s=finished - warmed)
+        summarise(folder, run, config, warm_up_s=warm - start, train_s=end - warm)
 
 
 def make_room(folder: Path) -> None:
-    """An empty folder of ours; what someone else put in its place is kept under another name."""
+    """Make an empty folder; one with other files in it is kept under another name."""
     ours = {MARK, *DATA.values(), BASE, RUN, CURVE}
     if folder.is_dir() and (folder / MARK).is_file() and {p.name for p in folder.iterdir()} <= ours:
         shutil.rmtree(folder)
@@ -248,29 +229,20 @@ def summarise(
 
     lines = [line for line in read_metrics(run / "metrics.jsonl") if ACCURACY in line]
     before, after = lines[0], lines[-1]
-    table = Table(title=f"{HELD_OUT} held-out sums, greedy ({config.algorithm.adv_estimator})")
-    for title in ("", "before", "after"):
-        table.add_column(title)
+    title = f"{HELD_OUT} held-out sums, greedy ({config.algorithm.adv_estimator})"
+    table = Table("", "before", "after", title=title)
     table.add_row("accuracy", f"{before[ACCURACY]:.1%}", f"{after[ACCURACY]:.1%}")
     table.add_row("step", str(before["step"]), str(after["step"]))
     table.add_row("seconds", f"{warm_up_s:.0f} (warm-up)", f"{train_s:.0f} (training)")
-    answers = Table(title="three that it learned")
-    for title in ("sum", "before", "after"):
-        answers.add_column(title)
-    for question, first, last in sample_answers(run, before["step"], after["step"]):
-        answers.add_row(question, first, last)
-    curve = draw_curve(
-        run / "metrics.jsonl", [ACCURACY, "reward/mean"], folder / CURVE, "quickstart"
-    )
-    show = screen()
-    show.say(table, answers)
-    for line in (
-        f"learning curve: {curve}",
-        f"metrics:        {run / 'metrics.jsonl'}",
-        "go on with:",
-        *(f"  {command}" for command in proposals(folder)),
-    ):
-        show.line(line)
+    answers = Table("sum", "before", "after", title="three that it learned")
+    for answer in sample_answers(run, before["step"], after["step"]):
+        answers.add_row(*answer)
+    metrics = run / "metrics.jsonl"
+    curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE, "quickstart")
+    screen().say(table, answers)
+    closing = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
+    for line in [*closing, *(f"  {command}" for command in proposals(folder))]:
+        screen().line(line)
 
 
 def proposals(folder: Path) -> list[str]:

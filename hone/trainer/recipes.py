@@ -37,29 +37,26 @@ def recipes() -> dict[str, Path]:
 
 def listing() -> list[str]:
     """One line per recipe: its name, and the title of its README."""
-    folders = recipes()
-    width = max(map(len, folders))
-    return [f"{name:<{width}}  {_title(folder)}" for name, folder in folders.items()]
+    titles = {}
+    for name, folder in recipes().items():
+        readme = folder / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else _EXAMPLES_TITLE
+        titles[name] = text.partition("\n")[0].lstrip("# ")
+    width = max(map(len, titles))
+    return [f"{name:<{width}}  {title}" for name, title in titles.items()]
 
 
 def copy_recipe(name: str, out: str | None = None) -> Path:
-    """Copy a recipe to `out`, or to where its own commands look for it: `recipes/NAME`; the folder."""
+    """Copy a recipe to `out`, or to `recipes/NAME`, where its own commands look for it; the folder."""
     folders = recipes()
     if name not in folders:
         hint = did_you_mean(nearest(name, folders))
         raise ConfigError(f"there is no recipe {name!r}.{hint} Use {', '.join(folders)}")
-    usual = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
-    target = Path(out).expanduser() if out else usual
+    default = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
+    target = Path(out).expanduser() if out else default
     if target.exists():
         raise ConfigError(
             f"{target} is there already; name another folder: hone recipes {name} OUT"
         )
     shutil.copytree(folders[name], target, ignore=shutil.ignore_patterns("__pycache__"))
     return target
-
-
-def _title(folder: Path) -> str:
-    readme = folder / "README.md"
-    if not readme.is_file():
-        return _EXAMPLES_TITLE
-    return readme.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")

@@ -1,4 +1,4 @@
-"""What `hone train` starts with where the command line says nothing: values that learn at the size at hand.
+"""The values of `hone train` where the command line says nothing: they learn at the size at hand.
 
 `python -m hone.trainer.main_ppo` keeps verl's defaults. A config of the user's own (`--config-name`) is
 taken as it is.
@@ -17,6 +17,7 @@ from hone.config.keys import get
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
+from hone.trainer.threads import uses_gpu
 from hone.types import JsonValue, Row, Settings
 
 ORIGIN = "hone train"
@@ -32,26 +33,29 @@ LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
 """(parameters or more, learning rate): smaller models take larger steps."""
 
 
-def starting_values(given: Settings) -> list[Setting]:
-    """Settings for keys that are not in `given`, the user's own by dotted key."""
-    device = _device(given.get("trainer.device", "auto"))
-    model = model_facts(given.get("actor_rollout_ref.model.path"))
+def starting_values(settings: Settings) -> list[Setting]:
+    """Settings for keys that are not in `settings`, the user's own by dotted key."""
+    device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
+    model = model_facts(settings.get("actor_rollout_ref.model.path"))
     values: Row = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # One response per prompt is enough for an estimator that compares no groups.
-    if _compares_groups(given.get("algorithm.adv_estimator", "grpo")):
+    if _compares_groups(settings.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
-    values["data.train_batch_size"] = _batch(given.get("data.train_files"), device)
-    batch = given.get("data.train_batch_size", values["data.train_batch_size"])
-    values[f"{ACTOR}.ppo_mini_batch_size"] = batch
-    values |= _lengths(given, device, model.positions)
+    files = settings.get("data.train_files")
+    rows = _count_rows([files] if isinstance(files, str) else list(files or ()))
+    # A power of two that the data can fill.
+    batch = 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], rows))))
+    values["data.train_batch_size"] = batch
+    values[f"{ACTOR}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch)
+    values |= _lengths(settings, device, model.positions)
     if model.parameters is not None:
         size = model.parameters
         values[f"{ACTOR}.optim.lr"] = next(lr for least, lr in LEARNING_RATES if size >= least)
-    return [Setting(key, value, ORIGIN) for key, value in values.items() if key not in given]
+    return [Setting(key, value, ORIGIN) for key, value in values.items() if key not in settings]
 
 
 def announcement(composed: Composed) -> list[str]:
-    """Three lines at most: what was chosen, and how to choose otherwise."""
+    """Three lines at most: the starting values, and how to change them."""
     keys = [key for key, origin in composed.origins.items() if origin == ORIGIN]
     if not keys:
         return []
@@ -64,27 +68,14 @@ def announcement(composed: Composed) -> list[str]:
 
 
 def _compares_groups(estimator: JsonValue) -> bool:
-    """Whether an estimator reads groups, as far as it says; a wrong name is told when its turn comes."""
     try:
         return groups_of(str(estimator)) != "ignored"
-    except PluginError:
+    except PluginError:  # a wrong name is refused later
         return True
 
 
-def _device(asked: JsonValue) -> str:
-    import torch
-
-    return "cuda" if asked in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
-
-
-def _batch(files: str | Sequence[str] | None, device: str) -> int:
-    """A power of two that the data can fill."""
-    rows = _rows([files] if isinstance(files, str) else list(files or ()))
-    return 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], rows))))
-
-
-def _rows(files: Sequence[str]) -> int:
-    """How many rows the files hold; what cannot be counted is the loader's to refuse."""
+def _count_rows(files: Sequence[str]) -> int:
+    """How many rows the files hold; the loader refuses what cannot be counted."""
     import pyarrow.lib
     import pyarrow.parquet as pq
 
@@ -102,13 +93,13 @@ def _rows(files: Sequence[str]) -> int:
     return total or max(PROMPTS_PER_STEP.values())
 
 
-def _lengths(given: Settings, device: str, positions: int | None) -> dict[str, int]:
+def _lengths(settings: Settings, device: str, positions: int | None) -> dict[str, int]:
     """Responses by device; prompt and response together within the model's positions."""
-    prompt = given.get("data.max_prompt_length")
-    room = positions - prompt if positions and prompt else positions and positions // 2
-    response = min(RESPONSE_TOKENS[device], room) if room else RESPONSE_TOKENS[device]
+    prompt, response = settings.get("data.max_prompt_length"), RESPONSE_TOKENS[device]
+    if positions:
+        response = min(response, positions - prompt if prompt else positions // 2)
     lengths = {"data.max_response_length": max(1, response)}
     if positions and prompt is None:
-        taken = given.get("data.max_response_length", response)
-        lengths["data.max_prompt_length"] = max(1, min(512, positions - taken))
+        reserved = settings.get("data.max_response_length", response)
+        lengths["data.max_prompt_length"] = max(1, min(512, positions - reserved))
     return lengths

@@ -15,7 +15,7 @@ from hone.config.errors import ConfigError
 from hone.config.keys import get
 from hone.config.sources import parse_override
 from hone.trainer.command_line import composed_of
-from hone.trainer.launcher import run_alone
+from hone.trainer.ranks import run_alone
 from hone.types import JsonValue
 
 FLAGS = ("-m", "--multirun")
@@ -148,5 +148,5 @@ def _results(run: Run) -> dict[str, float]:
         return {}
     last: dict[str, float] = {key: value for row in rows for key, value in row.items()}
     core = [key for key in last if key.startswith("val-core/") or key == "val/loss"]
-    usual = [key for key in ("critic/score/mean", "train/loss") if key in last]
-    return {key: last[key] for key in ("step", *(core or usual))}
+    measures = [key for key in ("critic/score/mean", "train/loss") if key in last]
+    return {key: last[key] for key in ("step", *(core or measures))}

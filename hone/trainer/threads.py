@@ -1,6 +1,6 @@
-"""The number of CPU threads of a run: resolved once, kept in its config, used again on resume.
+"""The number of CPU threads of a run: resolved once, written to its config, used again on resume.
 
-A busy machine can make several threads slower than one; the user is told, and decides.
+A busy machine can make several threads slower than one; the run warns, and the user decides.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from hone.tracking.console import screen
 
 KEY = "trainer.num_threads"
 SLOWER_FROM = 1.5
-"""Several threads that take so many times as long as one are worth a word."""
+"""Warn where several threads take so many times as long as one."""
 
 Config = TypeVar("Config", bound=Block)
-
-
-def with_threads(config: Config) -> Config:
-    """The config with `trainer.num_threads` of each of the `n_gpus_per_node` processes of a machine."""
-    return resolve_threads(config, config["trainer"].n_gpus_per_node)[0]
 
 
 def resolve_threads(
@@ -50,8 +45,8 @@ def resolve_threads(
 
 
 def busy_warning(count: int, device: str) -> str | None:
-    """What to tell where `count` threads are slower than one, because other programs use the cores."""
-    if count == 1 or not _computes_on_cpu(device) or (ratio := slowdown(count)) < SLOWER_FROM:
+    """The warning where `count` threads are slower than one, because other programs use the cores."""
+    if count == 1 or uses_gpu(device) or (ratio := slowdown(count)) < SLOWER_FROM:
         return None
     cores, load = usable_cores(), load_average()
     free = 1 if load is None else max(1, min(count - 1, cores - round(load)))
@@ -63,24 +58,25 @@ def busy_warning(count: int, device: str) -> str | None:
 
 
 def _of_resumed_run(trainer: Block) -> int | None:
-    """The number in the config of the run that goes on; None where none does, or says none."""
-    mode, named = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
+    """The number in the config of the run that is resumed, if there is one."""
+    mode, path = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
     if mode == "disable":
         return None
     own = Path(trainer["default_local_dir"])
-    run = RunFolder(own if mode == "auto" else Path(named or own).expanduser().parent)
+    run = RunFolder(own if mode == "auto" else Path(path or own).expanduser().parent)
     if mode == "auto" and not run.checkpoints():
         return None
     try:
         count = run.read_config()["trainer"]["num_threads"]
     except (OSError, ValueError, YAMLError, KeyError, TypeError, RecursionError):
-        return None  # not ours; whether the checkpoint is sound is judged when it is read
+        return None  # not ours; reading the checkpoint shows whether it is sound
     return count if isinstance(count, int) and count > 0 else None
 
 
-def _computes_on_cpu(device: str) -> bool:
+def uses_gpu(device: str) -> bool:
+    """Whether `trainer.device` is a GPU; auto takes one where there is one."""
     if device != "auto":
-        return device == "cpu"
+        return device == "cuda"
     import torch
 
-    return not torch.cuda.is_available()
+    return torch.cuda.is_available()

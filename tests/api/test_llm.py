@@ -12,7 +12,7 @@ import torch
 
 import hone
 from hone.config import ConfigError
-from hone.trainer.generated import GenerationError
+from hone.trainer.job_files import GenerationError
 
 
 @pytest.fixture(scope="module")

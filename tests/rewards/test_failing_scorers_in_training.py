@@ -14,7 +14,7 @@ from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import RewardError
 from hone.rewards.scores.table import UnknownSourceError
 from hone.tracking import read_metrics
-from hone.trainer.problems import PreflightError
+from hone.trainer.ppo.preflight import PreflightError
 
 SCORER = """
 import os

@@ -10,20 +10,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from hone.config import ConfigError, load_config
 from hone.data.rows import BadRows, DataError, read_rows
-from hone.rollout.contract import RolloutError
+from hone.rollout.contract import RolloutError, Sampling, TokenOutput
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_target
 from hone.tracking.manifest import seal
 from hone.trainer import main_generation
-from hone.trainer.generated import GenerationError, Parts
-from hone.trainer.generation import Generation
-from hone.trainer.interrupt import GracefulStop
+from hone.trainer.generation import Generation, respond
+from hone.trainer.job_files import GenerationError, JobFiles
 from hone.trainer.ranks import Ranks
 
 from .around_fixtures import prompts, tiny_model, write_jsonl
@@ -91,29 +90,29 @@ def test_a_killed_run_resumes_at_the_row_and_writes_the_same_file(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = taken_away(generation(settings).run())
-    append = Parts.append
+    append = JobFiles.append
     written: list[int] = []
 
-    def dying(self: Parts, row: int, columns: dict[str, Any]) -> None:
+    def dying(self: JobFiles, row: int, columns: dict[str, Any]) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(row)
         append(self, row, columns)
 
-    monkeypatch.setattr(Parts, "append", dying)
+    monkeypatch.setattr(JobFiles, "append", dying)
     killed = generation(settings)
     with pytest.raises(KeyboardInterrupt):
         killed.run()
-    file = next(killed.parts.folder.glob("rank_*.jsonl"))
+    file = next(killed.files.folder.glob("rank_*.jsonl"))
     with file.open("a") as stream:
         stream.write('{"row": 5, "colu')  # torn by the kill
     redone: list[int] = []
 
-    def counting(self: Parts, row: int, columns: dict[str, Any]) -> None:
+    def counting(self: JobFiles, row: int, columns: dict[str, Any]) -> None:
         redone.append(row)
         append(self, row, columns)
 
-    monkeypatch.setattr(Parts, "append", counting)
+    monkeypatch.setattr(JobFiles, "append", counting)
     assert generation(settings).run().read_bytes() == whole
     assert sorted(written + redone) == list(range(COUNT))
 
@@ -122,17 +121,17 @@ def test_parts_of_another_job_are_left_alone_and_named(
     settings: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = generation(settings)
-    first.parts.append(0, {"responses": ["stale"]})
+    first.files.append(0, {"responses": ["stale"]})
     other = generation([*settings, "rollout.temperature=0.5"])
     rows = read(other.run())
     assert rows[0]["responses"] != ["stale"]
-    assert str(first.parts.folder) in caplog.text
-    assert 0 in first.parts.finished()
+    assert str(first.files.folder) in caplog.text
+    assert 0 in first.files.finished()
 
 
 def test_another_kind_of_output_keeps_the_work(settings: list[str], tmp_path: Path) -> None:
     first = generation(settings)
-    first.parts.append(0, {"responses": ["kept"]})
+    first.files.append(0, {"responses": ["kept"]})
     generation([*settings, f"data.output_path={tmp_path / 'out.jsonl'}"]).run()
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["responses"] == ["kept"]
@@ -147,19 +146,19 @@ def test_another_kind_of_output_keeps_the_work(settings: list[str], tmp_path: Pa
     ],
 )
 def test_what_decides_the_responses_makes_another_job(settings: list[str], change: str) -> None:
-    assert generation([*settings, change]).parts.folder != generation(settings).parts.folder
+    assert generation([*settings, change]).files.folder != generation(settings).files.folder
 
 
 def test_where_and_how_fast_does_not_make_another_job(settings: list[str], tmp_path: Path) -> None:
     changes = ["data.batch_size=7", "trainer.n_gpus_per_node=2", f"data.path={tmp_path}/copy.jsonl"]
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
-    assert generation([*settings, *changes]).parts.folder == generation(settings).parts.folder
+    assert generation([*settings, *changes]).files.folder == generation(settings).files.folder
 
 
 def test_other_rows_make_another_job(settings: list[str], tmp_path: Path) -> None:
-    before = generation(settings).parts.folder
+    before = generation(settings).files.folder
     write_jsonl(tmp_path / "rows.jsonl", prompts(COUNT, "multiply/three"))
-    assert generation(settings).parts.folder != before
+    assert generation(settings).files.folder != before
 
 
 def test_a_model_written_again_in_its_place_makes_another_job(
@@ -172,7 +171,7 @@ def test_a_model_written_again_in_its_place_makes_another_job(
     sizes = sorted((file.name, file.stat().st_size) for file in folder.iterdir())
     tiny_model(folder, seed=7)
     assert sorted((file.name, file.stat().st_size) for file in folder.iterdir()) == sizes
-    assert generation(own).parts.folder != before.parts.folder
+    assert generation(own).files.folder != before.files.folder
 
 
 def test_a_newer_checkpoint_of_the_run_makes_another_job(
@@ -184,7 +183,7 @@ def test_a_newer_checkpoint_of_the_run_makes_another_job(
         target = tmp_path / "run" / f"global_step_{step}" / "huggingface"
         shutil.copytree(model, target)  # the same bytes and times: only the place is another
         seal(target.parent)
-        folders.append(generation(own).parts.folder)
+        folders.append(generation(own).files.folder)
     assert folders[0] != folders[1]
 
 
@@ -195,10 +194,10 @@ def test_another_tokenizer_or_adapter_in_its_place_makes_another_job(
     folder = tmp_path / "other"
     shutil.copytree(model, folder)
     own = [*settings, f"model.{key}={folder}"]
-    before = generation(own).parts.folder
-    assert before == generation(own).parts.folder
+    before = generation(own).files.folder
+    assert before == generation(own).files.folder
     os.utime(folder / "tokenizer.json", ns=(1, 1))
-    assert generation(own).parts.folder != before
+    assert generation(own).files.folder != before
 
 
 def test_a_tiny_nucleus_is_greedy(settings: list[str]) -> None:
@@ -212,7 +211,7 @@ def test_a_tiny_nucleus_is_greedy(settings: list[str]) -> None:
 
 def test_prompt_and_response_together_stay_within_the_models_length(settings: list[str]) -> None:
     made = generation([*settings, "rollout.ignore_eos=true", "data.max_samples=1"])
-    ((_, ids),) = made._prompts([0])
+    ids = made._prompt_ids(0)
     limit = f"rollout.max_model_len={len(ids) + 2}"
     (row,) = read(
         generation([*settings, "rollout.ignore_eos=true", "data.max_samples=1", limit]).run()
@@ -253,7 +252,7 @@ def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]
 
     second = generation(settings, Together(rank=1, world_size=2))
     second.run()
-    assert sorted(second.parts.finished()) == [1, 3, 5]
+    assert sorted(second.files.finished()) == [1, 3, 5]
     # With rank 1's rows done, rank 0 of another size finishes the rest.
     assert generation(settings).run().read_bytes() == whole
 
@@ -273,18 +272,18 @@ def test_a_signal_keeps_what_has_started_and_the_next_run_finishes(
 ) -> None:
     whole = taken_away(generation(settings).run())
     made = generation(settings)
-    append = made.parts.append
+    append = made.files.append
 
     def signalled(row: int, columns: Any) -> None:
         append(row, columns)
         os.kill(os.getpid(), number)
-        monkeypatch.setattr(made.parts, "append", append)
+        monkeypatch.setattr(made.files, "append", append)
 
-    monkeypatch.setattr(made.parts, "append", signalled)
+    monkeypatch.setattr(made.files, "append", signalled)
     with pytest.raises(SystemExit) as caught:
         made.run()
     assert caught.value.code == code
-    assert 0 < len(made.parts.finished()) < COUNT
+    assert 0 < len(made.files.finished()) < COUNT
     assert generation(settings).run().read_bytes() == whole
 
 
@@ -383,19 +382,22 @@ def test_a_prompt_too_long_for_the_model_names_the_row_and_the_keys(
         generation([*wide, "data.overwrite=true"]).run()
 
 
-def test_what_an_engine_refuses_names_the_row(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(*_: Any) -> None:
+def test_what_an_engine_refuses_names_the_row() -> None:
+    async def refuse(*_: Any) -> TokenOutput:
         raise RolloutError("request 0/0 is refused")
 
-    class Refusing:
-        generate = staticmethod(refuse)
-
-    made = generation(settings)
-    meter: Any = None
-    with pytest.raises(RolloutError, match=r"rows\.jsonl, row 2: request 0/0 is refused"):
-        asyncio.run(made._generate_all(cast(Any, Refusing()), [(2, [1])], meter, GracefulStop()))
+    draw = Sampling(max_tokens=1, temperature=1.0, seed=0)
+    with pytest.raises(RolloutError, match=r"rows\.jsonl, row 0: request 0/0 is refused"):
+        asyncio.run(
+            respond(
+                refuse,
+                [[1]],
+                lambda index: [draw],
+                lambda index, outputs: None,
+                name_of=lambda index: f"rows.jsonl, row {index}",
+                in_flight=1,
+            )
+        )
 
 
 def test_a_missing_file_names_the_key_it_came_from(settings: list[str], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hone.config import ConfigError, load_config
 from hone.data.rows import BadRows, read_rows, write_parquet
 from hone.tracking.console import screen
-from hone.trainer import main_eval, main_generation
+from hone.trainer import command_line, main_eval, main_generation
 
 from .around_fixtures import prompts, tiny_model
 
@@ -104,7 +104,7 @@ def test_a_benchmark_is_generated_by_as_many_processes_as_asked(
         main_generation.run(load_config(arguments, config_name="generation"))
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(main_generation, "launch", launch)
+    monkeypatch.setattr(command_line, "launch", launch)
     screen.cache_clear()
     bench(tmp_path, "multiply", "multiply/three", "trainer.n_gpus_per_node=2", "rollout.mode=sync")
     screen.cache_clear()

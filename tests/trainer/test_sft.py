@@ -226,7 +226,7 @@ def test_skipped_rows_are_told_and_only_the_first_rank_tells_or_shows_progress(
     caplog.clear()
     run.ranks = Ranks(rank=1, world_size=2)
     data = run.config.data
-    run._encoded("train rows", data, data.train_files, -1)
+    run._encoded("train rows", data.train_files, -1)
     assert run.validate()["val/loss"] > 0
     assert shown == []
     assert caplog.text == ""

@@ -11,7 +11,7 @@ import pytest
 from hone import cli
 from hone.config import ConfigError
 from hone.trainer import sweep as sweeps
-from hone.trainer.launcher import run_alone
+from hone.trainer.ranks import run_alone
 from hone.trainer.sweep import start, sweep
 
 PPO = ("ppo_trainer", ["-m", "hone.trainer.main_ppo"])

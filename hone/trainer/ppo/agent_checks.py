@@ -1,4 +1,4 @@
-"""Agent loops, tools and interactions that rows ask for: built once before a model loads.
+"""Agent loops, tools and interactions that rows name: built once before a model loads.
 
 Also what rows ask for and nothing answers: such a run trains on something else than its data say.
 """
@@ -23,7 +23,7 @@ MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
 class AgentChecks:
-    """The loops of a run, and what its rows say to them."""
+    """The loops of a run, and the arguments that its rows give them."""
 
     def __init__(
         self, config: PPOTrainerConfig, tokenizer: Tokenizer, datasets: Mapping[str, Dataset]
@@ -33,8 +33,8 @@ class AgentChecks:
         self.built: dict[str, AgentLoopBase] = {}
 
     def problems(self) -> Iterator[str]:
-        """Each loop that rows ask for is built once, with its tools, parser and interactions."""
-        for name in sorted(self._asked()):
+        """Each loop that rows name is built once, with its tools, parser and interactions."""
+        for name in sorted(self._loop_names()):
             try:
                 self.built[name] = run_coroutine(self._build(name))
             except (PluginError, ToolError, ValueError, OSError) as error:
@@ -42,25 +42,26 @@ class AgentChecks:
             except Exception as error:  # a loop or tool of the user's may raise anything
                 yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
         for loop in self.built.values():
-            known = getattr(loop, "interactions", {})
-            for interaction in self._interactions() if known else ():
-                if interaction and interaction not in known:
+            names = getattr(loop, "interactions", {})
+            for interaction in self._interactions() if names else ():
+                if interaction and interaction not in names:
                     yield (
                         f"rows name the interaction {interaction!r}, which "
                         f"{self.config.actor_rollout_ref.rollout.multi_turn.interaction_config_path} "
-                        f"does not have; it has {', '.join(known)}"
+                        f"does not have; it has {', '.join(names)}"
                     )
 
-    def _asked(self) -> set[str]:
-        """Loops that rows name; a name that is not known is refused with its row elsewhere."""
-        asked = set()
-        rows = self._column("agent_name")
-        for name in {name if isinstance(name, str) else None for name in rows}:
+    def _loop_names(self) -> set[str]:
+        """Loops that rows name; an unknown name is refused with its row elsewhere."""
+        names = set()
+        for name in {
+            name if isinstance(name, str) else None for name in self._column("agent_name")
+        }:
             try:
-                asked.add(self.names.of_row(name))
+                names.add(self.names.of_row(name))
             except PluginError:
                 continue
-        return asked or {self.names.default}
+        return names or {self.names.default}
 
     async def _build(self, name: str) -> AgentLoopBase:
         manager = ServerManager(None, seed=0, max_tokens=1)  # type: ignore[arg-type]
@@ -71,16 +72,17 @@ class AgentChecks:
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         tool_loops = [loop for loop in self.built.values() if hasattr(loop, "tools")]
         tools = {name for loop in tool_loops for name in loop.tools}
-        talks = any(getattr(loop, "interactions", None) for loop in tool_loops)
-        if any(self._interactions()) and not talks:
+        interacts = any(getattr(loop, "interactions", None) for loop in tool_loops)
+        if any(self._interactions()) and not interacts:
             yield (
                 "rows have interaction_kwargs, and no interaction is configured: they are ignored; "
                 f"set {MULTI_TURN}.interaction_config_path"
             )
-        unknown = sorted(self._tool_names() - tools)
-        if unknown:
+        arguments = self._of_extra_info("tools_kwargs")
+        named = {name for one in arguments for name, value in one.items() if value is not None}
+        if unknown := sorted(named - tools):
             yield f"rows have tools_kwargs for {', '.join(unknown)}, which is no tool of this run"
-        if tool_loops and not tools and not talks:
+        if tool_loops and not tools and not interacts:
             yield (
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
                 f"{MULTI_TURN}.tool_config_path"
@@ -99,28 +101,22 @@ class AgentChecks:
 
     def _of_extra_info(self, name: str) -> Iterator[JsonObject]:
         """A field that stands at the top of a row or in its `extra_info`."""
-        for value in self._column(name):
-            if isinstance(value, dict):
-                yield value
+        yield from (value for value in self._column(name) if isinstance(value, dict))
         for extra in self._column("extra_info"):
             if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
                 yield value
 
     def _interactions(self) -> set[str]:
-        return {str(given.get("name") or "") for given in self._of_extra_info("interaction_kwargs")}
-
-    def _tool_names(self) -> set[str]:
-        found = self._of_extra_info("tools_kwargs")
-        return {name for given in found for name, value in given.items() if value is not None}
+        return {str(one.get("name") or "") for one in self._of_extra_info("interaction_kwargs")}
 
     def _template_shows_tools(self, tools: Iterable[BaseTool]) -> bool:
         if self.config.data.prompt_format != "chat":
             return False
         schemas = [tool.tool_schema.model_dump() for tool in tools]
         try:
-            plain, shown = (
+            without, with_tools = (
                 render_prompt("a", self.tokenizer, "chat", tools=tools) for tools in (None, schemas)
             )
         except PromptError:
             return False
-        return plain != shown
+        return without != with_tools

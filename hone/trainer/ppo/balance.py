@@ -1,7 +1,7 @@
-"""Which rank computes which rows: each gets its part of every mini-batch, by length where wanted.
+"""Which rank computes which rows: each gets its part of every mini-batch, balanced by length if configured.
 
 Mini-batches are drawn over the rows' numbers, written here before rows move, so the updates are those of
-one rank; only who computes what changes.
+one rank.
 """
 
 from __future__ import annotations
@@ -41,8 +41,15 @@ def balance(
     order = [row for share in shares for row in share]
     even = len(batch) // ranks
     plain = [range(i * even, (i + 1) * even) for i in range(ranks)]
-    metrics = _spread("", lengths, plain) | _spread("balanced_", lengths, shares)
-    metrics["global_seqlen/mean"] = lengths.sum().item() / ranks
+    before, after = ([float(lengths[list(s)].sum()) for s in parts] for parts in (plain, shares))
+    metrics = {
+        "global_seqlen/min": min(before),
+        "global_seqlen/max": max(before),
+        "global_seqlen/minmax_diff": max(before) - min(before),
+        "global_seqlen/balanced_min": min(after),
+        "global_seqlen/balanced_max": max(after),
+        "global_seqlen/mean": lengths.sum().item() / ranks,
+    }
     return batch.select_idxs(torch.tensor(order)), metrics
 
 
@@ -52,16 +59,3 @@ def _parts(lengths: torch.Tensor, ranks: int, by_length: bool) -> list[list[int]
         return [part.tolist() for part in torch.arange(len(lengths)).tensor_split(ranks)]
     work = calculate_workload(lengths.tolist())
     return get_seqlen_balanced_partitions(work, ranks, equal_size=len(lengths) % ranks == 0)
-
-
-def _spread(
-    prefix: str, lengths: torch.Tensor, shares: Sequence[Sequence[int]]
-) -> dict[str, float]:
-    totals = [float(lengths[list(share)].sum()) for share in shares]
-    found = {
-        f"global_seqlen/{prefix}min": min(totals),
-        f"global_seqlen/{prefix}max": max(totals),
-    }
-    if not prefix:
-        found["global_seqlen/minmax_diff"] = max(totals) - min(totals)
-    return found

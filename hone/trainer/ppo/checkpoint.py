@@ -39,7 +39,7 @@ class CheckpointError(RuntimeError):
 
 
 class NoSoundCheckpoint(CheckpointError):
-    """There are checkpoints, and none can be resumed; what to do is the user's decision."""
+    """There are checkpoints, and none can be resumed; the user decides."""
 
     changes_nothing = True
 
@@ -73,8 +73,7 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint of this run, or the link to one elsewhere; a kill midway leaves nothing that
-    looks whole."""
+    """Delete a checkpoint, or the link to one; a kill midway leaves nothing that looks whole."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -89,25 +88,34 @@ def unfinished(run: RunFolder, step: int) -> Path:
 
 
 def begin(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Where a run goes on (`chosen`); what its folder holds of another past is put out of its way.
+    """Where a run resumes (`resume_source`); everything later in its folder is put out of the way.
 
-    What was logged after that step is forgotten: no step stands there twice.
+    Later checkpoints are saved as `global_step_N.earlier`; what was logged after that step is forgotten.
     """
-    found = chosen(run, mode, path)
-    remove_unfinished(run)
-    set_aside_after(run, 0 if found is None else found[0])
-    run.cut_back(-1 if found is None else found[0])
-    return found
+    source = resume_source(run, mode, path)
+    for folder in run.path.glob(f".global_step_*{_UNFINISHED}"):  # of a killed process
+        shutil.rmtree(folder, ignore_errors=True)
+    for number, folder in run.checkpoints():
+        if source is None or number > source[0]:
+            aside = folder.with_name(f"{folder.name}.earlier")
+            _remove(aside)
+            folder.rename(aside)
+            log.warning("%s is not what this run continues from; kept as %s", folder, aside.name)
+    run.cut_back(-1 if source is None else source[0])
+    return source
 
 
-def chosen(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
+def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
     """Step and folder that `trainer.resume_mode` and `resume_from_path` lead to; None starts anew."""
     if mode == "disable":
         return None
     if mode != "auto":
-        return at_path(path)
-    found = newest_sound(run)
-    if found is None and (folders := run.checkpoints()):
+        step, folder = named(path)
+        if (problem := damage(folder)) is not None:
+            raise CheckpointError(f"{folder} cannot be resumed: {problem}")
+        return step, folder
+    source = newest_sound(run)
+    if source is None and (folders := run.checkpoints()):
         raise NoSoundCheckpoint(
             f"{run.path} has {len(folders)} checkpoints, and none can be resumed "
             f"({folders[-1][1].name}: {damage(folders[-1][1])}); nothing was changed. Restore one from a "
@@ -115,47 +123,7 @@ def chosen(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | No
             "trainer.resume_mode=disable, which keeps them as global_step_N.earlier and erases the "
             "metrics and rollouts"
         )
-    return found
-
-
-def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
-    """Say on the console where a run goes on, or that no step is left; None: it asks for no steps."""
-    if total_steps is not None and step >= total_steps:
-        screen().line(
-            f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
-            "trainer.total_training_steps (or total_epochs) goes on from there, "
-            "trainer.resume_mode=disable starts anew; a run with other settings needs another "
-            "trainer.default_local_dir"
-        )
-    else:
-        screen().line(f"resumed from {folder}")
-
-
-def tell_result(run: RunFolder, step: int) -> None:
-    """The closing lines of a run: where what it made lies, and how to look at it."""
-    folder = run.checkpoint(step)
-    saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
-    screen().line(f"done at step {step}: {saved}; the run's metrics and config are in {run.path}")
-    screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
-
-
-def remove_unfinished(run: RunFolder) -> None:
-    """Delete what a killed process left half written."""
-    for folder in run.path.glob(f".global_step_*{_UNFINISHED}"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def set_aside_after(run: RunFolder, step: int) -> None:
-    """Checkpoints beyond the step a run continues from are another past: none may be resumed next.
-
-    They are kept as `global_step_N.earlier`; of an older one by that name the newer stays.
-    """
-    for number, folder in run.checkpoints():
-        if number > step:
-            aside = folder.with_name(f"{folder.name}.earlier")
-            _remove(aside)
-            folder.rename(aside)
-            log.warning("%s is not what this run continues from; kept as %s", folder, aside.name)
+    return source
 
 
 def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
@@ -166,14 +134,6 @@ def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
             return step, folder
         log.warning("checkpoint %s is damaged (%s); trying the one before it", folder, problem)
     return None
-
-
-def at_path(path: str | None) -> tuple[int, Path]:
-    """The checkpoint the user named; it must be sound."""
-    step, folder = named(path)
-    if (problem := damage(folder)) is not None:
-        raise CheckpointError(f"{folder} cannot be resumed: {problem}")
-    return step, folder
 
 
 def named(path: str | None) -> tuple[int, Path]:
@@ -189,6 +149,27 @@ def named(path: str | None) -> tuple[int, Path]:
             f"trainer.resume_from_path={path} does not exist; name a global_step_N"
         )
     return int(number[1]), folder
+
+
+def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
+    """Print where a run resumes, or that no step is left; None: it takes no steps."""
+    if total_steps is not None and step >= total_steps:
+        screen().line(
+            f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
+            "trainer.total_training_steps (or total_epochs) goes on from there, "
+            "trainer.resume_mode=disable starts anew; a run with other settings needs another "
+            "trainer.default_local_dir"
+        )
+    else:
+        screen().line(f"resumed from {folder}")
+
+
+def tell_result(run: RunFolder, step: int) -> None:
+    """Print where the results of a run lie, and how to look at them."""
+    folder = run.checkpoint(step)
+    saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
+    screen().line(f"done at step {step}: {saved}; the run's metrics and config are in {run.path}")
+    screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
 
 
 def prune(run: RunFolder, keep: int | None) -> None:
@@ -220,7 +201,7 @@ def read_state(folder: Path, *keys: str) -> Settings:
 
 
 def _plain(value: T) -> JsonValue:
-    """Rows that a data set grew may hold numpy values."""
+    """The rows of a data generator may hold numpy values."""
     if hasattr(value, "tolist"):
         values: JsonValue = value.tolist()
         return values
@@ -231,8 +212,8 @@ def _plain(value: T) -> JsonValue:
 
 
 def _not_saved(run: RunFolder, step: int, number: int) -> str:
-    kept = run.checkpoints()
-    left = f"{kept[-1][1].name} is untouched" if kept else "there is no earlier checkpoint"
+    saved = run.checkpoints()
+    left = f"{saved[-1][1].name} is untouched" if saved else "there is no earlier checkpoint"
     advice = remedy(number).capitalize()
     if number in (errno.ENOSPC, errno.EDQUOT):
         advice += (

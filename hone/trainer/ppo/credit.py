@@ -17,83 +17,98 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.ops.counter_rng import fold_seed
 from hone.plugins import PluginError
 from hone.protocol import DataProto
-from hone.trainer.ppo.scoring import numbers_of, said_of_rows
+from hone.trainer.ppo.scoring import has_extra, numbers_of
+from hone.types import Row
 
 
 def reward_after_kl(
     batch: DataProto, algorithm: AlgorithmConfig, controller: FixedKLController
 ) -> dict[str, float]:
-    """Write `token_level_rewards`; where asked, the KL to the reference is subtracted."""
-    scores = require(batch, "token_level_scores")
+    """Write `token_level_rewards`: the scores, less the KL to the reference where configured."""
     if not algorithm.use_kl_in_reward:
-        write(batch, "token_level_rewards", scores.clone())
+        write(batch, "token_level_rewards", require(batch, "token_level_scores").clone())
         return {}
+    rewards, metrics = kl_penalised(batch, controller, algorithm.kl_penalty)
+    write(batch, "token_level_rewards", rewards)
+    return metrics
+
+
+def kl_penalised(
+    batch: DataProto, controller: FixedKLController, kl_penalty: str
+) -> tuple[Tensor, dict[str, float]]:
+    """Scores − coefficient · KL [B, T] and its metrics; the controller moves."""
+    coefficient = controller.value
     rewards, current = apply_kl_penalty(
-        scores,
+        require(batch, "token_level_scores"),
         require(batch, "old_log_probs"),
         require(batch, "ref_log_prob"),
         require(batch, "response_mask"),
-        controller.value,
-        algorithm.kl_penalty,
+        coefficient,
+        kl_penalty,
     )
-    write(batch, "token_level_rewards", rewards)
-    measured = {
+    controller.update(current_kl=float(current), n_steps=len(batch))
+    return rewards, {
         "actor/reward_kl_penalty": float(current),
-        "actor/reward_kl_penalty_coeff": controller.value,
+        "actor/reward_kl_penalty_coeff": coefficient,
     }
-    controller.update(float(current), n_steps=len(batch))
-    return measured
 
 
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Write importance weights and the narrowed `loss_mask`, where correction is configured."""
-    wanted = algorithm.rollout_correction
-    if wanted.bypass_mode or (wanted.rollout_is is None and wanted.rollout_rs is None):
+    settings = algorithm.rollout_correction
+    if settings.bypass_mode or (settings.rollout_is is None and settings.rollout_rs is None):
         return {}
-    weights, narrowed, measured = correct(
+    weights, mask, metrics = correct(
         require(batch, "old_log_probs"),
         require(batch, "rollout_log_probs"),
         require(batch, "response_mask"),
-        wanted,
+        settings,
     )
-    write(batch, "loss_mask", narrowed)
+    write(batch, "loss_mask", mask)
     if weights is not None:
         write(batch, "rollout_is_weights", weights)
-    return measured
+    return metrics
 
 
 def estimate_advantages(
     batch: DataProto, estimator: Estimator, *, whiten: bool, failure_score: float
 ) -> None:
-    """Write `advantages` and `returns`; the estimator gets the columns it declares.
+    """Write `advantages` and `returns`; the estimator gets the columns that it declares.
 
     A row whose score failed has `failure_score` where a reward part is read.
     """
     columns = {c: _required(batch, c, failure_score) for c in estimator.requires}
-    for column in (TRAJECTORY, *estimator.uses):
-        if batch.has_column(column):
-            columns[column] = batch.column(column)
+    advantages, returns = run_estimator(batch, estimator, columns)
+    if whiten:
+        advantages = normalise_advantages(advantages, require(batch, "response_mask"))
+    write(batch, "advantages", advantages)
+    write(batch, "returns", returns)
+
+
+def run_estimator(batch: DataProto, estimator: Estimator, columns: Row) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] from `columns` and those that the estimator uses where present."""
     mask = require(batch, "response_mask")
-    rewards = require(batch, "token_level_rewards")
-    uid = batch.non_tensor_batch["uid"]
-    advantage, returns = estimator(Trajectories(rewards, mask, uid, columns))
-    for name, values in (("advantages", advantage), ("returns", returns)):
+    optional = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
+    trajectories = Trajectories(
+        require(batch, "token_level_rewards"),
+        mask,
+        batch.non_tensor_batch.get("uid"),
+        columns | {column: batch.column(column) for column in optional},
+    )
+    advantages, returns = estimator(trajectories)
+    for name, values in (("advantages", advantages), ("returns", returns)):
         if tuple(values.shape) != tuple(mask.shape):
             raise PluginError(
                 f"the estimator returned {name} of shape {tuple(values.shape)} for a response mask of "
                 f"{tuple(mask.shape)}; give one number per token, 0 outside the mask"
             )
-    if whiten:
-        advantage = normalise_advantages(advantage, mask)
-    write(batch, "advantages", advantage)
-    write(batch, "returns", returns)
+    return advantages, returns
 
 
 def _required(batch: DataProto, name: str, failure_score: float) -> Tensor:
-    """A column; a reward part may also be a number a row that the score function gave beside it."""
+    """A column; a reward part may also be a number per row that the score function returned."""
     extra = name.removeprefix(REWARD_PREFIX)
-    is_part = name != extra
-    if batch.has_column(name) or not (is_part and said_of_rows(batch, extra)):
+    if batch.has_column(name) or name == extra or not has_extra(batch, extra):
         return require(batch, name)
     return torch.tensor(numbers_of(batch, extra, failure_score))
 
@@ -104,8 +119,8 @@ def derive(batch: DataProto, names: Set[str]) -> None:
         write(batch, name, DERIVED[name](batch))
 
 
-def greedy_baselines(batch: DataProto, greedy: DataProto) -> torch.Tensor:
-    """[B] what the greedy response to each row's prompt scores: ReMax's baseline."""
+def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
+    """[B] the score of the greedy response to each row's prompt: ReMax's baseline."""
     totals = require(greedy, "token_level_scores").sum(-1).tolist()
     of_uid = dict(zip(greedy.non_tensor_batch["uid"], totals, strict=True))
     return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])

@@ -1,6 +1,6 @@
 """The checkpoint that a run would resume from, looked at before models load: does it fit this run?
 
-Leaves out whether its files are whole: that is seen when it is read, and an earlier one may take its place.
+Leaves out whether its files are whole: reading it shows that, and an earlier one may take its place.
 """
 
 from __future__ import annotations
@@ -22,60 +22,57 @@ MODEL = "actor_rollout_ref.model.path"
 
 
 class EarlierRun:
-    """The newest checkpoint of the folder, or the one that was named; none where a run starts anew."""
+    """The newest checkpoint of the folder, or the one that was named; None where a run starts anew."""
 
     def __init__(self, config: PPOTrainerConfig) -> None:
-        self.config = config
-        trainer = config.trainer
+        self.config, trainer = config, config.trainer
         self.checkpoint: Path | None = None
+        self._settings: Settings = {}
         if trainer.resume_mode == "auto":
             newest = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()[-1:]
             self.checkpoint = newest[0][1] if newest else None
         elif trainer.resume_mode != "disable":
             self.checkpoint = checkpoint.named(trainer.resume_from_path)[1]
+        if self.checkpoint is not None:
+            self._settings = RunFolder(self.checkpoint.parent).earlier_config()
 
     def problems(self, plan: Plan) -> Iterator[str]:
-        """Why this run cannot go on from there."""
+        """Why this run cannot resume from there."""
         if self.checkpoint is None:
             return
         has_actor, has_critic = ((self.checkpoint / name).is_dir() for name in ("actor", "critic"))
         if plan.critic and has_actor and not has_critic:
-            was = self._before().get("algorithm", {}).get("adv_estimator")
+            before = self._settings.get("algorithm", {}).get("adv_estimator")
             yield (
                 f"{self.checkpoint} has no critic: the run that wrote it"
-                f"{f' (algorithm.adv_estimator={was})' if was else ''} trained none, and "
+                f"{f' (algorithm.adv_estimator={before})' if before else ''} trained none, and "
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs one; keep the "
                 "estimator, or start in another trainer.default_local_dir with its model "
                 f"({MODEL}={self.checkpoint})"
             )
 
     def refuse_other_data(self, dataset: Dataset | None) -> None:
-        """The rows are those that the checkpoint's place in the data counts."""
+        """The rows are those that the checkpoint's position in the data counts."""
         if self.checkpoint is None or not isinstance(dataset, Stateful):
             return
-        with contextlib.suppress(checkpoint.CheckpointError):  # damaged: told when it is read
+        with contextlib.suppress(checkpoint.CheckpointError):  # damaged: reading it reports that
             state = checkpoint.read_state(self.checkpoint, "loader")["loader"]
             if isinstance(state, dict) and state.get("dataset") is not None:
                 dataset.load_state_dict(state["dataset"])
 
     def changes(self, total_steps: int) -> Iterator[str]:
-        """What differs from the settings that the run had so far, a line each; nothing where it ends."""
-        before = self._before()
+        """The settings that differ from those of the run so far, a line each."""
+        before = self._settings
         if self.checkpoint is None or not before or self.config.trainer.val_only:
             return
         if checkpoint.named(str(self.checkpoint))[0] >= total_steps:
             return
         path = self.config.actor_rollout_ref.model.path
-        began = before.get("actor_rollout_ref", {}).get("model", {}).get("path")
-        if began is not None and began != path:
+        first = before.get("actor_rollout_ref", {}).get("model", {}).get("path")
+        if first is not None and first != path:
             yield (
-                f"{self.checkpoint}: its weights go back to {MODEL}={began}, not to {path}; to train "
+                f"{self.checkpoint}: its weights go back to {MODEL}={first}, not to {path}; to train "
                 "that one, set another trainer.default_local_dir"
             )
         for change in changed_settings(before, config_to_dict(self.config), PPO_KEYS):
             yield f"from {self.checkpoint.name} on: {change}"
-
-    def _before(self) -> Settings:
-        if self.checkpoint is None:
-            return {}
-        return RunFolder(self.checkpoint.parent).earlier_config()

@@ -1,4 +1,4 @@
-"""The memory of a run: an end of it told with what to change, and what the collector need not look at."""
+"""The memory of a run: an error that says what needs less of it, and garbage collection."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def memory_explained(step: str) -> Iterator[None]:
 
 
 @contextmanager
-def collector_spared() -> Iterator[None]:
-    """On a GPU: what is there lives as long as the run, and Python's collector need not look through it.
+def garbage_frozen() -> Iterator[None]:
+    """On a GPU, freeze the objects of the run, so that garbage collection skips them (`gc.freeze`).
 
-    A full look at the libraries' and the models' objects takes 0.2 s, every few steps, and the device waits.
+    A full collection of the libraries' and the models' objects takes 0.2 s, every few steps.
     """
     import torch
 
-    spare = torch.cuda.is_available() and not gc.get_freeze_count()
-    if spare:
-        gc.collect()  # what nobody holds any more would stay, and its memory on the device with it
+    freezes = torch.cuda.is_available() and not gc.get_freeze_count()
+    if freezes:
+        gc.collect()  # garbage would stay, and its memory on the device with it
         gc.freeze()
     try:
         yield
     finally:
-        if spare:
+        if freezes:
             gc.unfreeze()
 
 

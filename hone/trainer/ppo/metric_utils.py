@@ -14,15 +14,13 @@ import numpy as np
 from torch import Tensor
 
 from hone.protocol import DataProto
-from hone.trainer.ppo.metrics import data_metrics
+from hone.trainer.ppo.metrics import data_metrics, split_attention, time_per_token
 from hone.trainer.ppo.validation import process_validation_metrics
 from hone.types import Row
 
 __all__ = ["process_validation_metrics"]
 
 Number: TypeAlias = int | float | Tensor | np.ndarray
-_OF_RESPONSES = ("gen",)
-_OF_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
 
 T = TypeVar("T")
 
@@ -40,9 +38,7 @@ class Metric:
     """Values of one name and how they become one number, over micro-batches and over ranks."""
 
     def __init__(
-        self,
-        aggregation: str | AggregationType,
-        value: Number | Sequence[Number] | None = None,
+        self, aggregation: str | AggregationType, value: Number | Sequence[Number] | None = None
     ) -> None:
         self.aggregation = AggregationType(aggregation)
         self.values: list[int | float] = []
@@ -52,7 +48,6 @@ class Metric:
             self.append(value)
 
     def append(self, value: Number | Metric) -> None:
-        """Add one number, or all of another metric."""
         if isinstance(value, Metric):
             self.extend(value)
             return
@@ -63,7 +58,6 @@ class Metric:
         self.values.append(value)
 
     def extend(self, values: Metric | Iterable[Number]) -> None:
-        """Add several numbers, or all of another metric of the same aggregation."""
         if isinstance(values, Metric):
             if values.aggregation is not self.aggregation:
                 raise ValueError(f"{values.aggregation} values cannot join {self.aggregation} ones")
@@ -72,7 +66,6 @@ class Metric:
             self.append(value)
 
     def aggregate(self) -> float:
-        """The one number."""
         return float(getattr(np, self.aggregation.value)(self.values))
 
     @classmethod
@@ -90,11 +83,9 @@ class Metric:
     def from_dict(
         cls, data: Mapping[str, Number], aggregation: str | AggregationType
     ) -> dict[str, Metric]:
-        """A metric for each name."""
         return {name: cls(aggregation, value) for name, value in data.items()}
 
     def init_list(self) -> Metric:
-        """An empty metric of the same aggregation."""
         return Metric(self.aggregation)
 
 
@@ -114,26 +105,16 @@ def reduce_metrics(metrics: Row) -> dict[str, float]:
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Scores, rewards, advantages, lengths; with a critic also its values."""
-    response_width = batch.batch["responses"].shape[-1]
-    prompt_width = batch.batch["attention_mask"].shape[-1] - response_width
-    metrics = data_metrics(batch, prompt_limit=prompt_width, response_limit=response_width)
+    prompts, responses = (part.shape[1] for part in split_attention(batch))
+    metrics = data_metrics(batch, prompt_limit=prompts, response_limit=responses)
     of_critic = ("critic/values/", "critic/vf_explained_var")
     return {k: v for k, v in metrics.items() if use_critic or not k.startswith(of_critic)}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each phase, and milliseconds per token where a phase works on tokens."""
-    lengths = _compute_response_info(batch)
-    written = float(lengths["response_length"].sum())
-    tokens = {
-        **dict.fromkeys(_OF_RESPONSES, written),
-        **dict.fromkeys(_OF_ALL_TOKENS, written + float(lengths["prompt_length"].sum())),
-    }
-    per_token = {
-        f"timing_per_token_ms/{phase}": timing_raw[phase] * 1000 / count if count else 0.0
-        for phase, count in tokens.items()
-        if phase in timing_raw
-    }
+    prompts, responses = (float(part.sum()) for part in split_attention(batch))
+    per_token = time_per_token(timing_raw, generated=responses, total=prompts + responses)
     return {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()} | per_token
 
 
@@ -172,10 +153,9 @@ def calc_maj_val(data: Sequence[Row], vote_key: str, val_key: str) -> float:
 
 def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
     """Lengths of prompts and responses [B], and the mask of the responses."""
-    mask = batch.batch["attention_mask"]
-    width = mask.shape[1] - batch.batch["responses"].shape[-1]
+    prompts, responses = split_attention(batch)
     return {
-        "prompt_length": mask[:, :width].sum(-1).float(),
-        "response_length": mask[:, width:].sum(-1).float(),
-        "response_mask": mask[:, width:],
+        "prompt_length": prompts.sum(-1).float(),
+        "response_length": responses.sum(-1).float(),
+        "response_mask": responses,
     }

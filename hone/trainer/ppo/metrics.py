@@ -1,4 +1,4 @@
-"""What a step reports, by verl's names; a reduction is said, never guessed from a name."""
+"""The metrics of a step, by verl's names; each states its reduction, none is guessed from a name."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
+from hone.columns import require
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
 from hone.types import JsonValue
 
 log = logging.getLogger(__name__)
 
-_LARGEST = sys.float_info.max
+GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 
 
-class SkippedUpdates:
-    """Says when an update was skipped because its gradient was not finite, and what to do."""
+class StepWarnings:
+    """Warns of skipped updates, and of batches without signal, once per run of such steps."""
 
-    def __init__(self) -> None:
-        self._seen: dict[str, float] = {}
+    def __init__(self, *, compares_groups: bool) -> None:
+        self._compares_groups = compares_groups
+        self._without_signal = False
+        self._skipped: dict[str, float] = {}
 
-    def check(self, metrics: Mapping[str, float], step: int) -> None:
+    def skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
+        """Warn where an update was skipped because its gradient was not finite."""
         for name in ("actor/skipped_updates", "critic/skipped_updates"):
-            if metrics.get(name, 0.0) > self._seen.get(name, 0.0):
-                self._seen[name] = metrics[name]
+            if metrics.get(name, 0.0) > self._skipped.get(name, 0.0):
+                self._skipped[name] = metrics[name]
                 log.warning(
                     "step %d: a gradient was not finite, so the update was skipped (%s=%d); lower "
                     "optim.lr or grad_clip, and look for NaN in the rewards, if it goes on",
@@ -37,6 +42,34 @@ class SkippedUpdates:
                     name,
                     metrics[name],
                 )
+
+    def group_signal(self, batch: DataProto, step: int) -> dict[str, float]:
+        """The share of groups with equal scores; nothing where every group has one response."""
+        facts = batch.non_tensor_batch
+        outcome = outcomes(
+            "scores",
+            require(batch, "token_level_scores"),
+            require(batch, "response_mask"),
+            facts["uid"],
+            facts.get("trajectory_id"),
+        )
+        groups, scores = outcome.groups, outcome.scores
+        several = groups.sizes > 1
+        if not several.any():
+            return {}
+        equal = (groups.max(scores) == groups.min(scores))[several]
+        without_signal = bool(equal.all())
+        if without_signal and not self._without_signal and self._compares_groups:
+            log.warning(
+                "step %d: in each of the %d groups all responses have the same score, so the step "
+                "teaches nothing; use prompts that are neither too easy nor too hard, a score with "
+                "more steps, more responses per prompt (actor_rollout_ref.rollout.n), or "
+                "algorithm.filter_groups.enable=true",
+                step,
+                len(equal),
+            )
+        self._without_signal = without_signal
+        return {GROUPS_WITHOUT_SIGNAL: equal.double().mean().item()}
 
 
 def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
@@ -59,14 +92,18 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
     }
 
 
+def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """The attention masks of prompts [B, P] and responses [B, T]."""
+    mask = batch.batch["attention_mask"]
+    width = mask.shape[1] - batch.batch["responses"].shape[1]
+    return mask[:, :width], mask[:, width:]
+
+
 def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) -> dict[str, float]:
     """Scores, rewards, advantages, lengths, turns of one batch."""
-    columns = batch.batch
+    columns, facts = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
-    attention = columns["attention_mask"]
-    prompt_width = attention.shape[1] - columns["responses"].shape[1]
-    prompt_length = attention[:, :prompt_width].sum(1)
-    response_length = attention[:, prompt_width:].sum(1)
+    prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
     scores = columns["token_level_scores"].sum(-1)
     metrics = {
         **spread("critic/score", scores),
@@ -75,26 +112,25 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         **spread("critic/returns", columns["returns"][mask]),
         **spread("response_length", response_length),
         **spread("prompt_length", prompt_length),
-        "response_length/clip_ratio": _share(response_length >= response_limit),
-        "prompt_length/clip_ratio": _share(prompt_length >= prompt_limit),
+        "response_length/clip_ratio": (response_length >= response_limit).float().mean().item(),
+        "prompt_length/clip_ratio": (prompt_length >= prompt_limit).float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
-    if "values" in columns.keys():  # noqa: SIM118
+    if batch.has_column("values"):
         values, returns = columns["values"][mask], columns["returns"][mask]
         metrics |= spread("critic/values", values)
         if len(values) > 1:  # one value has no variance
             error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
             metrics["critic/vf_explained_var"] = 1.0 - error.item()
-    if "step_mask" in columns.keys():  # noqa: SIM118
+    if batch.has_column("step_mask"):
         metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
-    facts = batch.non_tensor_batch
-    # A data set may have a column `acc` of its own: only what a scorer or a loop said is a measure.
-    measured = {
+    # A data set may have a column `acc` of its own: only a scorer's or a loop's counts.
+    names = {
         n for key in ("reward_extra_names", "loop_facts") for n in batch.meta_info.get(key, ())
     }
-    if "acc" in measured and are_numbers(facts.get("acc", ())):
-        known = [float(a) for a in facts["acc"] if a is not None]
-        metrics["accuracy"] = sum(known) / len(known)
+    if "acc" in names and are_numbers(facts.get("acc", ())):
+        accuracies = [float(a) for a in facts["acc"] if a is not None]
+        metrics["accuracy"] = sum(accuracies) / len(accuracies)
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
         counts = torch.tensor([float(n) for n in facts.get(name, ()) if n is not None])
         metrics |= spread(name, counts)
@@ -112,27 +148,28 @@ def environment_counts(batch: DataProto) -> list[str]:
 
 
 def are_numbers(values: Iterable[JsonValue]) -> bool:
-    """Whether all values that are there are numbers a float can hold, and there is one."""
-    known = [v for v in values if v is not None]
-    return bool(known) and all(
-        abs(v) <= _LARGEST if isinstance(v, int) else isinstance(v, (float, np.bool_, np.number))
-        for v in known
+    """Whether there are values and all but None are numbers that a float can hold."""
+    numbers = [v for v in values if v is not None]
+    return bool(numbers) and all(
+        abs(v) <= sys.float_info.max
+        if isinstance(v, int)
+        else isinstance(v, (float, np.bool_, np.number))
+        for v in numbers
     )
 
 
 def agreement_metrics(batch: DataProto) -> dict[str, float]:
     """How far the rollout's log-probs are from the trainer's on the same tokens."""
-    columns = batch.batch
-    names = set(columns.keys())
-    if not {"rollout_log_probs", "old_log_probs"} <= names:
+    if not (batch.has_column("rollout_log_probs") and batch.has_column("old_log_probs")):
         return {}
+    columns = batch.batch
     mask = columns["response_mask"].bool()
-    ours, theirs = columns["old_log_probs"], columns["rollout_log_probs"]
-    gap = (ours - theirs)[mask]
+    ours, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
+    gap = (ours - rollout)[mask]
     if gap.numel() == 0:
         return {}
-    probability_gap = (ours.exp() - theirs.exp())[mask].abs()
-    means, maxima = gap_metrics(ours, theirs, mask)
+    probability_gap = (ours.exp() - rollout.exp())[mask].abs()
+    means, maxima = gap_metrics(ours, rollout, mask)
     return {
         **{f"rollout_corr/{name}": value.item() for name, value in (means | maxima).items()},
         "rollout_corr/k3_kl": (gap.exp() - 1 - gap).mean().item(),
@@ -142,31 +179,37 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def entropy_metric(batch: DataProto) -> dict[str, float]:
-    columns = batch.batch
-    if "entropys" not in columns.keys():  # noqa: SIM118
+    if not batch.has_column("entropys"):
         return {}
+    columns = batch.batch
     return {"actor/entropy": masked_mean(columns["entropys"], columns["response_mask"]).item()}
+
+
+def time_per_token(
+    seconds: Mapping[str, float], *, generated: float, total: float
+) -> dict[str, float]:
+    """Milliseconds per token of each phase: per generated token for generation, else per token."""
+    phases = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+    return {
+        f"timing_per_token_ms/{phase}": seconds[phase]
+        * 1000
+        / max(generated if phase == "gen" else total, 1)
+        for phase in phases
+        if phase in seconds
+    }
 
 
 def throughput_metrics(
     batch: DataProto, timing: Mapping[str, float], ranks: int
 ) -> dict[str, float]:
-    """Tokens and seconds a token: per response token for generation, per token for the rest."""
+    """Tokens of a step, its seconds, tokens per second and rank, milliseconds per token."""
     tokens = int(batch.batch["attention_mask"].sum())
-    written = int(batch.batch["response_mask"].sum())
+    generated = int(batch.batch["response_mask"].sum())
     seconds = timing.get("timing_s/step", 0.0)
-    metrics: dict[str, float] = {
+    phases = {name.removeprefix("timing_s/"): spent for name, spent in timing.items()}
+    return {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / seconds / ranks if seconds else 0.0,
+        **time_per_token(phases, generated=generated, total=tokens),
     }
-    for phase in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
-        spent = timing.get(f"timing_s/{phase}")
-        if spent is not None:
-            per = written if phase == "gen" else tokens
-            metrics[f"timing_per_token_ms/{phase}"] = spent * 1000 / max(per, 1)
-    return metrics
-
-
-def _share(flags: Tensor) -> float:
-    return flags.float().mean().item()

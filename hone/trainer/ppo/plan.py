@@ -1,7 +1,7 @@
-"""Which steps a run needs: every part that reads columns says which, and `columns.py` says who writes them.
+"""Which steps a run needs: every part that reads columns declares them, `columns.py` names their writers.
 
-No estimator, loss or KL is known by name here. What is read and cannot be written is a problem of the
-configuration, found before any model is loaded.
+No estimator, loss or KL is known by name here. A column that is read and cannot be written is a problem of
+the configuration, found before any model is loaded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
 from hone.config.checks import mini_batch_problems
 from hone.config.errors import did_you_mean, nearest
+from hone.config.keys import get
 from hone.config.states import topics
 from hone.models.external import import_external
 from hone.plugins import PluginError, Table
@@ -34,34 +35,29 @@ from hone.types import Function
 
 T = TypeVar("T")
 
-ESTIMATE_STEPS = ("log_probs", "ref_log_probs", "values")
-"""The steps of the verb `estimate`: each runs where one of its columns is read."""
-
 
 def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
     """Learning-rate schedules end with the run; the actor's begins after `critic_warmup`."""
     actor_steps = max(total - config.trainer.critic_warmup, 1)
-    if config.actor_rollout_ref.actor.optim.total_training_steps <= 0:
-        key = "actor_rollout_ref.actor.optim.total_training_steps"
-        config = replace(config, key, actor_steps)
-    if config.critic.optim.total_training_steps <= 0:
-        config = replace(config, "critic.optim.total_training_steps", total)
+    for block, steps in (("actor_rollout_ref.actor", actor_steps), ("critic", total)):
+        key = f"{block}.optim.total_training_steps"
+        config = replace(config, key, steps) if get(config, key) <= 0 else config
     return config
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A part of the run that reads columns, by the setting that chose it."""
+    """A part of the run that reads columns, by the setting that selects it."""
 
     setting: str
     columns: tuple[str, ...]
     updates: bool = False
-    """It reads in the update, after advantages are written; else it is what they are made from."""
+    """It reads in the update, after advantages are written; else before."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the loop computes each step, beyond generating and scoring."""
+    """What the loop computes in each step, beyond generating and scoring."""
 
     estimator: Estimator
     columns: frozenset[str]
@@ -86,8 +82,8 @@ class Plan:
 
     @property
     def old_log_probs(self) -> bool:
-        """Whether a pass before the update computes them; else the update's own forward gives them,
-        which is the same when each batch is used for exactly one update."""
+        """Whether a pass before the update computes them; else the update's own forward gives them, which
+        is the same when each batch is used for exactly one update."""
         return "old_log_probs" in self.columns and not self.bypass
 
     @property
@@ -107,7 +103,7 @@ class Plan:
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
-        """The plan, or a ConfigError that lists what stands against it."""
+        """The plan, or a ConfigError with every problem."""
         plan, problems = _draft(config)
         if plan is not None:
             problems += _problems(config, plan)
@@ -119,7 +115,7 @@ class Plan:
 def find_problems_and_notes(
     config: Block, origins: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """For `compose`: what stands against the plan of a tree, and the given keys that it leaves idle."""
+    """For `compose`: the problems of the plan of a tree, and the given keys without effect."""
     if not isinstance(config, PPOTrainerConfig):
         return [], []
     plan, problems = _draft(config)
@@ -130,7 +126,7 @@ def find_problems_and_notes(
 
 
 def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
-    """Names of plug-ins that are in no table; those of estimator, loss and KL are the draft's."""
+    """Names of plug-ins that are in no table; `_draft` checks those of estimator, loss and KL."""
     rollout = config.actor_rollout_ref.rollout
     tables: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
@@ -148,7 +144,6 @@ def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
-    """The plan as far as names can be resolved, and what its readers miss."""
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
     kind: Literal["orm", "prm"] | None = model.type if model.enable else None
     problems: list[str] = []
@@ -172,8 +167,8 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     mode = actor.policy_loss.loss_mode
     key = f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
     loss = resolved(lambda: get_policy_loss_fn(mode), key)
-    for key, kl in _kl_estimators(config).items():
-        resolved(partial(get_kl_estimator, kl, key))
+    for key in ("algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type"):
+        resolved(partial(get_kl_estimator, get(config, key), key))
     if estimator is None:
         return None, problems
     readers = list(_readers(config, estimator, loss))
@@ -187,17 +182,9 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     return Plan(estimator, columns, kind, bypass, tuple(rows)), problems
 
 
-def _kl_estimators(config: PPOTrainerConfig) -> dict[str, str]:
-    return {
-        "algorithm.kl_penalty": config.algorithm.kl_penalty,
-        "actor_rollout_ref.actor.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type,
-    }
-
-
 def _readers(
     config: PPOTrainerConfig, estimator: Estimator, loss: Function | None
 ) -> Iterator[Reader]:
-    """Who reads what."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
@@ -224,59 +211,43 @@ def _readers(
         yield Reader("critic.enable=true", ("values",), updates=True)
 
 
-# Columns that steps write only where the configuration says so: whether it does, and what to set.
-_CONDITIONS: dict[str, tuple[Callable[[PPOTrainerConfig], bool], str]] = {
-    "rollout_log_probs": (
-        lambda c: c.actor_rollout_ref.rollout.calculate_log_probs,
-        "use actor_rollout_ref.rollout.calculate_log_probs=true",
-    ),
-    "rollout_is_weights": (
-        lambda c: (
-            c.algorithm.rollout_correction.rollout_is is not None
-            and not c.algorithm.rollout_correction.bypass_mode
-        ),
-        "use algorithm.rollout_correction.rollout_is=token, without bypass_mode",
-    ),
-    "loss_mask": (
-        lambda c: (
-            (c.algorithm.rollout_correction.rollout_is or c.algorithm.rollout_correction.rollout_rs)
-            is not None
-            and not c.algorithm.rollout_correction.bypass_mode
-        ),
-        "use algorithm.rollout_correction.rollout_rs, without bypass_mode",
-    ),
-    "values": (lambda c: c.critic.enable is not False, "use critic.enable=null or true"),
-    **dict.fromkeys(
-        ("rm_scores", "reward/model"),
-        (
-            lambda c: c.reward_model.enable and c.reward_model.type == "orm",
-            "use reward_model.enable=true with a reward_model.model.path",
-        ),
-    ),
-    **dict.fromkeys(
-        ("step_mask", "reward/process"),
-        (
-            lambda c: c.reward_model.enable and c.reward_model.type == "prm",
-            "use reward_model.enable=true and reward_model.type=prm with a reward_model.model.path",
-        ),
-    ),
-}
+def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
+    """Columns that this configuration does not write, and the setting that would."""
+    model, correction = config.reward_model, config.algorithm.rollout_correction
+    weights, rejects = correction.rollout_is is not None, correction.rollout_rs is not None
+    corrects = "algorithm.rollout_correction"
+    remedies: dict[str, str] = {}
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        remedies["rollout_log_probs"] = "actor_rollout_ref.rollout.calculate_log_probs=true"
+    if correction.bypass_mode or not weights:
+        remedies["rollout_is_weights"] = f"{corrects}.rollout_is=token, without bypass_mode"
+    if correction.bypass_mode or not (weights or rejects):
+        remedies["loss_mask"] = f"{corrects}.rollout_rs, without bypass_mode"
+    if config.critic.enable is False:
+        remedies["values"] = "critic.enable=null or true"
+    for kind, also, columns in (
+        ("orm", "", ("rm_scores", "reward/model")),
+        ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
+    ):
+        if not (model.enable and model.type == kind):
+            remedy = f"reward_model.enable=true{also} with a reward_model.model.path"
+            remedies |= dict.fromkeys(columns, remedy)
+    return remedies
 
 
 _AFTER_ESTIMATORS = ("advantages", "returns", "step_row", "padded_row")
 
 
 def _unwritten(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
-    """The sentence about a column that no step of this run would write in time."""
+    """The problem of a column that no step of this run writes in time."""
     column = declared(name)
-    if column is None:  # a column of the data, or what a score function says beside its score
+    if column is None:  # a column of the data, or what a score function returns beside its score
         near = nearest(name, COLUMNS)
         return (
             near and f"{reader.setting} reads {name!r}, which no step writes.{did_you_mean(near)}"
         )
-    works, remedy = _CONDITIONS.get(name, (None, ""))
-    if works is not None and not works(config):
-        return f"{reader.setting} reads {name}, which this run does not write; {remedy}"
+    if remedy := _remedies(config).get(name):
+        return f"{reader.setting} reads {name}, which this run does not write; use {remedy}"
     if name in _AFTER_ESTIMATORS and not reader.updates:
         return (
             f"{reader.setting} reads {name}, which step {column.step!r} writes after it; "
@@ -286,7 +257,6 @@ def _unwritten(name: str, reader: Reader, config: PPOTrainerConfig) -> str | Non
 
 
 def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
-    """What does not go together with this plan."""
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if plan.estimator.groups == "required" and n == 1:
@@ -325,11 +295,10 @@ def _idle(
         idle["actor_rollout_ref.ref"] = "no KL to the reference policy is asked for"
     name = config.algorithm.adv_estimator
     if TABLE.is_built_in(name):
-        own = _options(type(plan.estimator))
         entries = [TABLE.get(other) for other in TABLE.names() if TABLE.is_built_in(other)]
         every = set().union(*(_options(e.estimator) for e in entries if isinstance(e, VerlForm)))
-        why = f"algorithm.adv_estimator={name}"
-        idle |= {f"algorithm.{option}": why for option in every - own}
+        others = every - _options(type(plan.estimator))
+        idle |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in others}
     for prefix, why in idle.items():
         for key in origins:
             if key == prefix or key.startswith(prefix + "."):

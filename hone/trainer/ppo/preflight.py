@@ -6,9 +6,10 @@ Leaves out what the configuration alone shows: `hone.config` has refused that al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from hone.config import PPOTrainerConfig
 from hone.data.create import run_dataset
@@ -22,7 +23,7 @@ from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.trial import Verdict
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
-from hone.trainer.folders import require_folder
+from hone.trainer.command_line import mistake_in_words, require_folder
 from hone.trainer.ppo.agent_checks import AgentChecks
 from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
@@ -30,10 +31,22 @@ from hone.trainer.ppo.preview import Needs, lines_of
 from hone.trainer.ppo.prompt_lengths import Lengths, measure_prompts
 from hone.trainer.ppo.scorer_trial import try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
-from hone.trainer.problems import Problems
 from hone.types import Function
 
 TRAIN, VALIDATION = "data.train_files", "data.val_files"
+T = TypeVar("T")
+
+
+class PreflightError(ValueError):
+    """Everything that would stop the run later, one sentence per line."""
+
+    changes_nothing = True
+    """Nothing of the run has begun: no log of the error goes to its folder."""
+
+    def __init__(self, problems: list[str]) -> None:
+        count = f"{len(problems)} problems"
+        super().__init__(problems[0] if len(problems) == 1 else "\n- ".join([count, *problems]))
+        self.problems = problems
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,9 @@ def prepare(
     try:
         return check.trainer()
     except BaseException:
-        check.close()
+        for manager in check.managers.values():  # a trial has started scoring processes
+            if manager is not None and hasattr(manager, "close"):
+                manager.close()
         raise
 
 
@@ -65,59 +80,75 @@ class _Preflight:
     def __init__(self, config: PPOTrainerConfig, compute_score: Function | None) -> None:
         self.config = config
         self.compute_score = compute_score
-        self.problems = Problems()
+        self.problems: list[str] = []
+        self._errors: list[Exception] = []
         self.warnings: list[str] = []
         self.facts = model_facts(config.actor_rollout_ref.model.path)
         self.lengths: dict[str, Lengths] = {}
         self.managers: dict[str, AbstractRewardManager | None] = {}
 
     def trainer(self) -> tuple[PPOTrainer, Preview]:
-        config, attempt = self.config, self.problems.attempt
-        folder = config.trainer.default_local_dir
+        config, attempt = self.config, self._attempt
+        folder, model = config.trainer.default_local_dir, config.actor_rollout_ref.model
         attempt(lambda: require_folder(folder, "trainer.default_local_dir"))
-        model = config.actor_rollout_ref.model
         trusted = replace(model, trust_remote_code=config.data.trust_remote_code)
         tokenizer = attempt(lambda: build_tokenizer(trusted))
         plan = attempt(lambda: Plan.of(config))
         self._check_models(plan)
         datasets = self._datasets(tokenizer)
+        load = partial(load_reward_manager, config, tokenizer, compute_score=self.compute_score)
         for key, examined in ((TRAIN, 0), (VALIDATION, 1)):
-            self.managers[key] = attempt(
-                partial(
-                    load_reward_manager,
-                    config,
-                    tokenizer,
-                    num_examine=examined,
-                    compute_score=self.compute_score,
-                )
-            )
+            self.managers[key] = attempt(partial(load, num_examine=examined))
         earlier = attempt(lambda: EarlierRun(config))
         if earlier is not None and plan is not None:
-            self.problems.add(earlier.problems(plan))
+            self._add(earlier.problems(plan))
             attempt(lambda: earlier.refuse_other_data(datasets.get(TRAIN)))
         needs = Needs(config, plan, self.facts) if plan is not None else None
-        self.problems.add(needs.disk_problems() if needs is not None else ())
+        self._add(needs.disk_problems() if needs is not None else ())
         if tokenizer is not None:
-            self._check_agents(tokenizer, datasets)
-            self.problems.add(self._prompt_problems(datasets))
+            agents = attempt(lambda: AgentChecks(config, tokenizer, datasets))
+            if agents is not None:
+                self._add(agents.problems())
+                self.warnings += agents.warnings()
+            self._add(self._prompt_problems(datasets))
         self._try_scorers(datasets)
         trainer = self._assembled(tokenizer, datasets)
-        self.problems.raise_all()
+        self._raise_all()
         assert trainer is not None
         assert needs is not None
         assert earlier is not None
-        self.warnings += [
-            *earlier.changes(trainer.total_steps),
-            *self._odd_settings(trainer.plan),
-        ]
+        self.warnings += [*earlier.changes(trainer.total_steps), *self._odd_settings(trainer.plan)]
         lines = lines_of(trainer, needs, self.lengths)
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
-    def close(self) -> None:
-        """End the scoring processes that a trial has started."""
-        for manager in self.managers.values():
-            if manager is not None and hasattr(manager, "close"):
-                manager.close()
+    def _attempt(self, part: Callable[[], T]) -> T | None:
+        """What the part returns; None where it raised a mistake of the user, which is recorded."""
+        try:
+            return part()
+        except Exception as error:
+            sentence = mistake_in_words(error)
+            if sentence is None:
+                raise
+            if self._add([sentence]):
+                self._errors.append(error)
+            return None
+
+    def _add(self, sentences: Iterable[str]) -> bool:
+        """Add the sentences whose cause is not among the problems yet; whether there was one."""
+        before = len(self.problems)
+        for sentence in sentences:
+            cause = sentence.rpartition("cannot be built: ")[2]
+            if not any(cause in problem for problem in self.problems):
+                self.problems.append(sentence)
+        return len(self.problems) > before
+
+    def _raise_all(self) -> None:
+        """Raise a single mistake as itself, several as one error."""
+        if len(self.problems) == len(self._errors) == 1:
+            vars(self._errors[0])["changes_nothing"] = True
+            raise self._errors[0]
+        if self.problems:
+            raise PreflightError(self.problems) from next(iter(self._errors), None)
 
     def _check_models(self, plan: Plan | None) -> None:
         """Each model that will be loaded has a config of a supported family, and whole weights."""
@@ -126,55 +157,51 @@ class _Preflight:
         if plan is not None and plan.critic and config.critic.model.path:
             decoders.append(config.critic.model.path)
         for path in dict.fromkeys(decoders):
-            self.problems.attempt(partial(check_model, path))
+            self._attempt(partial(check_model, path))
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer:
-            self.problems.attempt(lambda: check_model(scorer, is_decoder=False))
+            self._attempt(lambda: check_model(scorer, is_decoder=False))
 
     def _datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
         """By the key that names its files. Without a tokenizer rows are read, and not rendered."""
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
-        read, attempt = partial(run_dataset, None, data, tokenizer), self.problems.attempt
-        made = {TRAIN: attempt(partial(read, is_train=True))}
+        read = partial(run_dataset, None, data, tokenizer)
+        made = {TRAIN: self._attempt(partial(read, is_train=True))}
         if data.val_files:
-            made[VALIDATION] = attempt(partial(read, is_train=False))
+            made[VALIDATION] = self._attempt(partial(read, is_train=False))
         return {key: dataset for key, dataset in made.items() if dataset is not None}
-
-    def _check_agents(self, tokenizer: Tokenizer, datasets: dict[str, Dataset]) -> None:
-        checks = self.problems.attempt(lambda: AgentChecks(self.config, tokenizer, datasets))
-        if checks is not None:
-            self.problems.add(checks.problems())
-            self.warnings += checks.warnings()
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
         """Every prompt fits `data.max_prompt_length`, and with its response the model's positions."""
-        data = self.config.data
+        data, positions = self.config.data, self.facts.positions
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
                 continue
             try:
                 with progress(f"measure prompts of {key}", len(dataset)) as bar:
-                    self.lengths[key] = found = measure_prompts(dataset, advance=bar.advance)
+                    self.lengths[key] = lengths = measure_prompts(dataset, advance=bar.advance)
             except DataError as error:
                 yield str(error)
                 continue
-            if found.too_long and data.truncation == "error":
+            if lengths.too_long and data.truncation == "error":
                 yield (
-                    f"{found.too_long:,} of {len(dataset):,} prompts have more than "
+                    f"{lengths.too_long:,} of {len(dataset):,} prompts have more than "
                     f"data.max_prompt_length={data.max_prompt_length} tokens, the longest "
-                    f"{found.longest:,} ({found.where}); raise it, or set "
+                    f"{lengths.longest:,} ({lengths.where}); raise it, or set "
                     "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
                 )
                 continue
-            longest = min(found.longest, data.max_prompt_length) + data.max_response_length
-            if self.facts.positions and longest > self.facts.positions:
+            prompt, response = (
+                min(lengths.longest, data.max_prompt_length),
+                data.max_response_length,
+            )
+            if positions and prompt + response > positions:
                 yield (
-                    f"a prompt of {longest - data.max_response_length:,} tokens ({found.where}) and "
-                    f"data.max_response_length={data.max_response_length} exceed the model's "
-                    f"{self.facts.positions:,} positions; use data.max_response_length="
-                    f"{max(1, self.facts.positions - longest + data.max_response_length)} or less"
+                    f"a prompt of {prompt:,} tokens ({lengths.where}) and "
+                    f"data.max_response_length={response} exceed the model's {positions:,} positions; "
+                    f"use data.max_response_length={max(1, positions - prompt)} or less"
                 )
 
     def _try_scorers(self, datasets: dict[str, Dataset]) -> None:
@@ -183,20 +210,19 @@ class _Preflight:
             if manager is None:
                 continue
             trial = try_scorers(manager, dataset, self.config)
-            verdicts = self.problems.attempt(partial(list[Verdict], trial))
-            for verdict in verdicts or ():
-                self.problems.add([verdict.problem] if verdict.problem else ())
+            for verdict in self._attempt(partial(list[Verdict], trial)) or ():
+                self._add([verdict.problem] if verdict.problem else ())
                 self.warnings += [verdict.warning] if verdict.warning else []
 
     def _assembled(
         self, tokenizer: Tokenizer | None, datasets: dict[str, Dataset]
     ) -> PPOTrainer | None:
         """The trainer, where all of its parts could be made; it checks how they fit together."""
-        wanted = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
+        needed = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
         managers = [self.managers[TRAIN], self.managers[VALIDATION]]
-        if tokenizer is None or None in managers or wanted != set(datasets):
+        if tokenizer is None or None in managers or needed != set(datasets):
             return None
-        return self.problems.attempt(
+        return self._attempt(
             lambda: PPOTrainer(
                 self.config,
                 tokenizer,
@@ -208,21 +234,16 @@ class _Preflight:
         )
 
     def _odd_settings(self, plan: Plan) -> Iterator[str]:
-        """KL that counts twice; an estimator over groups that has none."""
-        estimator = self.config.algorithm.adv_estimator
-        if (
-            self.config.algorithm.use_kl_in_reward
-            and self.config.actor_rollout_ref.actor.use_kl_loss
-        ):
+        config = self.config
+        if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
             yield (
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true: the KL to "
                 "the reference counts twice, in the reward and in the loss; one of them is enough"
             )
-        compares = plan.estimator.groups == "compared"
-        alone = self.config.actor_rollout_ref.rollout.n == 1 and not self.config.trainer.val_only
-        if compares and alone:
+        alone = config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only
+        if plan.estimator.groups == "compared" and alone:
             yield (
-                f"algorithm.adv_estimator={estimator} compares the responses of one prompt, and "
-                "actor_rollout_ref.rollout.n=1: it trains on raw scores, without a baseline, as verl "
-                "does; use actor_rollout_ref.rollout.n=8, for example"
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses of "
+                "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "
+                "baseline, as verl does; use actor_rollout_ref.rollout.n=8, for example"
             )

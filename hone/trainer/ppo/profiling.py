@@ -13,7 +13,7 @@ from hone.trainer.ppo.memory import memory_explained
 
 
 class StepProfiler:
-    """Records the steps that were listed, in every process that plays a role."""
+    """Records the listed steps in every worker process."""
 
     def __init__(
         self, config: GlobalProfilerConfig, groups: Mapping[Role, WorkerGroup[Worker]]
@@ -23,8 +23,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record what happens inside, where this step is listed; a step that fails leaves no file.
-        One that finds no memory says what would need less."""
+        """Record the block inside, where this step is listed; a step that fails leaves no file."""
         config = self._config
         with memory_explained(f"step {number}"):
             if number in (config.steps or ()) and config.tool is not None:

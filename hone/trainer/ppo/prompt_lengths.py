@@ -1,4 +1,4 @@
-"""How long the prompts of a data set are in tokens, measured once and remembered beside the files' hash."""
+"""The lengths of a data set's prompts in tokens, measured once and cached by a hash of all they depend on."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ class Lengths:
 def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> Lengths:
     """Render every prompt as the run will; a data set measured before is read from the cache."""
     cache = _cache_file(dataset)
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return Lengths(**json.loads(cache.read_text()))
-    except (OSError, ValueError, TypeError):
-        pass
     limit = dataset.settings.max_prompt_length
     lengths: list[int] = []
     for index, length in enumerate(dataset.prompt_lengths()):
@@ -49,14 +47,10 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
         lengths.append(length)
         if index % CHUNK == CHUNK - 1:
             advance(CHUNK)
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    measured = Lengths(
-        len(lengths),
-        min(lengths),
-        lengths[longest],
-        sum(length > limit for length in lengths),
-        dataset.where(longest),
-    )
+    longest = max(lengths)
+    too_long = sum(length > limit for length in lengths)
+    where = dataset.where(lengths.index(longest))
+    measured = Lengths(len(lengths), min(lengths), longest, too_long, where)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
         atomic_write_text(cache, json.dumps(asdict(measured)))
     return measured

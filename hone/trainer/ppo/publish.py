@@ -1,4 +1,4 @@
-"""Publishing: the rollout gets the weights of the last update, by whichever way lies between them."""
+"""Publishing: the rollout gets the weights of the last update, shared, gathered or streamed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Publisher:
             self._transport = transport_between(source, places, config.backend)
 
     def publish(self) -> dict[str, float]:
-        """New weights, whole or not at all; what travelled."""
+        """Hand over the new weights, all or none; the bytes sent."""
         trainer, rollout = self._trainer, self._rollout
         version = trainer.call(ActorWorker.version)
         sent = 0
@@ -60,14 +60,11 @@ class Publisher:
     def staleness(self, batch: DataProto) -> dict[str, float]:
         """How many publishes a trajectory's oldest token lies behind the weights before this update,
         and how many publishes came between its tokens."""
-        known = [v for v in batch.non_tensor_batch.get("versions", ()) if v is not None and len(v)]
-        if not known:
+        column = batch.non_tensor_batch.get("versions", ())
+        versions = [v for v in column if v is not None and len(v)]
+        if not versions:
             return {}
-        oldest = torch.tensor([float(self._number(min(v))) for v in known])
-        newest = torch.tensor([float(self._number(max(v))) for v in known])
-        return spread(
-            "training/off_policy/trajectory_staleness", self._learns_from - oldest
-        ) | spread("training/off_policy/trajectory_spans", newest - oldest)
-
-    def _number(self, version: int) -> int:
-        return self._numbers.get(version, 0)
+        oldest = torch.tensor([float(self._numbers.get(min(v), 0)) for v in versions])
+        newest = torch.tensor([float(self._numbers.get(max(v), 0)) for v in versions])
+        staleness = spread("training/off_policy/trajectory_staleness", self._learns_from - oldest)
+        return staleness | spread("training/off_policy/trajectory_spans", newest - oldest)

@@ -1,4 +1,4 @@
-"""Which worker plays which role where: the default mapping, and starting the groups."""
+"""Which worker plays which role in which pool: the default mapping, and starting the groups."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hone.controller import (
 from hone.controller.waiting import PhaseDeadlines, listening
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
+from hone.trainer.threads import uses_gpu
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
 
@@ -49,14 +50,14 @@ def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
 
 
 def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """All roles in one pool of `nnodes` × `n_gpus_per_node` processes, the rollout where it is told."""
+    """All roles in one pool of `nnodes` × `n_gpus_per_node` processes, the rollout in one of its own."""
     trainer = config.trainer
     pools = {POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
     mapping = dict.fromkeys(roles, POOL)
     if config.rollout_pool:
         pools[ROLLOUT_POOL] = list(config.rollout_pool)
         mapping[Role.Rollout] = ROLLOUT_POOL
-    return ResourcePoolManager(pools, mapping, use_gpu=_uses_gpu(config))
+    return ResourcePoolManager(pools, mapping, use_gpu=uses_gpu(trainer.device))
 
 
 def group_class(config: PPOTrainerConfig) -> GroupClass:
@@ -89,24 +90,23 @@ def start_workers(
         with progress("wait for Ray"):
             if start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line):
                 running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
-    limits = config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
-    deadlines = PhaseDeadlines(*limits)
+    trainer = config.trainer
+    deadlines = PhaseDeadlines(trainer.phase_deadline_floor_s, trainer.phase_deadline_factor)
     groups: dict[Role, AnyGroup] = {}
     for pool_name, members in by_pool.items():
         pool = pools.create_resource_pool()[pool_name]
-        what = (
-            f"{pool.world_size} worker process{'es' * (pool.world_size > 1)} ({', '.join(members)})"
-        )
+        count = f"{pool.world_size} worker process{'es' * (pool.world_size > 1)}"
+        what = f"{count} ({', '.join(members)})"
         if group_cls is not LocalWorkerGroup:
             screen().line(f"starting {what}")
         with _shown(f"start {what}", pool.world_size):
             shared = group_cls(
                 resource_pool=pool,
                 ray_cls_with_init=create_colocated_worker_cls(members),
-                start_deadline_s=config.trainer.ray_wait_register_center_timeout,
+                start_deadline_s=trainer.ray_wait_register_center_timeout,
                 deadlines=deadlines,
-                liveness_deadline_s=config.trainer.liveness_deadline_s,
-                threads=config.trainer.num_threads,
+                liveness_deadline_s=trainer.liveness_deadline_s,
+                threads=trainer.num_threads,
             )
         running.callback(shared.shutdown)
         for name, group in shared.spawn(prefix_set=members).items():
@@ -140,11 +140,3 @@ def _shown(what: str, ranks: int) -> Iterator[None]:
     """A bar that counts the ranks which have answered."""
     with progress(what, ranks) as bar, listening(lambda done, of: bar.update(done, total=of)):
         yield
-
-
-def _uses_gpu(config: PPOTrainerConfig) -> bool:
-    if config.trainer.device != "auto":
-        return config.trainer.device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsInt, TypeVar
@@ -22,6 +21,7 @@ from hone.protocol import DataProto
 from hone.text import clean_text, shown
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_path
+from hone.trainer.ppo.metrics import split_attention
 from hone.types import JsonValue, Row
 
 if TYPE_CHECKING:
@@ -74,35 +74,36 @@ SCHEMA: dict[str, str] = {
 }
 """Column to type. Texts of `JSON_COLUMNS` are JSON."""
 JSON_COLUMNS = (
-    "turns",
-    "ground_truth",
-    "extra_info",
-    "tool_outputs",
-    "tool_rewards",
-    "reward_scores",
-    "turn_scores",
-    "timeouts",
+    *("turns", "ground_truth", "extra_info", "tool_outputs", "tool_rewards"),
+    *("reward_scores", "turn_scores", "timeouts"),
 )
 TURN_SPANS = "turn_spans"
-"""The fact by which a loop says who wrote what: `{"role", "tokens", …}` for each turn, in order."""
+"""The fact by which a loop reports its turns: `{"role", "tokens", …}` for each, in order."""
 CLASH_PREFIX = "extra/"
 """Before the name of an extra that has the name of another column of the file."""
 
+_SAMPLE = ("data_source", "prompt_text", "response_text", "ground_truth", "score")
+_DECODED = ("prompt_text", "response_text", "turns")
+_MADE_HERE = (
+    *_DECODED,
+    *("step", "prompt_ids", "response_ids", "score", "reward_baseline", "ground_truth"),
+)
+"""Columns of the schema that are no columns of the batch."""
 
-def write_rollouts(path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int) -> None:
-    """One row per trajectory."""
-    write_table(path, rollout_table(batch, tokenizer, step=step))
 
-
-def write_table(path: Path, table: pa.Table) -> None:
+def write_rollouts(
+    path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
+) -> None:
+    """Write one row per trajectory; a temporary file may be deleted when newer ones are there."""
     import pyarrow.parquet as pq
 
-    with atomic_path(path) as temporary:
-        pq.write_table(table, temporary)
+    table = rollout_table(batch, tokenizer, step=step, temporary=temporary)
+    with atomic_path(path) as unfinished:
+        pq.write_table(table, unfinished)
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file may be deleted when newer ones are there; not one that was asked for, or damaged."""
+    """Whether a file may be deleted when newer ones are there; not one that is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -110,6 +111,13 @@ def is_temporary(path: Path) -> bool:
         return TEMPORARY_KEY.encode() in (pq.read_schema(path).metadata or {})
     except (pa.ArrowException, OSError):
         return False
+
+
+def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]:
+    """The first `count` rows as text, for trackers that show tables."""
+    first = batch.select_idxs(list(range(min(count, len(batch)))))
+    rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SAMPLE).to_pylist()
+    return rows
 
 
 def rollout_table(
@@ -127,7 +135,12 @@ def rollout_table(
     nothing, mask = [None for _ in prompts], columns["response_mask"]
     masks = nothing if mask.null_count else _rows(mask)
     spans = batch.non_tensor_batch.get(TURN_SPANS, nothing)
-    turns = [_turns_as_json(*row, tokenizer) for row in zip(responses, masks, spans, strict=True)]
+    turns = []
+    for ids, of_policy, of_loop in zip(responses, masks, spans, strict=True):
+        several = of_loop is not None or (of_policy is not None and not of_policy.all())
+        written = () if of_policy is None else of_policy.tolist()
+        parts = turns_of(ids, written, of_loop, tokenizer) if several else []
+        turns.append(_as_json(parts) if len(parts) > 1 else None)
     columns["prompt_text"] = _texts(_decoded(prompts, tokenizer))
     columns["response_text"] = _texts(_decoded(responses, tokenizer))
     columns["turns"] = _texts(turns)
@@ -137,16 +150,13 @@ def rollout_table(
 
 
 def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
-    """Arrow arrays of the schema, but for texts, and of the reward parts."""
+    """Arrow arrays of the reward parts and of the schema, except texts that are decoded."""
     import pyarrow as pa
 
     tensors, facts = batch.batch, batch.non_tensor_batch
     rows, nothing = len(batch), [None for _ in range(len(batch))]
-    width = tensors["prompts"].shape[1]
-    attention = tensors["attention_mask"].cpu().numpy()
-    in_prompt = _Places.of(attention[:, :width] != 0)
-    length = np.arange(attention.shape[1] - width)
-    in_response = _Places.of(length < attention[:, width:].sum(1)[:, None])
+    in_prompt, attended = (part.cpu().numpy() != 0 for part in split_attention(batch))
+    in_response = np.arange(attended.shape[1]) < attended.sum(1)[:, None]
     columns: dict[str, pa.Array] = {
         "step": pa.array(np.full(rows, step), pa.int64()),
         "prompt_ids": _ragged(tensors["prompts"], in_prompt, "prompt_ids"),
@@ -164,10 +174,10 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     for name in [*SCHEMA, *parts]:
         if name in columns or name in _DECODED:
             continue
-        if batch.has_column(name) and name not in facts:
-            columns[name] = _ragged(tensors[name], in_response, name)
-        elif name in facts:
+        if name in facts:
             columns[name] = _fact_column(name, facts[name])
+        elif batch.has_column(name):
+            columns[name] = _ragged(tensors[name], in_response, name)
         else:
             columns[name] = pa.nulls(rows, _arrow_type(name))
     return columns
@@ -176,74 +186,50 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
 def _fact_column(name: str, values: np.ndarray) -> pa.Array:
     import pyarrow as pa
 
+    kind = _arrow_type(name)
     if name in JSON_COLUMNS:
         # Rows of one prompt share the row's own values: each is written once.
         texts = {id(value): _writable(_as_json(value)) for value in values}
-        return pa.array([texts[id(value)] for value in values], pa.string())
+        return pa.array([texts[id(value)] for value in values], kind)
     try:
-        return pa.array(values, type=_arrow_type(name))
+        return pa.array(values, type=kind)
     except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
-        return pa.array([_value(name, v) for v in values], type=_arrow_type(name))
+        convert = _text if SCHEMA[name] == "string" else _whole_number
+        return pa.array([None if v is None else convert(v) for v in values], type=kind)
 
 
-_DECODED = ("prompt_text", "response_text", "turns")
-_MADE_HERE = (
-    *_DECODED,
-    "step",
-    "prompt_ids",
-    "response_ids",
-    "score",
-    "reward_baseline",
-    "ground_truth",
-)
-"""Columns of the schema that are no columns of the batch."""
+def _text(value: JsonValue) -> str:
+    return clean_text(value if isinstance(value, str) else shown(value))
 
 
-def _turns_as_json(
-    ids: np.ndarray, mask: np.ndarray | None, spans: Sequence[Row] | None, tokenizer: Tokenizer
-) -> str | None:
-    """The turns of a response; None for a response of one."""
-    if spans is None and (mask is None or mask.all()):
-        return None
-    turns = turns_of(ids, () if mask is None else mask.tolist(), spans, tokenizer)
-    return _as_json(turns) if len(turns) > 1 else None
+def _whole_number(value: JsonValue) -> JsonValue:
+    return int(value) if isinstance(value, str | SupportsInt) else value
 
 
 def turns_of(
     ids: np.ndarray, mask: Sequence[int], spans: Sequence[Row] | None, tokenizer: Tokenizer
 ) -> list[Row]:
-    """Who wrote what in a response: the loop's word for it, else what the mask tells."""
-    turns, start = [], 0
-    for span in _spans_of_loop(spans, len(ids)) or _spans_of_mask(mask):
-        end = start + span["tokens"]
-        turns.append({**span, "text": tokenizer.decode(ids[start:end])})
+    """Who wrote what in a response: by the loop's spans where they cover it, else by the mask."""
+    try:
+        turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
+    except (TypeError, ValueError, KeyError):  # a loop of the user's may return anything
+        turns = []
+    counts = [turn["tokens"] for turn in turns]
+    if not turns or min(counts) <= 0 or sum(counts) != len(ids):
+        turns = [
+            {"role": "assistant" if written else "environment", "tokens": len(list(run))}
+            for written, run in groupby(mask)
+        ]
+    start = 0
+    for turn in turns:
+        end = start + turn["tokens"]
+        turn["text"] = tokenizer.decode(ids[start:end])
         start = end
     return turns
 
 
-def _spans_of_loop(spans: Sequence[Row] | None, tokens: int) -> list[Row] | None:
-    """The spans where they cover the response: a loop of the user's may say anything."""
-    if spans is None:
-        return None
-    try:
-        found = [
-            {**span, "role": str(span["role"]), "tokens": int(span["tokens"])} for span in spans
-        ]
-    except (TypeError, ValueError, KeyError):
-        return None
-    whole = all(span["tokens"] > 0 for span in found) and sum(s["tokens"] for s in found) == tokens
-    return found if whole else None
-
-
-def _spans_of_mask(mask: Sequence[int]) -> list[Row]:
-    return [
-        {"role": "assistant" if written else "environment", "tokens": len(list(run))}
-        for written, run in groupby(mask)
-    ]
-
-
 def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
-    """What the score function and the loops said of each row beyond the schema."""
+    """Add what the score function and the loops returned per row beyond the schema."""
     import pyarrow as pa
 
     facts, info = batch.non_tensor_batch, batch.meta_info
@@ -251,40 +237,24 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
     of_scorer = (n for n in info.get("reward_extra_names", ()) if n != "score")
     in_the_schema = {TURN_SPANS, *SCHEMA} - set(_MADE_HERE)
     of_loops = (n for n in info.get("loop_facts", ()) if n not in in_the_schema)
-    taken = {*columns, *_DECODED}
+    names = {*columns, *_DECODED}
     for name in dict.fromkeys([*of_scorer, *of_loops]):
         if name not in facts:
             continue
-        called = clean_text(str(name))
-        called = CLASH_PREFIX + called if called in taken else called
-        taken.add(called)
-        values = _one_type([_plain(v) for v in facts[name]])
-        columns[called] = pa.array([_writable(value) for value in values])
+        column = clean_text(str(name))
+        column = CLASH_PREFIX + column if column in names else column
+        names.add(column)
+        plain = [v.item() if isinstance(v, np.generic) else v for v in facts[name]]
+        columns[column] = pa.array([_writable(value) for value in _one_type(plain)])
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where the tokens of each row lie in a padded tensor [B, T]."""
-
-    index: np.ndarray
-    """Into the flattened tensor."""
-    offsets: np.ndarray
-    """Of each row's first token among all, and the end."""
-
-    @classmethod
-    def of(cls, inside: np.ndarray) -> _Places:
-        return cls(np.flatnonzero(inside), np.concatenate([[0], inside.sum(1).cumsum()]))
-
-
-def _ragged(values: Tensor, places: _Places, name: str) -> pa.ListArray:
-    """An Arrow list per row: the values at the places."""
+def _ragged(values: Tensor, inside: np.ndarray, name: str) -> pa.ListArray:
+    """An Arrow list per row: the values where `inside` [B, T] is true."""
     import pyarrow as pa
 
-    items = pa.array(_array(values).reshape(-1).take(places.index))
-    kind = _arrow_type(name)
-    return pa.ListArray.from_arrays(
-        pa.array(places.offsets, pa.int32()), items.cast(kind.value_type)
-    )
+    items = pa.array(_array(values).reshape(-1).take(np.flatnonzero(inside)))
+    offsets = pa.array(np.concatenate([[0], inside.sum(1).cumsum()]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, items.cast(_arrow_type(name).value_type))
 
 
 def _array(values: Tensor) -> np.ndarray:
@@ -294,7 +264,6 @@ def _array(values: Tensor) -> np.ndarray:
 
 
 def _rows(column: pa.ListArray) -> list[np.ndarray]:
-    """The rows of a list column as numpy arrays."""
     return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
 
 
@@ -326,52 +295,35 @@ def _decoded(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
     return [texts[key] for key in keys]
 
 
-def _value(name: str, value: JsonValue | np.generic) -> JsonValue | np.generic:
-    if value is None:
-        return None
-    if SCHEMA.get(name) == "string":
-        return clean_text(value if isinstance(value, str) else shown(value))
-    if SCHEMA[name].endswith("int64") and isinstance(value, str | SupportsInt):
-        return int(value)
-    return value
-
-
 def _as_json(value: JsonValue | list[Row]) -> str | None:
     if value is None:
         return None
     try:
-        return json.dumps(value, default=_readable, ensure_ascii=False)
+        return json.dumps(value, default=_plain, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         # Keys that are no text, a circle, an integer of thousands of digits: as text at least.
         return json.dumps(hex(value) if isinstance(value, int) else shown(value))
 
 
-def _readable(value: _T) -> JsonValue:
-    if hasattr(value, "tolist"):
-        values: JsonValue = value.tolist()
-        return values
+def _plain(value: _T) -> JsonValue:
     try:
-        return str(value)
+        plain: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
     except Exception:  # the object's own code
         return shown(value)
-
-
-def _plain(value: JsonValue | np.generic) -> JsonValue:
-    return value.item() if isinstance(value, np.generic) else value
+    return plain
 
 
 def _one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """The values of an extra if they are all numbers, all bool or all text; else each as JSON."""
-    known = [v for v in values if v is not None]
-    if all(isinstance(v, bool) for v in known) or all(isinstance(v, str) for v in known):
+    """The values of an extra if they are all bool, all text or all numbers; else each as JSON."""
+    present = [v for v in values if v is not None]
+    if all(isinstance(v, bool) for v in present) or all(isinstance(v, str) for v in present):
         return values
-    if all(isinstance(v, int) and not isinstance(v, bool) and -(2**63) <= v < 2**63 for v in known):
-        return values
-    numbers = [v for v in known if isinstance(v, (int, float)) and not isinstance(v, bool)]
-    if len(numbers) == len(known) and all(
-        isinstance(v, float) or abs(v) <= 2**53 for v in numbers
-    ):  # exact as doubles
-        return [float(v) if isinstance(v, (int, float)) else None for v in values]
+    numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(present):
+        if all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in numbers):
+            return values
+        if all(isinstance(v, float) or abs(v) <= 2**53 for v in numbers):  # exact as doubles
+            return [float(v) if isinstance(v, int | float) else None for v in values]
     return [_as_json(v) for v in values]
 
 

@@ -1,7 +1,7 @@
-"""The rollout files of a run: written beside the next step, and only the last of them kept unless asked.
+"""The rollout files of a run, written beside the next step.
 
 `trainer.rollout_data_dir` keeps every step. Without it the run folder holds the files of the last steps, and
-of those up to the checkpoint that a killed run would resume: which these are depends on the step alone.
+of the last steps up to the checkpoint that a killed run would resume: which ones depends on the step alone.
 """
 
 from __future__ import annotations
@@ -16,42 +16,32 @@ from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
 from hone.tracking import RunFolder, Tracking
 from hone.tracking.run_folder import step_files
-from hone.trainer.ppo.rollout_file import (
-    is_temporary,
-    rollout_table,
-    write_rollouts,
-    write_table,
-)
-from hone.trainer.ppo.samples import sample_rows
+from hone.trainer.ppo.rollout_file import is_temporary, sample_rows, write_rollouts
 
 
 class RolloutWriter:
-    """Makes and writes the file of a step in a thread, one at a time; a batch that is handed over stays as
-    it is."""
+    """Writes the file of a step in a thread, one at a time; a batch that is handed over stays as it is."""
 
     def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
-        self._run, self._trainer = run, trainer
+        self._run, self._trainer, self._tokenizer = run, trainer, tokenizer
         self._all_steps = trainer.rollout_data_dir
         self._folder = RunFolder(self._all_steps).path if self._all_steps else run.rollouts
-        self._keep = trainer.rollout_steps_to_keep
-        self._save_freq = trainer.save_freq
-        self._tokenizer = tokenizer
-        self._own_tokenizer: Tokenizer | None = None
+        self._thread_tokenizer: Tokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
         self._pending: Future[None] | None = None
-        self._not_ours: set[Path] = set()
+        self._permanent: set[Path] = set()
 
     def write(self, batch: DataProto, step: int) -> None:
         """Begin the file of a step; an earlier file that could not be written raises here."""
-        if not self._all_steps and self._keep == 0:
+        if not self._all_steps and self._trainer.rollout_steps_to_keep == 0:
             return
         self.flush()
         columns = batch.batch.clone(recurse=False)
-        taken = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
-        self._pending = self._thread.submit(self._write, taken, step)
+        own = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
+        self._pending = self._thread.submit(self._write, own, step)
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
-        """The file of a validation, and some of its rows to the trackers that show tables."""
+        """Write the file of a validation, and some of its rows to the trackers that show tables."""
         folder = self._trainer.validation_data_dir
         file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
         file = file or self._run.validation_file(step)
@@ -78,21 +68,25 @@ class RolloutWriter:
         self._thread.shutdown()
 
     def _write(self, batch: DataProto, step: int) -> None:
-        if self._own_tokenizer is None:
-            self._own_tokenizer = _copied(self._tokenizer)
-        table = rollout_table(batch, self._own_tokenizer, step=step, temporary=not self._all_steps)
-        write_table(self._folder / f"step_{step}.parquet", table)
-        if not self._all_steps:
+        if self._thread_tokenizer is None:  # two threads may not use a fast tokenizer at once
+            try:
+                self._thread_tokenizer = copy.deepcopy(self._tokenizer)
+            except Exception:  # the user's own code, which is written in Python, and serves both
+                self._thread_tokenizer = self._tokenizer
+        file, temporary = self._folder / f"step_{step}.parquet", not self._all_steps
+        write_rollouts(file, batch, self._thread_tokenizer, step=step, temporary=temporary)
+        if temporary:
             self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
+        stay = kept_steps(step, self._trainer.rollout_steps_to_keep, self._trainer.save_freq)
         for at, file in step_files(self._folder):
-            if at > step or at in kept_steps(step, self._keep, self._save_freq):
+            if at > step or at in stay or file in self._permanent:
                 continue
-            if file in self._not_ours or not is_temporary(file):
-                self._not_ours.add(file)  # of a run that was asked to keep all
-            else:
+            if is_temporary(file):
                 file.unlink(missing_ok=True)
+            else:
+                self._permanent.add(file)  # of a run that kept all
 
 
 def kept_steps(step: int, keep: int, save_freq: int) -> set[int]:
@@ -100,12 +94,3 @@ def kept_steps(step: int, keep: int, save_freq: int) -> set[int]:
     newest checkpoint before it."""
     saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
     return {*range(step - keep + 1, step + 1), *range(saved - keep + 1, saved + 1)} - {0}
-
-
-def _copied(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer for another thread: two may not use a fast one at once. One of the user's that cannot be
-    copied is written in Python, and serves both."""
-    try:
-        return copy.deepcopy(tokenizer)
-    except Exception:  # the user's own code
-        return tokenizer

@@ -12,67 +12,39 @@ from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 
 SOURCES = 16
-"""Data sources that are tried at most."""
-ROWS = 3
-"""Rows of a source that are tried at most: the first, one in the middle and the last."""
+"""Data sources that are tried at most, each on its first, middle and last row."""
 
 
 def try_scorers(
     manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
 ) -> Iterator[Verdict]:
-    """One verdict per data source whose rows a rule of ours calls a scorer for."""
+    """One verdict per data source whose rows are scored by a function, and one on ground truths."""
     if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
-    rows = _Rows(dataset, manager, config)
-    for positions in rows.by_source():
-        chosen = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
-        yield try_scorer(manager, [rows.trial(position) for position in chosen])
-    if rows.without_truth:
-        yield rows.verdict_on_truths()
-
-
-class _Rows:
-    def __init__(
-        self, dataset: RLHFDataset, manager: RuleRewardManager, config: PPOTrainerConfig
-    ) -> None:
-        self.dataset, self.manager, self.config = dataset, manager, config
-        self.without_truth: list[int] = []
-        self.count = 0
-
-    def by_source(self) -> list[list[int]]:
-        """Positions of rows that single-turn loops hand to the rule, for each data source."""
-        key, default = (
-            self.manager.reward_fn_key,
-            self.config.actor_rollout_ref.rollout.default_loop,
+    key, default = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
+    used, store = set(dataset.positions), dataset.store
+    by_source: dict[str, list[int]] = {}
+    without_truth: list[int] = []
+    for position, row in enumerate(store.scan((key, "reward_model", "agent_name"))):
+        reward_model = row.get("reward_model") or {}
+        single_turn = (row.get("agent_name") or default) == SINGLE_TURN_AGENT
+        source, truth = str(row.get(key)), reward_model.get("ground_truth")
+        by_rule = reward_model.get("style") != "model" and manager.knows(source)
+        if position in used and single_turn and by_rule:
+            by_source.setdefault(source, []).append(position)
+            if manager.lacks_ground_truth(source, truth):
+                without_truth.append(position)
+    for positions in list(by_source.values())[:SOURCES]:
+        tried = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
+        keys = key, config.data.prompt_key
+        yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in tried])
+    if without_truth:
+        count = sum(map(len, by_source.values()))
+        problem = (
+            f"{len(without_truth):,} of {count:,} rows have no reward_model.ground_truth to compare "
+            f"with (the first: {store.where(without_truth[0])})"
         )
-        kept = set(self.dataset.positions)
-        found: dict[str, list[int]] = {}
-        columns = (key, "reward_model", "agent_name")
-        for position, row in enumerate(self.dataset.store.scan(columns)):
-            reward_model = row.get("reward_model") or {}
-            played = (row.get("agent_name") or default) == SINGLE_TURN_AGENT
-            source, truth = str(row.get(key)), reward_model.get("ground_truth")
-            ruled = reward_model.get("style") != "model" and self.manager.knows(source)
-            if position not in kept or not played or not ruled:
-                continue
-            self.count += 1
-            if self.manager.lacks_ground_truth(source, truth):
-                self.without_truth.append(position)
-            found.setdefault(source, []).append(position)
-        return list(found.values())[:SOURCES]
-
-    def trial(self, position: int) -> TrialRow:
-        store = self.dataset.store
-        keys = self.manager.reward_fn_key, self.config.data.prompt_key
-        return TrialRow.of(store[position], store.where(position), *keys)
-
-    def verdict_on_truths(self) -> Verdict:
-        """Rows that their rule can compare with nothing."""
-        first = self.dataset.store.where(self.without_truth[0])
-        told = (
-            f"{len(self.without_truth):,} of {self.count:,} rows have no reward_model.ground_truth to "
-            f"compare with (the first: {first})"
-        )
-        if self.manager.policy.on_failure == "raise":
-            return Verdict(problem=f"{told}; write them, or leave these rows out")
-        return Verdict(warning=f"{told}: each scores {self.manager.policy.failure_score:g}")
+        if manager.policy.on_failure == "raise":
+            yield Verdict(problem=f"{problem}; write them, or leave these rows out")
+        else:
+            yield Verdict(warning=f"{problem}: each scores {manager.policy.failure_score:g}")

@@ -1,11 +1,11 @@
 """Scores from every source, each in its own column, and their configured sum.
 
-What a scorer says beside its score (its extras) are columns too; they win over a row's of that name.
+What a scorer returns beside its score (its extras) are columns too; they win over a row's of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -46,13 +46,24 @@ _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 def check_rows(
     reward_fn: Function, dataset: Dataset, config: PPOTrainerConfig, *, is_by_table: bool = False
 ) -> None:
-    """Stop before the first step where rows bring a column of ours, images, name a loop that is not
-    known, or have a source without a score. `is_by_table`: only the manager of training was given."""
+    """Refuse rows with a column of ours, images, an unknown loop, or a source without a score.
+
+    `is_by_table`: only the manager of training was given.
+    """
     if not isinstance(dataset, RLHFDataset):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
     check_columns(dataset.store, config.data.prompt_key)
-    check_loops(dataset, loops)
+    known: set[str | None] = {None}
+    for position, row in _used_rows(dataset, ("agent_name",)):
+        name = row.get("agent_name")
+        if isinstance(name, str | None) and name in known:
+            continue
+        try:  # a row names a loop of the configuration, never a place to import one from
+            loops.of_row(name)
+            known.add(name)
+        except PluginError as error:
+            raise DataError(f"{dataset.store.where(position)}: {error}") from error
     check_media(dataset, config, default_loop=loops.default)
     try:
         check_sources(reward_fn, dataset, default_loop=loops.default)
@@ -60,30 +71,20 @@ def check_rows(
         raise UnknownSourceError(f"{error}{SCORED_BY_TABLE if is_by_table else ''}") from error
 
 
-def check_loops(dataset: RLHFDataset, loops: LoopNames) -> None:
-    """A row names a loop of the configuration, never a place to import one from."""
-    kept = set(dataset.positions)
-    known: set[str | None] = {None}
-    for position, row in enumerate(dataset.store.scan(("agent_name",))):
-        name = row.get("agent_name")
-        if position not in kept or (isinstance(name, str | None) and name in known):
-            continue
-        try:
-            loops.of_row(name)
-            known.add(name)
-        except PluginError as error:
-            raise DataError(f"{dataset.store.where(position)}: {error}") from error
+def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
+    """Position and these columns of the rows that the data set uses."""
+    used = set(dataset.positions)
+    return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in used)
 
 
 def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
     """Rows with images, videos or audio are refused: our engines and loops read text alone."""
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
-    kept = set(dataset.positions)
     own_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
-    for position, row in enumerate(dataset.store.scan((*keys, "agent_name"))):
+    for position, row in _used_rows(dataset, (*keys, "agent_name")):
         media = [key for key in keys if _is_filled(row, key)]
         own_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
-        if position in kept and media and not (own_engine and own_loop):
+        if media and not (own_engine and own_loop):
             raise DataError(
                 f"{dataset.store.where(position)}: column {media[0]!r} is filled, and no vision model "
                 "is built here; leave such rows or the column out, or name an agent loop and a rollout "
@@ -117,15 +118,11 @@ def check_sources(reward_fn: Function, dataset: RLHFDataset, *, default_loop: st
     """Stop where a row's data source has no score; rows that another loop plays may bring their own."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
-    columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
-    kept = set(dataset.positions)
-
-    def needs_rule(position: int, row: Row) -> bool:
-        loop = row.get("agent_name") or default_loop
-        return position in kept and loop == SINGLE_TURN_AGENT
-
+    columns, used = (reward_fn.reward_fn_key, "reward_model", "agent_name"), set(dataset.positions)
     rows = (
-        row if needs_rule(position, row) else _NEEDS_NO_RULE
+        row
+        if position in used and (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT
+        else _NEEDS_NO_RULE
         for position, row in enumerate(dataset.store.scan(columns))
     )
     reward_fn.check_rows(rows, dataset.store.where)
@@ -134,7 +131,7 @@ def check_sources(reward_fn: Function, dataset: RLHFDataset, *, default_loop: st
 def score_parts(
     batch: DataProto, reward_fn: Function, reward_model: WorkerGroup[RewardModelWorker] | None
 ) -> tuple[dict[str, Tensor], Extras]:
-    """Token scores [B, T] by part, and extra facts a row. A loop's own score stands for the rule."""
+    """Token scores [B, T] by part, and extras per row. A loop's own score replaces the rule's."""
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
     if batch.has_column(LOOP_SCORE):
@@ -171,7 +168,7 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
 
 
 def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]:
-    """What the scorer said under `name`, row by row; a row that failed has `failure_score`."""
+    """What the scorer returned under `name`, row by row; a row that failed has `failure_score`."""
     facts, nothing = batch.non_tensor_batch, [None] * len(batch)
     numbers = []
     for row, (value, failure) in enumerate(
@@ -190,18 +187,15 @@ def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]
     return numbers
 
 
-def said_of_rows(batch: DataProto, name: str) -> bool:
-    """Whether the scorer gave `name`: also where it failed on every row, and so gave nothing."""
+def has_extra(batch: DataProto, name: str) -> bool:
+    """Whether the scorer returned `name`: also where it failed on every row, and so returned nothing."""
     failures = batch.non_tensor_batch.get(FAILURE, ())
     all_failed = len(failures) > 0 and all(failure is not None for failure in failures)
     return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
 
 
 def write_scores(
-    batch: DataProto,
-    parts: Mapping[str, Tensor],
-    extras: Extras,
-    config: RewardModelConfig,
+    batch: DataProto, parts: Mapping[str, Tensor], extras: Extras, config: RewardModelConfig
 ) -> None:
     """Write `reward/<part>`, their weighted sum, and the extras as columns."""
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
@@ -209,7 +203,7 @@ def write_scores(
     for part, scores in parts.items():
         if (
             part == PROCESS
-        ):  # its column is what enters the sum: the strict minimum takes it out again
+        ):  # its column is as it enters the sum: the strict minimum removes it again
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the loop wrote it
             write(batch, reward_column(part), scores)
@@ -217,12 +211,12 @@ def write_scores(
         total = weighted if total is None else total + weighted
     assert total is not None
     write(batch, "token_level_scores", total)
-    # Every batch says which rows failed, so that batches of several rounds can be joined.
+    # Every batch has the failures, so that batches of several rounds can be joined.
     for name, values in {FAILURE: [None] * len(batch), **extras}.items():
         batch.set_column(name, object_array(list(values)))
     batch.meta_info["reward_extra_names"] = sorted(extras)
 
 
 def pop_metrics(manager: Function) -> dict[str, float]:
-    """What a reward manager counted since it was last asked; one of the user's may count nothing."""
+    """The counts of a reward manager since the last call; one of the user's may count nothing."""
     return manager.pop_metrics() if hasattr(manager, "pop_metrics") else {}

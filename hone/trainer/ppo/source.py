@@ -124,28 +124,23 @@ class TrajectorySource:
         self._workers.call_each(RolloutWorker.submit, shares)
 
     def take(self, n_groups: int | None = None) -> DataProto:
-        """As many finished groups (None: all that were submitted), in the order of submission.
+        """`n_groups` finished groups (None: all that were submitted), in the order of submission.
 
-        Those that end first are taken; the others go on.
+        The first to end are taken; the others go on.
         """
-        taken, self._done = self._ended(n_groups), []
-        if n_groups is not None:
-            taken, self._done = taken[:n_groups], taken[n_groups:]
-        return self._batch(sorted(taken, key=lambda group: group.number))
-
-    def _ended(self, n_groups: int | None) -> list[_Group]:
-        wanted = self.pending if n_groups is None else min(n_groups, self.pending)
-        while len(self._done) < wanted:
+        count = self.pending if n_groups is None else min(n_groups, self.pending)
+        while len(self._done) < count:
             alone = self._workers.world_size == 1
-            missing = wanted - len(self._done) if alone else None
+            missing = count - len(self._done) if alone else None
             ranks = self._workers.call_all(RolloutWorker.finished, missing, _POLL_S)
             for rank, finished in enumerate(ranks):
                 for group in finished.groups:
-                    asked = self._running.pop((rank, group.submission, group.uid))
-                    self._done.append(_Group(asked.number, asked.rows, group.outputs))
+                    submitted = self._running.pop((rank, group.submission, group.uid))
+                    self._done.append(_Group(submitted.number, submitted.rows, group.outputs))
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
-        return self._done
+        taken, self._done = self._done[:count], self._done[count:]
+        return self._batch(sorted(taken, key=lambda group: group.number))
 
     def _batch(self, groups: Sequence[_Group]) -> DataProto:
         outputs = [output for group in groups for output in group.outputs]

@@ -28,17 +28,16 @@ from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics, roles
 from hone.trainer.ppo.balance import balance, refuse_uneven
 from hone.trainer.ppo.collect import DynamicSampling, filtered
-from hone.trainer.ppo.group_signal import GroupSignal
-from hone.trainer.ppo.memory import collector_spared
+from hone.trainer.ppo.memory import garbage_frozen
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
+from hone.trainer.ppo.rollout_file import sample_rows
 from hone.trainer.ppo.rollout_writer import RolloutWriter
-from hone.trainer.ppo.samples import sample_rows
 from hone.trainer.ppo.scoring import check_rows, pop_metrics, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
 from hone.trainer.ppo.validation import attempts_at
-from hone.trainer.threads import with_threads
+from hone.trainer.threads import resolve_threads
 from hone.types import Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
@@ -74,13 +73,15 @@ class PPOTrainer:
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
         all_epochs = self.loader.batches_per_epoch * trainer.total_epochs
         self.total_steps = trainer.total_training_steps or all_epochs
-        self.config = with_threads(with_schedule_length(config, self.total_steps))
+        self.config, _ = resolve_threads(
+            with_schedule_length(config, self.total_steps), trainer.n_gpus_per_node
+        )
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
         check_rows(self.reward_fn, self.train_dataset, config)
         if self.val_loader is not None:
-            only_training = reward_fn is not None and val_reward_fn is None
-            check_rows(self.val_reward_fn, self.val_dataset, config, is_by_table=only_training)
+            by_table = reward_fn is not None and val_reward_fn is None
+            check_rows(self.val_reward_fn, self.val_dataset, config, is_by_table=by_table)
         lora = config.actor_rollout_ref.model.uses_lora
         self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
@@ -89,8 +90,8 @@ class PPOTrainer:
         self.run = RunFolder(trainer.default_local_dir)
         self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
         self.timers = Timers()
-        self.skipped_updates = metrics.SkippedUpdates()
-        self.group_signal = GroupSignal(compares_groups=self.plan.estimator.groups != "ignored")
+        compares_groups = self.plan.estimator.groups != "ignored"
+        self.warnings = metrics.StepWarnings(compares_groups=compares_groups)
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
         self._running = ExitStack()
@@ -125,7 +126,7 @@ class PPOTrainer:
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
         """Train to the last step; resumes where an earlier process stopped.
 
-        `origins` say where the values of the config came from; they are kept beside it.
+        `origins` say where the values of the config came from; they are written beside it.
         """
         trainer = self.config.trainer
         with lock_folder(self.run.path):
@@ -133,7 +134,7 @@ class PPOTrainer:
             takes_steps = self.global_step < self.total_steps and not trainer.val_only
             if self.global_step > 0 and not (takes_steps or trainer.val_only):
                 return
-            # Without a step, what lies here stays the work of the config that lies beside it.
+            # A run without a step leaves the config of the run that made this folder.
             if takes_steps or not self.run.config_file.exists():
                 self.run.write_config(config_to_dict(self.config), origins)
             tracking = Tracking(
@@ -147,7 +148,7 @@ class PPOTrainer:
                 prints_everything=trainer.console == "full",
             )
             shown = progress("step", self.total_steps, beside_status=True)
-            with GracefulStop() as stop, shown as bar, tracking, collector_spared(), self.rollouts:
+            with GracefulStop() as stop, shown as bar, tracking, garbage_frozen(), self.rollouts:
                 self.tracking, self.bar = tracking, bar
                 first = self.global_step == 0 and trainer.val_before_train
                 if (first or trainer.val_only) and (measured := self.validate()):
@@ -180,7 +181,7 @@ class PPOTrainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step: timed, and shown while it lasts."""
+        """A part of the step: timed, and shown by the progress bar."""
         self.bar.update(self.global_step - 1, note=name)
         with self.timers.timer(name):
             yield
@@ -207,7 +208,7 @@ class PPOTrainer:
             return self.source.submit(prompts, samples=samples, sampling=sampling)
 
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
-        """Finished groups: so many, or all that were submitted."""
+        """`n_groups` finished groups, or all that were submitted."""
         with self.phase(phase):
             return self.source.take(n_groups)
 
@@ -222,7 +223,7 @@ class PPOTrainer:
         return batch
 
     def estimate(self, batch: DataProto) -> DataProto:
-        """What the models say about the batch: only what the algorithm reads."""
+        """Log-probs and values of the models, where the algorithm reads them."""
         credit.derive(batch, self.plan.columns)
         if self.plan.log_prob_pass:
             with self.phase("old_log_prob"):
@@ -255,7 +256,7 @@ class PPOTrainer:
         return batch
 
     def share_out(self, batch: DataProto) -> DataProto:
-        """The rows that the update reads: drawn again where PF-PPO says so, and who computes which."""
+        """The rows of the update (drawn again by PF-PPO), in the order of the ranks that compute them."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
             drawn = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
@@ -281,7 +282,7 @@ class PPOTrainer:
                 out = self.actor.call(ActorWorker.update_actor, batch, step_rows=rows)
                 measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
             measured |= self.publish()
-        self.skipped_updates.check(measured, self.global_step)
+        self.warnings.skipped_updates(measured, self.global_step)
         return measured
 
     def publish(self) -> dict[str, float]:
@@ -300,7 +301,7 @@ class PPOTrainer:
             ),
             # In bypass mode the old log-probs are the rollout's: there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
-            **self.group_signal.measure(batch, self.global_step),
+            **self.warnings.group_signal(batch, self.global_step),
             **metrics.entropy_metric(batch),
             **self.publisher.staleness(batch),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
@@ -340,8 +341,8 @@ class PPOTrainer:
 
     @contextmanager
     def saved_if_due(self, now: bool) -> Iterator[bool]:
-        """Save where it is time, and say so. What runs inside (the step's line) happens after the checkpoint
-        is written and before it counts: a kill leaves both or neither."""
+        """Save where it is due; whether it was. The block inside (the step's metrics) runs after the
+        checkpoint is written and before it counts: a kill leaves both or neither."""
         trainer = self.config.trainer
         due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
         last = trainer.save_freq != 0 and self.global_step >= self.total_steps
@@ -372,10 +373,10 @@ class PPOTrainer:
     def resume(self) -> None:
         """Load the newest sound checkpoint, and forget what was logged after it."""
         trainer = self.config.trainer
-        found = checkpoint.begin(self.run, trainer.resume_mode, trainer.resume_from_path)
-        if found is None:
+        source = checkpoint.begin(self.run, trainer.resume_mode, trainer.resume_from_path)
+        if source is None:
             return
-        step, folder = found
+        step, folder = source
         self.actor.call_all(ActorWorker.load_checkpoint, str(folder / "actor"))
         if self.critic is not None:
             self.critic.call_all(CriticWorker.load_checkpoint, str(folder / "critic"))

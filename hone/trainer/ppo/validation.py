@@ -1,4 +1,4 @@
-"""Validation: every held-out row, the last partial batch included, and what n attempts are worth."""
+"""Validation: every held-out row, the last partial batch included, and statistics of n attempts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ import numpy as np
 import torch
 
 from hone.agents.widths import concat_padded
-from hone.ops.at_n import (
-    best_at,
-    best_std_at,
-    majority_at,
-    majority_std_at,
-    sizes,
-    worst_at,
-    worst_std_at,
-)
+from hone.ops import at_n
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
 from hone.tracking.console import Bar
@@ -29,46 +21,34 @@ from hone.types import JsonValue
 _CORE_STATISTICS = ("mean", "best", "maj")
 
 
-@dataclass
-class Attempts:
-    """What validation batches said, row by row; a value that a row lacks is None."""
-
-    sources: list[str] = field(default_factory=list)
-    uids: list[str] = field(default_factory=list)
-    variables: dict[str, list[JsonValue]] = field(default_factory=dict)
-    turns: list[float] = field(default_factory=list)
-
-    def add(self, batch: DataProto) -> None:
-        facts, before = batch.non_tensor_batch, len(self.uids)
-        names = [*batch.meta_info["reward_extra_names"], *environment_counts(batch)]
-        found = {name: list(facts[name]) for name in names}
-        found["reward"] = batch.batch["token_level_scores"].sum(-1).tolist()
-        self.sources += list(facts["data_source"])
-        self.uids += list(facts["uid"])
-        self.turns += [float(n) for n in facts.get("num_turns", ()) if n is not None]
-        for name in {*self.variables, *found}:
-            values = self.variables.setdefault(name, [None] * before)
-            values += found.get(name, [None] * len(batch))
-
-    def metrics(self) -> dict[str, float]:
-        turns = spread("val-aux/num_turns", torch.tensor(self.turns))
-        return validation_metrics(self.sources, self.uids, self.variables) | turns
-
-
 def attempts_at(
     prompts: Iterable[Mapping[str, np.ndarray]],
     attempt: Callable[[Mapping[str, np.ndarray]], DataProto],
     samples: int,
     bar: Bar,
 ) -> tuple[dict[str, float], DataProto]:
-    """Every batch of prompts attempted and scored: the metrics, and all trajectories."""
-    attempts, batches = Attempts(), []
+    """Attempt every batch of prompts: the metrics, and all trajectories."""
+    sources: list[str] = []
+    uids: list[str] = []
+    turns: list[float] = []
+    variables: dict[str, list[JsonValue]] = {}
+    batches = []
     for some in prompts:
         batch = attempt(some)
-        attempts.add(batch)
+        facts = batch.non_tensor_batch
+        names = [*batch.meta_info["reward_extra_names"], *environment_counts(batch)]
+        values = {name: list(facts[name]) for name in names}
+        values["reward"] = batch.batch["token_level_scores"].sum(-1).tolist()
+        for name in {*variables, *values}:  # a value that a row lacks is None
+            column = variables.setdefault(name, [None] * len(uids))
+            column += values.get(name, [None] * len(batch))
+        sources += list(facts["data_source"])
+        uids += list(facts["uid"])
+        turns += [float(n) for n in facts.get("num_turns", ()) if n is not None]
         batches.append(batch)
         bar.advance(len(batch) // samples)
-    return attempts.metrics(), concat_padded(batches)
+    metrics = validation_metrics(sources, uids, variables)
+    return metrics | spread("val-aux/num_turns", torch.tensor(turns)), concat_padded(batches)
 
 
 @dataclass
@@ -91,9 +71,11 @@ def validation_metrics(
     for source, of_source in process_validation_metrics(sources, uids, variables).items():
         core = "acc" if "acc" in of_source else "reward"
         for name, statistics in of_source.items():
-            attempts = max(map(_attempts, statistics))
+            attempts = {s: int(s.split("@")[1].split("/")[0]) for s in statistics}
+            most = max(attempts.values())
             for statistic, value in statistics.items():
-                is_core = name == core and _is_core(statistic, attempts)
+                kind = statistic.split("@")[0] in _CORE_STATISTICS
+                is_core = name == core and kind and attempts[statistic] == most
                 prefix = "val-core" if is_core else "val-aux"
                 metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
     return metrics
@@ -121,28 +103,21 @@ def process_validation_metrics(
                 group.variables[name].append(float(value))
         if predictions is not None:
             group.answers.append(vote_of(predictions[row]))
-    _count_missing(groups, expected_acc_counts or {})
+    with_acc = {group.source for group in groups.values() if group.variables.get("acc")}
+    for (source, uid), count in (expected_acc_counts or {}).items():
+        if source in with_acc:
+            variables = groups.setdefault((source, uid), Group(source)).variables
+            variables["acc_success_only"] = list(variables["acc"])
+            variables["acc"] += [0.0] * (count - len(variables["acc"]))
     result: dict[str, dict[str, dict[str, float]]] = {}
     for source in dict.fromkeys(data_sources):
         of_source = [g for g in groups.values() if g.source == source]
         result[source] = {}
         for name in sorted({n for g in of_source for n in g.variables}):
             attempts = max(len(g.variables[name]) for g in of_source)
-            seen = [(g.variables[name], g.answers) for g in of_source if g.variables[name]]
-            result[source][name] = _statistics(seen, attempts)
+            pairs = [(g.variables[name], g.answers) for g in of_source if g.variables[name]]
+            result[source][name] = _statistics(pairs, attempts)
     return result
-
-
-def _count_missing(
-    groups: dict[tuple[str, str], Group], expected: Mapping[tuple[str, str], int]
-) -> None:
-    """Add 0 to `acc` for each missing attempt; `acc_success_only` keeps what there was."""
-    with_acc = {group.source for group in groups.values() if group.variables.get("acc")}
-    for (source, uid), count in expected.items():
-        if source in with_acc:
-            variables = groups.setdefault((source, uid), Group(source)).variables
-            variables["acc_success_only"] = list(variables["acc"])
-            variables["acc"] += [0.0] * (count - len(variables["acc"]))
 
 
 def _statistics(
@@ -152,26 +127,18 @@ def _statistics(
 
     A prompt that lacks some values (a score function that failed) counts in the mean alone.
     """
-    collected: dict[str, list[float]] = defaultdict(list)
+    of_prompts: dict[str, list[float]] = defaultdict(list)
     for values, answers in groups:
-        collected[f"mean@{attempts}"].append(float(np.mean(values)))
+        of_prompts[f"mean@{attempts}"].append(float(np.mean(values)))
         if attempts == 1 or len(values) < attempts:
             continue
-        collected[f"std@{attempts}"].append(float(np.std(values)))
-        for n in sizes(attempts):
-            collected[f"best@{n}/mean"].append(best_at(values, n))
-            collected[f"best@{n}/std"].append(best_std_at(values, n))
-            collected[f"worst@{n}/mean"].append(worst_at(values, n))
-            collected[f"worst@{n}/std"].append(worst_std_at(values, n))
+        of_prompts[f"std@{attempts}"].append(float(np.std(values)))
+        for n in at_n.sizes(attempts):
+            of_prompts[f"best@{n}/mean"].append(at_n.best_at(values, n))
+            of_prompts[f"best@{n}/std"].append(at_n.best_std_at(values, n))
+            of_prompts[f"worst@{n}/mean"].append(at_n.worst_at(values, n))
+            of_prompts[f"worst@{n}/std"].append(at_n.worst_std_at(values, n))
             if len(answers) == len(values):
-                collected[f"maj@{n}/mean"].append(majority_at(values, answers, n))
-                collected[f"maj@{n}/std"].append(majority_std_at(values, answers, n))
-    return {name: float(np.mean(values)) for name, values in collected.items()}
-
-
-def _is_core(statistic: str, attempts: int) -> bool:
-    return statistic.split("@")[0] in _CORE_STATISTICS and _attempts(statistic) == attempts
-
-
-def _attempts(statistic: str) -> int:
-    return int(statistic.split("@")[1].split("/")[0])
+                of_prompts[f"maj@{n}/mean"].append(at_n.majority_at(values, answers, n))
+                of_prompts[f"maj@{n}/std"].append(at_n.majority_std_at(values, answers, n))
+    return {name: float(np.mean(values)) for name, values in of_prompts.items()}

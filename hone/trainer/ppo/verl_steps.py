@@ -8,9 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from hone.algorithms import advantages
-from hone.algorithms import kl as kl_terms
-from hone.algorithms.advantages.estimator import TRAJECTORY, Trajectories
 from hone.algorithms.core_algos import compute_pf_ppo_reweight_data
+from hone.algorithms.kl import FixedKLController
 from hone.columns import REWARD_PREFIX, require
 from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
@@ -27,6 +26,8 @@ from hone.data.loader import Dataset, Sampler
 from hone.plugins import plain_name
 from hone.protocol import DataProto
 from hone.tracking.markers import DistProfiler
+from hone.trainer.ppo import credit
+from hone.trainer.ppo.metrics import split_attention
 from hone.trainer.ppo.plan import Plan
 from hone.types import JsonValue, Row, Settings
 
@@ -35,30 +36,15 @@ __all__ = ["create_rl_dataset"]
 
 def compute_response_mask(data: DataProto) -> Tensor:
     """[B, T] the part of `attention_mask` over the responses."""
-    width = data.batch["responses"].shape[1]
-    mask: Tensor = data.batch["attention_mask"]
-    return mask[:, mask.shape[1] - width :]
+    return split_attention(data)[1]
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: kl_terms.FixedKLController, kl_penalty: str = "kl"
+    data: DataProto, kl_ctrl: FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
     """Write `token_level_rewards` = scores − coefficient · KL, and move the controller."""
-    coefficient = kl_ctrl.value
-    rewards, current = kl_terms.apply_kl_penalty(
-        require(data, "token_level_scores"),
-        require(data, "old_log_probs"),
-        require(data, "ref_log_prob"),
-        require(data, "response_mask"),
-        coefficient,
-        kl_penalty,
-    )
-    data.batch["token_level_rewards"] = rewards
-    kl_ctrl.update(current_kl=float(current), n_steps=len(data))
-    return data, {
-        "actor/reward_kl_penalty": float(current),
-        "actor/reward_kl_penalty_coeff": coefficient,
-    }
+    data.batch["token_level_rewards"], metrics = credit.kl_penalised(data, kl_ctrl, kl_penalty)
+    return data, metrics
 
 
 def compute_advantage(
@@ -78,28 +64,18 @@ def compute_advantage(
     name = plain_name(adv_estimator)
     if not data.has_column("response_mask"):
         data.batch["response_mask"] = compute_response_mask(data)
-    options: Settings = {}
-    if name == "gae":
-        options = {"gamma": gamma, "lam": lam}
-    elif name == "grpo":
-        options = {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    estimator = advantages.get_estimator(name, config, **options)
+    options: dict[str, Settings] = {
+        "gae": {"gamma": gamma, "lam": lam},
+        "grpo": {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo},
+    }
+    estimator = advantages.get_estimator(name, config, **options.get(name, {}))
     columns: Row = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
         # A reward part may also be a number that the score function gave per row.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
             columns[column] = require(data, column)
-    for column in (TRAJECTORY, *estimator.uses):
-        if data.has_column(column):
-            columns[column] = data.column(column)
-    data.batch["advantages"], data.batch["returns"] = estimator(
-        Trajectories(
-            require(data, "token_level_rewards"),
-            data.batch["response_mask"],
-            data.non_tensor_batch.get("uid"),
-            columns,
-        )
-    )
+    pair = credit.run_estimator(data, estimator, columns)
+    data.batch["advantages"], data.batch["returns"] = pair
     if name == "gae" and config is not None and config.get("use_pf_ppo", False):
         pf_ppo = config["pf_ppo"]
         return compute_pf_ppo_reweight_data(data, pf_ppo["reweight_method"], pf_ppo["weight_pow"])

@@ -1,6 +1,6 @@
 """A supervised run: model, data and engine from the config; steps, validation, checkpoints, trackers.
 
-The loop itself is trainer.py's. Every rank runs this; the first alone writes what is not a shard.
+The loop itself is in trainer.py. Every rank runs this; the first alone writes what is not a shard.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hone.config import config_to_dict, replace
-from hone.config.sft import SFTConfig, SFTDataConfig
+from hone.config.sft import SFTConfig
 from hone.controller.threads import fix_threads
 from hone.data.create import create_sft_dataset
 from hone.data.loader import Dataset
@@ -47,38 +47,39 @@ class SFTRun:
     def __init__(
         self, config: SFTConfig, ranks: Ranks, origins: Mapping[str, str] | None = None
     ) -> None:
-        self.ranks = ranks
-        self._origins = origins
+        self.ranks, self._origins = ranks, origins
         self.folder = RunFolder(config.trainer.default_local_dir)
-        config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
+        self.config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
         fix_threads(threads)
+        data, trainer = config.data, config.trainer
         self.tokenizer = build_tokenizer(config.model)
-        data = config.data
-        self.rows = self._encoded("train rows", data, data.train_files, data.train_max_samples)
+        self.rows = self._encoded("train rows", data.train_files, data.train_max_samples)
         self.val_rows = None
         if data.val_files:
-            self.val_rows = self._encoded(
-                "validation rows", data, data.val_files, data.val_max_samples
-            )
+            self.val_rows = self._encoded("validation rows", data.val_files, data.val_max_samples)
         self.epoch_steps = batches_in(len(self.rows), data.train_batch_size)
-        all_epochs = self.epoch_steps * config.trainer.total_epochs
-        self.total_steps = config.trainer.total_training_steps or all_epochs
+        self.total_steps = trainer.total_training_steps or self.epoch_steps * trainer.total_epochs
         if config.optim.total_training_steps <= 0:
-            config = replace(config, "optim.total_training_steps", self.total_steps)
-        self.config = config
-        self.trainer = self._build_trainer()
+            self.config = replace(self.config, "optim.total_training_steps", self.total_steps)
+        self.trainer = SFTTrainer(
+            self._build_engine(),
+            self.rows,
+            pad_token_id=self.tokenizer.pad_token_id,
+            batch_rows=data.train_batch_size,
+            seed=data.seed if data.seed is not None else trainer.seed,
+            shuffle=data.shuffle,
+            balance_tokens=data.balance_dp_token,
+        )
 
-    def _encoded(
-        self, what: str, data: SFTDataConfig, files: tuple[str, ...], max_samples: int
-    ) -> Dataset:
-        """The rows of these files, all of them encoded: none is found bad in the middle of a run."""
-        rows = create_sft_dataset(files, data, self.tokenizer, max_samples)
+    def _encoded(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
+        """The rows of these files, all encoded: a bad one stops the run before its first step."""
+        rows = create_sft_dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(rows, SFTDataset):
             return rows  # a user's own class may encode as it likes
         with self._progress(f"encode {what}", len(rows)) as advance:
             rows.encode_all(advance)
-        if self.ranks.is_first and rows.bad_rows.total:
-            bad = rows.bad_rows
+        bad = rows.bad_rows
+        if self.ranks.is_first and bad.total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad.counts.items()))
             example = bad.examples[0]
             log.warning("left out %d bad %s (%s), such as: %s", bad.total, what, reasons, example)
@@ -86,7 +87,7 @@ class SFTRun:
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-        """How far a long wait has come, shown by the first rank alone."""
+        """A progress bar on the first rank."""
         if not self.ranks.is_first:
             yield None
             return
@@ -122,54 +123,38 @@ class SFTRun:
         )
         return build_strategy(self.config.engine.strategy, spec)
 
-    def _build_trainer(self) -> SFTTrainer:
-        config, data = self.config, self.config.data
-        return SFTTrainer(
-            self._build_engine(),
-            self.rows,
-            pad_token_id=self.tokenizer.pad_token_id,
-            batch_rows=data.train_batch_size,
-            seed=data.seed if data.seed is not None else config.trainer.seed,
-            shuffle=data.shuffle,
-            balance_tokens=data.balance_dp_token,
-        )
-
     def fit(self) -> None:
         """Train to the last step; resumes where an earlier process stopped."""
         with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
             self.resume()
-            self._go_on()
+            if self.trainer.step_number < self.total_steps:
+                self._take_steps()
 
-    def _go_on(self) -> None:
-        if self.trainer.step_number >= self.total_steps:
-            return
+    def _take_steps(self) -> None:
         with GracefulStop() as stop, self._tracking() as tracking:
             while self.trainer.step_number < self.total_steps:
-                measured = self._timed_step() | self.validate_if_due()
+                start = time.perf_counter()
+                metrics = self.trainer.step()
+                seconds = time.perf_counter() - start
+                tokens_per_rank = metrics["train/global_tokens"] / self.ranks.world_size
+                metrics |= {
+                    "train/epoch": float(self.trainer.order.epoch),
+                    "timing_s/step": seconds,
+                    "perf/throughput": tokens_per_rank / seconds,
+                }
+                if self._is_due(self.config.trainer.test_freq):
+                    metrics |= self.validate()
                 step = self.trainer.step_number
                 if tracking is not None:
-                    tracking.log(measured, step)
+                    tracking.log(metrics, step)
                 stop.agree(sum_over_ranks)
-                self.save_if_due(now=stop.requested)
+                if stop.requested or self._is_due(self.config.trainer.save_freq):
+                    self.save()
                 stop.raise_if_requested(step)
         if self.ranks.is_first and "console" in self.config.trainer.logger:
             checkpoint.tell_result(self.folder, self.trainer.step_number)
 
-    def _timed_step(self) -> Numbers:
-        started = time.perf_counter()
-        measured = self.trainer.step()
-        seconds = time.perf_counter() - started
-        return measured | {
-            "train/epoch": float(self.trainer.order.epoch),
-            "timing_s/step": seconds,
-            "perf/throughput": measured["train/global_tokens"] / seconds / self.ranks.world_size,
-        }
-
-    def validate_if_due(self) -> Numbers:
-        return self.validate() if self._due(self.config.trainer.test_freq) else {}
-
-    def _due(self, every: int | Literal["after_each_epoch"]) -> bool:
-        """Whether what is done every so many updates, or after each epoch, is due now."""
+    def _is_due(self, every: int | Literal["after_each_epoch"]) -> bool:
         step = self.trainer.step_number
         steps = self.epoch_steps if every == "after_each_epoch" else every
         return step >= self.total_steps or (steps > 0 and step % steps == 0)
@@ -204,10 +189,6 @@ class SFTRun:
 
     # -- state --------------------------------------------------------------------------------
 
-    def save_if_due(self, now: bool = False) -> None:
-        if now or self._due(self.config.trainer.save_freq):
-            self.save()
-
     def save(self) -> None:
         """Everything the next process needs to go on as if nothing had happened."""
         step, contents = self.trainer.step_number, self.config.checkpoint.save_contents
@@ -238,48 +219,45 @@ class SFTRun:
 
     def resume(self) -> None:
         """Load the newest sound checkpoint, and forget what was logged after it."""
-        found = self._begin()
-        if found is None:
+        trainer, first = self.config.trainer, self.ranks.is_first
+        where = (self.folder, trainer.resume_mode, trainer.resume_from_path)
+        # The first rank clears the folder before the others look into it.
+        source = checkpoint.begin(*where) if first else None
+        self.ranks.wait_for_all()
+        source = source if first else checkpoint.resume_source(*where)
+        if source is None:
             return
-        step, folder = found
+        step, folder = source
         state = checkpoint.read_state(folder, "order")
         self.trainer.order.load_state_dict(state["order"])
         self._refuse_other_data(state, folder)
         self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
         self.trainer.step_number = step
-        if self.ranks.is_first:
-            self._tell_resumed(folder, began_with=state.get("model", self.config.model.path))
+        if first:
+            self._tell_resumed(folder, state.get("model", self.config.model.path))
 
     def _data_fingerprint(self) -> str | None:
-        """None for a user's own class that names none: such data are not compared."""
+        """None for a user's own class that has none: such data are not compared."""
         return getattr(self.rows, "fingerprint", None)
 
     def _refuse_other_data(self, state: Settings, folder: Path) -> None:
-        was, now = state.get("data"), self._data_fingerprint()
-        if was is not None and now is not None and was != now:
+        before, now = state.get("data"), self._data_fingerprint()
+        if before is not None and now is not None and before != now:
             raise DataError(
-                f"the data differ from those that {folder} was trained on ({was[:8]} then, "
+                f"the data differ from those that {folder} was trained on ({before[:8]} then, "
                 f"{now[:8]} now); restore data.train_files and the data.* settings, or set another "
                 "trainer.default_local_dir for a run of its own (trainer.resume_mode=disable starts "
                 "anew in this one)"
             )
 
-    def _tell_resumed(self, folder: Path, began_with: str) -> None:
+    def _tell_resumed(self, folder: Path, first_model: str) -> None:
         checkpoint.tell_resumed(folder, self.trainer.step_number, self.total_steps)
         path = self.config.model.path
-        if path != began_with:
+        if path != first_model:
             screen().line(
-                f"its weights go back to model.path={began_with}, not to {path}: to train that one, "
+                f"its weights go back to model.path={first_model}, not to {path}: to train that one, "
                 "set another trainer.default_local_dir"
             )
         before = RunFolder(folder.parent).earlier_config()
         for change in changed_settings(before, config_to_dict(self.config), SFT_KEYS):
             screen().line(f"from {folder.name} on: {change}")
-
-    def _begin(self) -> tuple[int, Path] | None:
-        """Where to go on. The first rank clears the folder before the others look into it."""
-        trainer = self.config.trainer
-        how = (self.folder, trainer.resume_mode, trainer.resume_from_path)
-        found = checkpoint.begin(*how) if self.ranks.is_first else None
-        self.ranks.wait_for_all()
-        return found if self.ranks.is_first else checkpoint.chosen(*how)

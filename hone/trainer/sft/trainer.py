@@ -6,6 +6,7 @@ Each rank runs this loop on its share of every batch. Run folder, checkpoints an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
@@ -14,8 +15,17 @@ from hone.ops.balancing import get_seqlen_balanced_partitions
 from hone.protocol import DataProto
 from hone.trainer.ranks import sum_over_ranks
 from hone.trainer.sft.order import RowOrder, refuse_uneven
-from hone.trainer.sft.prefetch import EncodedRow, EncodedRows, RowsAhead
 from hone.workers.objectives import SupervisedObjective
+
+EncodedRow = dict[str, list[int]]
+
+
+class EncodedRows(Protocol):
+    """Rows of `input_ids` and `loss_mask`, lists of one length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> EncodedRow: ...
 
 
 def collate(rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
@@ -46,24 +56,14 @@ class SFTTrainer:
     ) -> None:
         refuse_uneven(batch_rows, engine.mesh.data_parallel_size)
         self.engine = engine
-        self._rows = RowsAhead(rows)
+        self._rows = rows
         self._pad = pad_token_id
         self._balance = balance_tokens
         self.order = RowOrder(len(rows), batch_rows, seed=seed, shuffle=shuffle)
         self.step_number = 0
 
-    def fit(
-        self, steps: int, on_step: Callable[[int, dict[str, float]], bool | None] | None = None
-    ) -> None:
-        """Take `steps` updates; `on_step` may end it early by returning True."""
-        for _ in range(steps):
-            measured = self.step()
-            if on_step is not None and on_step(self.step_number, measured):
-                return
-
     def step(self) -> dict[str, float]:
-        rows = self._rows.take(self.order.next_batch())
-        self._rows.expect(self.order.peek())
+        rows = [self._rows[number] for number in self.order.next_batch()]
         tokens = sum(len(row["input_ids"]) for row in rows)
         batch = collate(self._share(rows), self._pad)
         measured = self.engine.train_minibatch(batch, SupervisedObjective())
@@ -100,7 +100,6 @@ class SFTTrainer:
         return total / tokens
 
     def _share(self, rows: list[EncodedRow]) -> list[EncodedRow]:
-        """This rank's rows of the batch."""
         mesh = self.engine.mesh
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         if ranks == 1:

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from hone.trainer.ppo.memory import collector_spared
+from hone.trainer.ppo.memory import garbage_frozen
 
 
 class Ring:
@@ -23,7 +23,7 @@ def test_on_a_gpu_the_collector_is_spared_after_what_nobody_holds_is_gone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gone = weakref.ref(Ring())
-    with collector_spared():
+    with garbage_frozen():
         assert gone() is None
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() == 0
@@ -33,7 +33,7 @@ def test_what_the_caller_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gc.freeze()
     try:
-        with collector_spared():
+        with garbage_frozen():
             pass
         assert gc.get_freeze_count() > 0
     finally:
@@ -43,5 +43,5 @@ def test_what_the_caller_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_gpu_it_is_left_alone() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with collector_spared():
+    with garbage_frozen():
         assert gc.get_freeze_count() == 0

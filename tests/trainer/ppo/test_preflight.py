@@ -15,8 +15,8 @@ from hone.config import load_config
 from hone.models.families import UnsupportedModel
 from hone.trainer import main_ppo
 from hone.trainer.ppo import preview as preview_module
+from hone.trainer.ppo.preflight import PreflightError
 from hone.trainer.ppo.trainer import PPOTrainer
-from hone.trainer.problems import PreflightError
 
 from ..runs import Task, task_row
 

@@ -53,12 +53,3 @@ def test_another_order_cannot_take_its_state(other: RowOrder, word: str) -> None
 def test_fewer_rows_than_a_batch_are_refused() -> None:
     with pytest.raises(DataError, match=r"data\.train_batch_size=2 or less"):
         RowOrder(2, 3, seed=0)
-
-
-def test_looking_ahead_changes_nothing_that_is_handed_out_or_saved() -> None:
-    plain, curious = RowOrder(7, 2, seed=3), RowOrder(7, 2, seed=3)
-    for _ in range(8):
-        state = curious.state_dict()
-        coming = curious.peek()
-        assert curious.state_dict() == state
-        assert coming == curious.next_batch() == plain.next_batch()

@@ -1,0 +1,101 @@
+"""The files of a generation job: parts while it runs, then the output with a record of the job."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from hone.data.rows import file_fingerprint, write_parquet
+from hone.tracking import atomic_path, atomic_write_text
+from hone.tracking.storage import naming
+from hone.types import Row
+
+log = logging.getLogger(__name__)
+
+PARTS_SUFFIX = ".parts"
+
+
+class GenerationError(ValueError):
+    """A generation that cannot run as configured."""
+
+
+class JobFiles:
+    """The files of a job: a folder of parts while it runs, then the output, with a record beside it.
+
+    The parts' folder is named by the job, and `OUTPUT.job` records the job and a hash of the output, so no
+    other job's file is taken up or replaced.
+    """
+
+    def __init__(self, output: Path, job: str, rank: int) -> None:
+        self.output, self.job = output, job
+        self.folder = output.with_name(f"{output.stem}.{job}{PARTS_SUFFIX}")
+        self._part = self.folder / f"rank_{rank}.jsonl"
+        self._record = output.with_name(f"{output.name}.job")
+
+    def warn_of_others(self) -> None:
+        pattern = f"{glob.escape(self.output.stem)}.*{PARTS_SUFFIX}"
+        for other in sorted(self.folder.parent.glob(pattern)):
+            if other != self.folder:
+                log.warning(
+                    "%s is of another run (other data, model or sampling) that was not finished; "
+                    "it is not used, and can be deleted",
+                    other,
+                )
+
+    def finished(self) -> dict[int, Row]:
+        """Row number to its new columns, from the parts of all ranks."""
+        rows: dict[int, Row] = {}
+        for file in sorted(self.folder.glob("rank_*.jsonl")):
+            for line in file.read_bytes().split(b"\n"):
+                try:
+                    entry = json.loads(line)
+                    rows[entry["row"]] = entry["columns"]
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    continue  # the last line of a killed writer
+        return rows
+
+    def append(self, row: int, columns: Row) -> None:
+        line = json.dumps({"row": row, "columns": columns}) + "\n"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with naming(self._part), self._part.open("ab+") as stream:
+            if stream.seek(0, 2):
+                stream.seek(-1, 2)
+                if stream.read(1) != b"\n":  # a killed writer's
+                    stream.write(b"\n")
+            stream.write(line.encode())
+
+    def is_done(self, *, overwrite: bool) -> bool:
+        """Whether this job's own output is there; a file that it did not write stops the run."""
+        if not self.output.exists():
+            return False
+        try:
+            record = json.loads(self._record.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            record = None
+        if self.output.is_file() and record == self._facts(self.output):
+            return True
+        if not overwrite:
+            raise GenerationError(
+                f"data.output_path={self.output} is there already, and not from this job (other rows, "
+                "model or sampling, or changed since); name another data.output_path, remove the "
+                "file, or replace it by data.overwrite=true"
+            )
+        return False
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write the output under a temporary name, then the record; rename; remove the parts."""
+        with atomic_path(self.output) as temporary:
+            if self.output.suffix == ".parquet":
+                write_parquet(rows, temporary)
+            else:
+                lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+                temporary.write_bytes("".join(lines).encode("utf-8", "backslashreplace"))
+            atomic_write_text(self._record, json.dumps(self._facts(temporary)) + "\n")
+        shutil.rmtree(self.folder)
+
+    def _facts(self, file: Path) -> dict[str, str]:
+        return {"job": self.job, "output": file_fingerprint(str(file))}
