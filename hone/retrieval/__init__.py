@@ -1,1 +1,1 @@
-"""Passages found for a question: corpus, BM25 and dense indexes, and their HTTP service."""
+"""Passages for a question: corpus, BM25 and dense indexes, their HTTP service and its client."""

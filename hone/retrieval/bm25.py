@@ -15,25 +15,25 @@ from hone.retrieval.corpus import Corpus
 
 
 class BM25Index:
-    """An `Index` by words in common, rare words counting more."""
+    """An `Index` by the words that a query and a passage share; rare words count more."""
 
-    def __init__(self, found: bm25s.BM25) -> None:
-        self._found = found
+    def __init__(self, index: bm25s.BM25) -> None:
+        self._index = index
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
-        return [self._best(self._found.get_tokens_ids(query), topk) for query in words]
+        return [self._best(self._index.get_tokens_ids(query), topk) for query in words]
 
     def _best(self, words: list[int], topk: int) -> list[Hit]:
         """Passages that share a word with the query, by score and then by their number."""
         if not words:
             return []
-        scores: NDArray[np.float32] = self._found.get_scores_from_ids(words)
+        scores: NDArray[np.float32] = self._index.get_scores_from_ids(words)
         numbers = np.flatnonzero(scores)
-        found = scores[numbers]
-        if len(found) > topk:
-            least = np.partition(found, -topk)[-topk]
-            numbers = numbers[found >= least]
+        positive = scores[numbers]
+        if len(positive) > topk:
+            least = np.partition(positive, -topk)[-topk]
+            numbers = numbers[positive >= least]
         order = np.lexsort((numbers, -scores[numbers]))[:topk]
         return [Hit(int(numbers[i]), float(scores[numbers[i]])) for i in order]
 
@@ -48,11 +48,11 @@ def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
     progress("splitting into words", 0, len(corpus))
     words = bm25s.tokenize(texts, show_progress=False)
     progress("counting words", 0, len(corpus))
-    made = bm25s.BM25(dtype=str(np.dtype(np.float32)))
-    made.index(words, show_progress=False)
+    index = bm25s.BM25(dtype=str(np.dtype(np.float32)))
+    index.index(words, show_progress=False)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    made.save(part)
+    index.save(part)
     shutil.rmtree(folder, ignore_errors=True)
     part.replace(folder)
     progress("indexed", len(corpus), len(corpus))

@@ -83,8 +83,8 @@ class RetrievalClient:
                     return
             batch = [pair for pair in taken if pair[1].set_running_or_notify_cancel()]
             passages = self._answer([query for query, _ in batch]) if batch else []
-            for (_, future), found in zip(batch, passages, strict=True):
-                future.set_result(found)
+            for (_, future), result in zip(batch, passages, strict=True):
+                future.set_result(result)
 
     def _answer(self, queries: list[str]) -> Sequence[list[str] | None]:
         pause_s = _FIRST_PAUSE_S

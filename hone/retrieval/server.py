@@ -23,14 +23,14 @@ MAX_TOPK, MAX_QUERIES, MAX_TOGETHER = 1000, 10_000, 256
 
 
 @dataclass(frozen=True)
-class _Order:
+class _Request:
     queries: list[str]
     topk: int
     scores: bool
 
 
 class Service:
-    """Answers queries over one corpus and index; one search at a time, as many queries as wait."""
+    """Answers queries over one corpus and index: one search at a time, over all queries that wait."""
 
     def __init__(self, corpus: Corpus, index: Index, topk: int) -> None:
         self._corpus, self._index, self._topk = corpus, index, topk
@@ -62,13 +62,15 @@ class Service:
             queries = [query for query, _, _ in batch]
             most = min(max(topk for _, topk, _ in batch), len(self._corpus))
             try:
-                found = await loop.run_in_executor(self._thread, self._index.search, queries, most)
+                results = await loop.run_in_executor(
+                    self._thread, self._index.search, queries, most
+                )
             except Exception as error:
                 for _, _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for (_, topk, future), hits in zip(batch, found, strict=True):
+            for (_, topk, future), hits in zip(batch, results, strict=True):
                 if not future.done():
                     future.set_result(hits[:topk])
             self.answered += len(batch)
@@ -86,8 +88,9 @@ class Service:
         ]
         if futures:
             self._arrived.set()
-        found = await asyncio.gather(*futures)
-        return web.json_response({"result": [self._result(hits, order.scores) for hits in found]})
+        results = await asyncio.gather(*futures)
+        passages = [self._result(hits, order.scores) for hits in results]
+        return web.json_response({"result": passages})
 
     def _result(self, hits: Sequence[Hit], scores: bool) -> JsonValue:
         documents: list[JsonObject] = [{**self._corpus[hit.number]._asdict()} for hit in hits]
@@ -104,15 +107,15 @@ class Service:
         )
 
 
-def _read(body: bytes, default_topk: int) -> _Order:
-    """The order in a request's body; ValueError says what is wrong with it."""
+def _read(body: bytes, default_topk: int) -> _Request:
+    """The request in a body; ValueError says what is wrong with it."""
     try:
-        given = json.loads(body)
+        fields = json.loads(body)
     except ValueError:
         raise ValueError("the body is no JSON") from None
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise ValueError("the body must be an object with queries, topk and return_scores")
-    queries, topk = given.get("queries"), given.get("topk")
+    queries, topk = fields.get("queries"), fields.get("topk")
     if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
         raise ValueError("queries must be a list of strings")
     if len(queries) > MAX_QUERIES:
@@ -120,7 +123,7 @@ def _read(body: bytes, default_topk: int) -> _Order:
     topk = default_topk if topk is None else topk
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:
         raise ValueError(f"topk={topk!r} must be a whole number from 1 to {MAX_TOPK}")
-    scores = given.get("return_scores", False)
+    scores = fields.get("return_scores", False)
     if not isinstance(scores, bool):
         raise ValueError("return_scores must be true or false")
-    return _Order(list(queries), topk, scores)
+    return _Request(list(queries), topk, scores)

@@ -20,7 +20,7 @@ if [ "${1:?WIKI_CORPUS MODEL OUT, or --small OUT}" = --small ]; then
         actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.optim.lr=3e-4
         actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192
         actor_rollout_ref.rollout.max_tokens_per_turn=24 retriever.topk=1
-        trainer.total_training_steps=40)
+        trainer.total_training_steps=20)
     shift 2
 else
     MODEL=${2:?the model folder} OUT=${3:?the folder to write to} CORPUS=$1/passages.jsonl.gz

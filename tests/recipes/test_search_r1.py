@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from hone.agents.loops.search import CLOSING, OPENING, read_action
+from hone.config import compose
 from hone.rewards.scores.qa_em_format import is_valid_sequence
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "search_r1"
@@ -27,13 +29,14 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made = module("world", monkeypatch)
-    arguments = ["--made-up", str(tmp_path), "--demonstrations", "40", "--topk", "1"]
-    monkeypatch.setattr("sys.argv", ["world.py", *arguments])
-    made.main()
-    return tmp_path
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    arguments = ["--made-up", str(folder), "--demonstrations", "40", "--topk", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["world.py", *arguments])
+        module("world", patch).main()
+    return folder
 
 
 def test_demonstrations_have_the_loops_form_and_are_of_training_questions(world: Path) -> None:
@@ -123,6 +126,25 @@ def test_the_table_weighs_sets_by_their_questions(
     found = json.loads((tmp_path / "curves.json").read_text())["cells"]
     assert [(c["cell"], c["points_gained"]) for c in found] == [("random-1", 0.0), ("real-1", 75.0)]
     assert found[1]["held_out"][1]["searches"] == 1.25
+
+
+@pytest.mark.parametrize(
+    ("script", "estimator", "samples"),
+    [("train_grpo.sh", "grpo", 5), ("train_ppo.sh", "gae", 1), ("evaluate.sh", "grpo", 5)],
+)
+def test_the_scripts_ask_for_the_authors_training(
+    script: str, estimator: str, samples: int
+) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "echo", "BASE_MODEL": "M", "DATA_DIR": "D"}
+    command = ["bash", str(FOLDER / "scripts" / script), "trainer.n_gpus_per_node=1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    config = compose(shlex.split(done.stdout)[2:]).config
+    rollout = config.actor_rollout_ref.rollout
+    assert (config.algorithm.adv_estimator, rollout.n) == (estimator, samples)
+    assert rollout.default_loop == "search_agent"
+    assert (rollout.multi_turn.max_assistant_turns, rollout.max_tokens_per_turn) == (5, 500)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 4096)
+    assert config.trainer.val_only == (script == "evaluate.sh")
 
 
 @pytest.mark.slow

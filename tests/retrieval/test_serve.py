@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.retrieval.corpus import CorpusError
 from hone.retrieval.dense import Encoder, style_of
 from hone.retrieval.serve import IndexOptions, open_index
+from hone.retrieval.serve import main as serve
 from tests.retrieval.passages import TEXTS, silent, write_corpus
 
 
@@ -74,3 +77,23 @@ def test_prefixes_go_by_the_encoders_name() -> None:
     assert style_of("intfloat/e5-base-v2").passage == "passage: "
     assert style_of("BAAI/bge-base-en-v1.5").pooling == "cls"
     assert style_of("all-MiniLM-L6-v2").query == ""
+
+
+def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path, capsys) -> None:
+    from hone.cli import main
+
+    assert main(["serve-retriever", "--corpus", str(tmp_path / "none.jsonl")]) == 2
+    assert "is no file; give a corpus of JSON lines" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve-retriever", "--help"])
+    assert "--retriever_name" in capsys.readouterr().out
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = ["--corpus_path", str(write_corpus(tmp_path)), "--retriever_name", "bm25"]
+        with pytest.raises(CorpusError, match=f"cannot listen at 127.0.0.1:{port}.*use --port"):
+            serve([*flags, "--port", str(port)])
