@@ -54,7 +54,7 @@ def read_questions(file: Path) -> list[Question]:
     return [
         Question(
             record["data_source"],
-            record["question"].strip().rstrip("?") + "?",
+            asked(record["question"]),
             record["answers"],
             frozenset(record.get("gold_titles", ())),
         )
