@@ -17,6 +17,7 @@ ALL = (
     "logprobs",
     "rollout",
     "dynamic_sampling",
+    "agents",
     "grpo_step",
     "sft",
     "retriever",

@@ -168,6 +168,11 @@ def _add_folders(verbs: Verbs) -> None:
     report.add_argument("--out", default="report.html", help="file to write (report.html)")
     doctor = add_verb(verbs, "doctor", _doctor, "what this machine has and lacks; a self-test")
     doctor.add_argument("--quick", action="store_true", help="leave the self-tests out")
+    doctor.add_argument(
+        "--chat-template",
+        metavar="MODEL",
+        help="whether its template renders turns as a loop appends them",
+    )
 
 
 def _quickstart(options: Options, rest: list[str]) -> None:
@@ -277,8 +282,10 @@ def _report(options: Options, rest: list[str]) -> None:
 
 
 def _doctor(options: Options, rest: list[str]) -> int:
-    from hone.trainer.doctor import report
+    from hone.trainer.doctor import chat_template, report
 
+    if options.chat_template:
+        return report(say, chat_template(options.chat_template))
     return report(say, self_test=not options.quick)
 
 

@@ -87,6 +87,7 @@ _DECLARED = {  # (step, when): its columns
         agent_name object [B]: which agent loop plays this row; None is the default loop
         tools_kwargs object [B]: arguments for each tool
         interaction_kwargs object [B]: arguments for the environment that answers
+        tool_config object [B]: the row's own tools, their format and limits
     """,
     ("prompts", "the data has it"): "ability object [B]: kind of task",
     ("prompts", "the data has images, video or audio"): """
@@ -119,6 +120,7 @@ _DECLARED = {  # (step, when): its columns
         tool_outputs object [B]: what tools answered
         tool_rewards object [B]: what tools scored
         turn_scores object [B]: what the interaction scored, turn by turn
+        turn_rewards object [B]: what tools and interactions gave a turn, with the token that ended it
         timeouts object [B]: waits that were cut off
         tool_call_counts object [B]: how many calls the policy made
         tool_failures object [B]: how many calls and answers failed

@@ -113,6 +113,5 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
     ),
     "hone.tools.image_zoom_in_tool": _not_built(_MEDIA, "ImageZoomInTool"),
     "hone.tools.geo3k_tool": _not_built(_MEDIA, "Geo3kTool"),
-    "hone.tools.mcp_base_tool": {"MCPBaseTool": "MCP servers are not built; derive from BaseTool"},
 }
 """Names that can be imported and are refused when they are called: path to name to sentence."""

@@ -52,6 +52,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.tools.gsm8k_tool": "hone.agents.tools.gsm8k",
     "hone.interactions.base": "hone.agents.interactions.contract",
     "hone.tools.search_tool": "hone.agents.tools.search",
+    "hone.tools.mcp_base_tool": "hone.agents.tools.mcp",
     "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
     "hone.interactions.weather_interaction": "hone.agents.interactions.weather",
     "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
@@ -90,9 +91,8 @@ _LOOP_NAMES = {
 _PARSERS = "hone.agents.parsers"
 _PARSER_NAMES = {
     **_from(f"{_PARSERS}.contract", "FunctionCall ToolParser"),
-    **_from(f"{_PARSERS}.hermes", "HermesToolParser"),
+    **_from(f"{_PARSERS}.json_calls", "HermesToolParser KimiToolParser GptOssToolParser"),
     **_from(f"{_PARSERS}.tagged", "Qwen3XMLToolParser GLMToolParser"),
-    **_from(f"{_PARSERS}.marked", "KimiToolParser GptOssToolParser"),
 }
 _FUNCTION_TOOLS = "hone.agents.tools.function_tool"
 _FUNCTION_TOOL_NAMES = {
@@ -259,6 +259,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.tools.sandbox_fusion_tools": _from(
         "hone.agents.tools.code_interpreter", "SandboxFusionTool"
     ),
+    "hone.tools.mcp_search_tool": {"MCPSearchTool": "hone.agents.tools.mcp:MCPBaseTool"},
     "hone.tools.tool_registry": _TOOL_LISTS,
     "hone.tools.utils.tool_registry": _TOOL_LISTS,
     "hone.interactions.utils.interaction_registry": {

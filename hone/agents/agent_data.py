@@ -40,19 +40,26 @@ class AgentData:
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     spans: list[Message] = field(default_factory=list)
-    """Role and number of tokens of each turn; a model's turn may have `calls` and a `score`."""
+    """Role, number of tokens and mask of each turn; a model's may have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
     user_turns: int = 0
     """Turns of tools and of the simulated user."""
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
+    turn_rewards: list[Row] = field(default_factory=list)
+    """What a tool or interaction gave a turn: `name`, `reward`, and the `token` that ended the turn."""
     extra_fields: Row = field(default_factory=dict)
     """What tools put here is a column of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
+    later_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
+    """Prompt tokens of the turns after the first, and how many of them the prefix cache had."""
 
     def add_turn(self, output: TokenOutput) -> None:
         """Append what the model wrote."""
+        if self.assistant_turns and output.cached_tokens is not None:
+            self.later_tokens["prompt"] += len(self.prompt_ids)
+            self.later_tokens["cached"] += output.cached_tokens
         self.response_ids = list(output.token_ids)
         self._append(output.token_ids, 1, output.log_probs, output.versions, "assistant")
         self.assistant_turns += 1
@@ -63,6 +70,13 @@ class AgentData:
         count = len(ids)
         self._append(ids, 0, [0.0] * count, [self.versions[-1]] * count, role)
         self.user_turns += 1
+
+    def add_reward(self, name: str, reward: float) -> None:
+        """Reward the turn that the model ended last."""
+        token = len(self.response_mask) - 1
+        self.turn_rewards.append({"name": name, "reward": reward, "token": token})
+        for turn in self.spans[-1:]:
+            turn["reward"] = turn.get("reward", 0.0) + reward
 
     def _append(
         self,
@@ -76,4 +90,4 @@ class AgentData:
         self.response_mask += [mask] * len(ids)
         self.response_logprobs += log_probs
         self.versions += versions
-        self.spans.append({"role": role, "tokens": len(ids)})
+        self.spans.append({"role": role, "tokens": len(ids), "mask": mask})

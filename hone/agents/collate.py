@@ -54,7 +54,8 @@ def collate_outputs(
     scored = sum(o.reward_score is not None for o in outputs)
     _all_or_none_scored(scored, len(outputs))
     if scored:
-        tensors[LOOP_SCORE] = _scores_on_last_policy_token(outputs, response_mask)
+        own = [float(o.reward_score or 0.0) for o in outputs]
+        tensors[LOOP_SCORE] = _on_last_policy_token(own, response_mask)
     return DataProto.from_dict(tensors=tensors, non_tensors=_facts(outputs))
 
 
@@ -116,13 +117,28 @@ def _of_policy(log_probs: Tensor, mask: Tensor) -> Tensor:
     return log_probs.where(mask != 0, 0.0)
 
 
-def _scores_on_last_policy_token(outputs: Sequence[AgentLoopOutput], mask: Tensor) -> Tensor:
+def _on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
     last = last_true(mask).clamp(min=0)
     scores = torch.zeros(mask.shape, dtype=torch.float32)
-    scores[torch.arange(len(outputs)), last] = torch.tensor(
-        [float(o.reward_score or 0.0) for o in outputs]
-    )
+    scores[torch.arange(len(values)), last] = torch.tensor(values)
     return scores
+
+
+def turn_rewards(batch: DataProto, name: str) -> Tensor:
+    """[B, T] what a tool or interaction gave each turn, on the token that ended it."""
+    scores = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
+    for row, rewards in enumerate(batch.non_tensor_batch.get("turn_rewards", ())):
+        for entry in rewards or ():
+            if entry["name"] == name and entry["token"] < scores.shape[1]:
+                scores[row, entry["token"]] += entry["reward"]
+    return scores
+
+
+def trajectory_rewards(batch: DataProto, name: str) -> Tensor:
+    """[B, T] what a tool or interaction gave the trajectory, on the last token of the policy."""
+    given = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
+    scores = [float((row or {}).get(name, 0.0)) for row in given]
+    return _on_last_policy_token(scores, batch.batch["response_mask"])
 
 
 def _facts(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:

@@ -37,8 +37,11 @@ LOOPS: Table[Callable[..., AgentLoopBase]] = Table(
         "single_turn_agent": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
         "tool_agent": "hone.agents.loops.tool:ToolAgentLoop",
         "search_agent": "hone.agents.loops.search:SearchAgentLoop",
+        "react_agent": "hone.agents.loops.tool:ReactAgentLoop",
     },
 )
+
+_PER_TOKEN = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions")
 
 
 @dataclass
@@ -49,6 +52,10 @@ class AgentLoopMetrics:
     tool_calls: float = 0.0
     compute_score: float = 0.0
     num_preempted: int = 0
+    later_prompt_tokens: int = 0
+    """Prompt tokens of the turns after the first, where the engine counts prefix-cache hits."""
+    later_cached_tokens: int = 0
+    """Those of them that were found in the prefix cache."""
 
 
 @dataclass
@@ -69,6 +76,11 @@ class AgentLoopOutput:
     routed_experts: torch.Tensor | None = None
     mm_processor_kwargs: Settings | None = None
     mm_processor_output: Sequence[Row] | None = None
+
+    def __post_init__(self) -> None:
+        for name in _PER_TOKEN:
+            if hasattr(value := getattr(self, name), "tolist"):  # a tensor or an array
+                setattr(self, name, value.tolist())
 
     def as_dict(self) -> Row:
         """The trajectory as columns of a batch, under verl's names; what is None is left out."""
@@ -180,6 +192,7 @@ class AgentLoopBase(ABC):
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
+        self.request_id = uuid4().hex  # the loop runner writes the row's `trajectory_id`
         self.apply_chat_template_kwargs = self.data_config.get("apply_chat_template_kwargs") or {}
         self.prompt_length: int = self.rollout_config.prompt_length
         self.response_length: int = self.rollout_config.response_length

@@ -1,15 +1,17 @@
 """What tools and users say, as tokens that follow the model's own: text is rendered, ids are appended.
 
 The chat template is asked only for what stands after an assistant turn, so nothing the model wrote is
-tokenised again and no glue between turns is lost.
+tokenised again and no glue between turns is lost. Where the template would render the earlier turns
+otherwise (it drops their thinking, say), `drifts` tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from hone.data.chat_template import BrokenTemplate, apply_template
-from hone.data.prompts import Message, PromptError
+from hone.data.prompts import Message, PromptError, render_prompt, truncate
 from hone.text import clean_text, clean_values, described
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
@@ -17,6 +19,16 @@ from hone.types import Settings
 _SPOKEN = "QZ7assistantturnQZ7"
 """Stands for the model's turn while a template renders what follows it."""
 _CUT = "(truncated)"
+_QUESTION: Message = {"role": "user", "content": "What is 2+2?"}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+_TURNS = {
+    "a plain turn": "It is 4.",
+    "a turn that thinks": "<think>\nTwo and two.\n</think>\n\nIt is 4.",
+}
+_REPLIES: dict[str, Message] = {
+    "tool": {"role": "tool", "content": "4", "tool_call_id": "call00000"},
+    "user": {"role": "user", "content": "Are you sure?"},
+}
 
 
 def observation_ids(
@@ -32,24 +44,43 @@ def observation_ids(
     `last_token` is the turn's last id: an end token the model wrote itself is not written twice.
     """
     messages = [_without_mark(clean_values(message)) for message in messages]
-    if chat and getattr(tokenizer, "chat_template", None):
-        text = _rendered(messages, tokenizer, template_kwargs)
-        ended = tokenizer.decode([last_token], skip_special_tokens=False)
-        text = text.removeprefix(ended) if ended else text
-    else:
-        text = "".join(_plain(message) for message in messages)
-    return [int(token) for token in tokenizer.encode(clean_text(text), add_special_tokens=False)]
+    if not (chat and getattr(tokenizer, "chat_template", None)):
+        return _encoded("".join(_plain(message) for message in messages), tokenizer)
+    text = clean_text(_rendered(messages, tokenizer, template_kwargs))
+    ended = tokenizer.decode([last_token], skip_special_tokens=False)
+    is_special = not tokenizer.decode([last_token], skip_special_tokens=True)
+    if not is_special and not (len(ended.strip()) > 1 and text.startswith(ended)):
+        return _encoded(text, tokenizer)
+    text = text.removeprefix(ended)
+    # After a special token a tokenizer may split text otherwise than at the start of a text.
+    ids = _encoded(ended + text, tokenizer)
+    return ids[1:] if ids[:1] == [last_token] else _encoded(text, tokenizer)
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def _rendered(messages: Sequence[Message], tokenizer: Tokenizer, kwargs: Settings) -> str:
-    talk = [
-        {"role": "user", "content": "."},
-        {"role": "assistant", "content": _SPOKEN},
-        *messages,
-    ]
-    options = {**kwargs, "add_generation_prompt": True}
+    """What the template writes after an assistant turn: its end, the messages, the next turn's start."""
+    turn: Message = {"role": "assistant", "content": _SPOKEN}
+
+    def text_of(talk: Sequence[Message], generate: bool) -> str:
+        options = {**kwargs, "add_generation_prompt": generate}
+        return str(apply_template([_QUESTION, *talk], tokenizer, tokenize=False, **options))
+
     try:
-        text = str(apply_template(talk, tokenizer, tokenize=False, **options))
+        try:
+            whole = text_of([turn, *messages], True)
+        except BrokenTemplate:
+            raise
+        except Exception:  # the template may want an answer's call before it
+            called = [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+            answers = [{"tool_call_id": _CALL["id"], **message} for message in messages]
+            before, after = text_of(called, False), text_of([*called, *answers], True)
+            if not after.startswith(before):
+                raise
+            whole = text_of([turn], False) + after[len(before) :]
     except BrokenTemplate:
         raise
     except Exception as error:  # a template is foreign code
@@ -58,12 +89,12 @@ def _rendered(messages: Sequence[Message], tokenizer: Tokenizer, kwargs: Setting
             f"the tokenizer's chat template cannot render a turn of {roles}: {described(error)}; use "
             "a template that knows these roles (actor_rollout_ref.model.custom_chat_template)"
         ) from error
-    _, found, after = text.rpartition(_SPOKEN)
-    if not found:
+    _, mark, rest = whole.rpartition(_SPOKEN)
+    if not mark:
         raise PromptError(
             "the tokenizer's chat template leaves out the assistant's turn, so turns cannot follow it"
         )
-    return after
+    return rest
 
 
 def _without_mark(message: Message) -> Message:
@@ -81,6 +112,58 @@ def _plain(message: Message) -> str:
     if message["role"] == "tool":
         return f"\n<tool_response>\n{message['content']}\n</tool_response>\n"
     return f"\n{message['content']}\n"
+
+
+class Drift(NamedTuple):
+    """A conversation that the template renders otherwise than the loop appends it."""
+
+    case: str
+    problem: str
+
+
+def drifts(
+    tokenizer: Tokenizer, template_kwargs: Settings, roles: Sequence[str] = tuple(_REPLIES)
+) -> Iterator[Drift | str]:
+    """Two turns of each kind, appended and rendered whole: a `Drift`, or the name of an equal case."""
+    for role in roles:
+        for name, text in _TURNS.items():
+            case = f"a {role} answers {name}"
+            try:
+                problem = _difference(text, _REPLIES[role], tokenizer, template_kwargs)
+            except (PromptError, BrokenTemplate) as error:
+                problem = str(error)
+            if problem != "":
+                yield Drift(case, problem) if problem else case
+
+
+def _difference(text: str, reply: Message, tokenizer: Tokenizer, kwargs: Settings) -> str | None:
+    """Where both part; None where they are equal, "" where the template has no such turn."""
+    prompt = render_prompt([_QUESTION], tokenizer, template_kwargs=kwargs)
+    opened = tokenizer.decode(prompt).rstrip().endswith("<think>")
+    if opened and not text.startswith("<think>"):
+        return ""
+    spoken = _encoded(text.removeprefix("<think>\n") if opened else text, tokenizer)
+    end = next(iter(_encoded(_rendered([reply], tokenizer, kwargs), tokenizer)), None)
+    if end is not None and not tokenizer.decode([end], skip_special_tokens=True):
+        spoken.append(end)
+    glue = observation_ids(
+        [reply], tokenizer, last_token=spoken[-1], template_kwargs=kwargs, chat=True
+    )
+    appended = [*prompt, *spoken, *glue]
+    talk = [_QUESTION, {"role": "assistant", "content": text}, reply]
+    try:
+        whole = render_prompt(talk, tokenizer, template_kwargs=kwargs)
+    except PromptError:  # the template wants a call before an answer
+        talk[1]["tool_calls"] = [_CALL]
+        whole = render_prompt(talk, tokenizer, template_kwargs=kwargs)
+    if appended == whole:
+        return None
+    at = next(
+        (i for i, pair in enumerate(zip(appended, whole, strict=False)) if len({*pair}) > 1),
+        len(whole),
+    )
+    rest = [tokenizer.decode(ids[at : at + 12]) for ids in (appended, whole)]
+    return f"from token {at} the loop has {rest[0]!r}, the template {rest[1]!r}"
 
 
 def cut_text(text: str, longest_chars: int, side: str) -> str:
@@ -102,11 +185,4 @@ def cut_tokens(text: str, tokenizer: Tokenizer, longest_tokens: int | None, side
     ids = tokenizer.encode(clean_text(text), add_special_tokens=False)
     if len(ids) <= longest_tokens:
         return text
-    if side == "right":
-        kept = ids[:longest_tokens]
-    elif side == "left":
-        kept = ids[-longest_tokens:]
-    else:
-        head = longest_tokens // 2
-        kept = [*ids[:head], *ids[len(ids) - (longest_tokens - head) :]]
-    return tokenizer.decode(kept, skip_special_tokens=True)
+    return tokenizer.decode(truncate(ids, longest_tokens, side), skip_special_tokens=True)

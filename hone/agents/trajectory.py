@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.agents.bounded import bounded
-from hone.agents.contract import AgentLoopOutput, ServerManager
+from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput, ServerManager
 from hone.agents.loops.listing import LoopFactory, LoopNames, build_loop
 from hone.agents.output_check import MEASURED, check_output, measured
 from hone.config import PPOTrainerConfig
@@ -76,6 +76,7 @@ class TrajectoryMaker:
 
         async def trajectory() -> AgentLoopOutput:
             loop = build_loop(job.factory, self._config, manager, self._tokenizer)
+            loop.request_id = row["trajectory_id"]
             output = await loop.run(job.sampling, **row)
             check_output(output, name, row=row, vocabulary=self._vocabulary)
             return output
@@ -115,4 +116,8 @@ def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
         values = np.array([float(m[name]) for m in found])
         for statistic in ("min", "max", "mean"):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
+    own = [o.metrics for o in outputs if isinstance(o.metrics, AgentLoopMetrics)]
+    if later := sum(metrics.later_prompt_tokens for metrics in own):
+        cached = sum(metrics.later_cached_tokens for metrics in own)
+        summary["rollout/prefix_cache_hit/later_turns"] = cached / later
     return summary

@@ -132,6 +132,10 @@ class RewardModelConfig(MicroBatches):
     """Weight of the rule score in the sum."""
     modeling_reward_coef: float = 1.0
     """Weight of the reward model's score in the sum."""
+    turn_reward_coef: dict[str, float] = field(default_factory=dict)
+    """Weights of what tools and interactions give a turn, by their names: `{calc_gsm8k_reward: 0.5}`."""
+    trajectory_reward_coef: dict[str, float] = field(default_factory=dict)
+    """Weights of what tools and interactions give the whole trajectory, by their names."""
     credit_assignment: str | float = 0.1
     """Process rewards: gamma-decay, strict min-form, or a temperature above 0 (soft min)."""
     split_step_char: str = "\n\n"

@@ -22,7 +22,7 @@ from hone.config.block import (
 from hone.config.engine import LogProbConfig
 
 SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP = "single_turn_agent", "tool_agent", "search_agent"
-BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP)
+BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP, "react_agent", SEARCH_LOOP)
 
 
 class DistributionConfig(SchemaBlock):
@@ -84,7 +84,8 @@ class MultiTurnConfig(SchemaBlock):
     interaction_config_path: str | None = None
     """YAML file that lists the interactions (simulated users)."""
     format: str = "hermes"
-    """Tool-call parser: hermes, or `pkg.mod:Class` for your own."""
+    """How the model writes tool calls: hermes, llama3_json, pythonic, qwen3_coder, deepseek, mistral,
+    gpt-oss, glm, kimi, plain, react, or `pkg.mod:Class` for your own."""
 
 
 class AgentConfig(SchemaBlock):

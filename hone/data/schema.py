@@ -10,7 +10,7 @@ from hone.text import clean_text, flaw_of
 from hone.types import JsonValue, Row
 
 NAMES = ("data_source", "agent_name")
-ARGUMENTS = ("tools_kwargs", "interaction_kwargs")
+ARGUMENTS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 OBJECTS = ("reward_model", "extra_info", *ARGUMENTS)
 COLUMNS = (*NAMES, *OBJECTS)
 """The columns, beside the prompt, that the check reads."""

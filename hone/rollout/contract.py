@@ -7,7 +7,7 @@ the batch it was computed in. An executable version of this page is tests/rollou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
@@ -113,9 +113,17 @@ class TokenOutput:
     stop_reason: StopReason = StopReason.STOP
     num_preempted: int | None = None
     """How often the request lost its memory and was computed again; None where the engine does not say."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were found in the prefix cache; None where the engine does not say."""
     routed_experts: Tensor | None = None
     """None: routing is not replayed."""
     extra_fields: JsonObject = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.token_ids)
 
 
 @dataclass(frozen=True)

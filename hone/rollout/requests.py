@@ -44,6 +44,8 @@ class Request:
     on_tokens: OnTokens | None = None
     streamed: int = 0
     """Tokens that `on_tokens` has seen."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt found in the prefix cache; None where the engine has none."""
 
     @property
     def owner(self) -> asyncio.Future[TokenOutput]:
@@ -69,7 +71,13 @@ class Request:
 
     def output(self) -> TokenOutput:
         assert self.stop_reason is not None
-        return TokenOutput(self.token_ids, self.log_probs, self.versions, self.stop_reason)
+        return TokenOutput(
+            self.token_ids,
+            self.log_probs,
+            self.versions,
+            self.stop_reason,
+            cached_tokens=self.cached_tokens,
+        )
 
 
 def select(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:

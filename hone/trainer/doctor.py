@@ -11,7 +11,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -65,10 +65,12 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
         yield _tried("self-test", "one GRPO step of a tiny model", training_step)
 
 
-def report(say: Callable[[str], None], *, self_test: bool = True) -> int:
+def report(
+    say: Callable[[str], None], findings: Iterable[Finding] | None = None, *, self_test: bool = True
+) -> int:
     """Print every finding; 0 when nothing is broken, else 1."""
     broken, section = 0, None
-    for finding in examine(self_test=self_test):
+    for finding in findings or examine(self_test=self_test):
         if finding.section != section:
             section = finding.section
             say(f"{section}:")
@@ -76,6 +78,22 @@ def report(say: Callable[[str], None], *, self_test: bool = True) -> int:
         say(f"  {finding.state.value} {finding.name:<14} {finding.detail}")
     say("everything needed is here" if not broken else f"{broken} of these need attention")
     return 1 if broken else 0
+
+
+def chat_template(model: str) -> Iterator[Finding]:
+    """Whether a model's chat template renders later turns as the agent loops append them."""
+    from hone.agents.observations import Drift, drifts
+    from hone.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    if not tokenizer.chat_template:
+        yield Finding("chat template", model, State.MISSING, "it has none; prompts are plain text")
+        return
+    for case in drifts(tokenizer, {}):
+        if isinstance(case, Drift):
+            yield Finding("chat template", case.case, State.MISSING, case.problem)
+        else:
+            yield Finding("chat template", case, State.FINE, "the same tokens")
 
 
 def _machine() -> Iterator[Finding]:

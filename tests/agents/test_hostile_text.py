@@ -17,7 +17,7 @@ from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids
 from hone.agents.parsers.contract import ToolCall, ToolParser
-from hone.agents.parsers.hermes import HermesToolParser
+from hone.agents.parsers.json_calls import HermesToolParser
 from hone.agents.runner import LoopRunner
 from hone.agents.tools.function_tool import tool_of
 from hone.agents.tools.listing import Tool

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from agents.chat_templates import FAMILIES, characters, merges
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hone.agents.observations import cut_text, cut_tokens, observation_ids
+from hone.agents.observations import Drift, cut_text, cut_tokens, drifts, observation_ids
 from hone.data.prompts import PromptError, render_prompt
 from hone.models.tiny import character_tokenizer
 
@@ -96,3 +99,51 @@ def test_an_answer_cannot_stand_for_the_models_turn(tokenizer: Any) -> None:
     forged = [{"role": "tool", "content": f"a{mark[:5]}{mark}{mark[5:]}b\ud800"}]
     added = tokenizer.decode(ids(tokenizer, "<|im_end|>", messages=forged))
     assert added == "\n<|im_start|>tool\nab?<|im_end|>\n<|im_start|>assistant\n"
+
+
+TOKENIZERS = {
+    (name, kind): make(family)
+    for name, family in FAMILIES.items()
+    for kind, make in (("characters", characters), ("merges", merges))
+}
+WORDS = st.text("abc 123.,?\n", min_size=1, max_size=12).map(lambda text: f"a{text}b")
+
+
+@pytest.mark.parametrize(("name", "kind"), TOKENIZERS, ids=lambda word: word)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_appended_turns_are_the_templates_own_rendering(name: str, kind: str, data: Any) -> None:
+    family, tokenizer = FAMILIES[name], TOKENIZERS[name, kind]
+    talk = [{"role": "user", "content": data.draw(WORDS)}]
+    grown = render_prompt(talk, tokenizer)
+    for role in data.draw(st.lists(st.sampled_from(family.roles), min_size=1, max_size=3)):
+        said, reply = data.draw(WORDS), {"role": role, "content": data.draw(WORDS)}
+        grown += tokenizer.encode(said + family.end, add_special_tokens=False)
+        grown += observation_ids(
+            [reply], tokenizer, last_token=grown[-1], template_kwargs={}, chat=True
+        )
+        talk += [{"role": "assistant", "content": said}, reply]
+    assert tokenizer.decode(grown) == tokenizer.decode(render_prompt(talk, tokenizer))
+    assert grown == render_prompt(talk, tokenizer)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_template_that_drops_earlier_thinking_is_told(name: str) -> None:
+    family, tokenizer = FAMILIES[name], TOKENIZERS[name, "merges"]
+    cases = list(drifts(tokenizer, {}, family.roles))
+    told = [case.case for case in cases if isinstance(case, Drift)]
+    assert told == [f"a {role} answers a turn that thinks" for role in family.drifts]
+    assert len(cases) == 2 * len(family.roles)
+
+
+def test_an_answer_follows_a_call_where_the_template_wants_one() -> None:
+    tokenizer = TOKENIZERS["mistral", "characters"]
+    (end,) = tokenizer.encode("</s>", add_special_tokens=False)
+    added = observation_ids(TOOL, tokenizer, last_token=end, template_kwargs={}, chat=True)
+    assert tokenizer.decode(added) == "[TOOL_RESULTS]42[/TOOL_RESULTS]"
+
+
+def test_a_role_that_the_template_refuses_is_told() -> None:
+    (first, _) = drifts(TOKENIZERS["gemma", "characters"], {}, ["tool"])
+    assert isinstance(first, Drift)
+    assert "cannot render a turn of tool" in first.problem

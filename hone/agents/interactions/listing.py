@@ -4,11 +4,15 @@ interaction:
   - name: gsm8k
     class_name: hone.agents.interactions.gsm8k.Gsm8kInteraction
     config: {}
+  - name: maze                        # a class with `reset` and `step` is an environment
+    class_name: my_env.py:Maze
+  - name: reasoning_gym:leg_counting  # a data set of reasoning-gym by its name
 """
 
 from __future__ import annotations
 
 from hone.agents.interactions.contract import BaseInteraction
+from hone.agents.interactions.environment import EnvironmentInteraction
 from hone.agents.tools.contract import ToolError
 from hone.agents.tools.listing import read_entries
 from hone.plugins import load_object
@@ -19,18 +23,18 @@ def initialize_interactions_from_config(
 ) -> dict[str, BaseInteraction]:
     """Every interaction by the name that rows give in `interaction_kwargs`."""
     path = interaction_config_file
-    found: dict[str, BaseInteraction] = {}
+    interactions: dict[str, BaseInteraction] = {}
     for entry in read_entries(path, "interaction"):
         cls = load_object(str(entry["class_name"]))
-        name = str(entry.get("name") or _name_of(cls.__name__))
-        if name in found:
+        # `WeatherInteraction` is called `weather`.
+        name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
+        if name in interactions:
             raise ToolError(
                 f"Duplicate interaction name {name!r} found in {path}; rename one of them"
             )
-        found[name] = cls({**(entry.get("config") or {}), "name": name})
-    return found
-
-
-def _name_of(class_name: str) -> str:
-    """`WeatherInteraction` is called `weather`."""
-    return class_name.removesuffix("Interaction").lower()
+        config = {**(entry.get("config") or {}), "name": name}
+        if hasattr(cls, "reset") and hasattr(cls, "step"):
+            interactions[name] = EnvironmentInteraction(cls, config)
+        else:
+            interactions[name] = cls(config)
+    return interactions

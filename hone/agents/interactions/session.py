@@ -38,12 +38,15 @@ class InteractionSession:
     def name(self) -> str:
         return self._user.name
 
-    async def start(self, left_s: float) -> None:
-        """Begin, within what is left of the trajectory."""
-        work = self._user.start_interaction
-        self._id = await self._ask(
-            "start_interaction", _call(work, uuid4().hex, **self._words), left_s
-        )
+    async def start(self, left_s: float) -> str | None:
+        """Begin, within what is left of the trajectory; what an environment says first, or None."""
+        work = _call(self._user.start_interaction, uuid4().hex, **self._words)
+        started: str | tuple[str, str] | None = await self._ask("start_interaction", work, left_s)
+        if not isinstance(started, tuple):
+            self._id = started
+            return None
+        self._id, observation = started
+        return clean_text(observation)
 
     async def reply(self, messages: Messages, left_s: float) -> str | None:
         """What the user says to the model's last turn; None ends the talk."""

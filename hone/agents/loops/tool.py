@@ -10,6 +10,8 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from hone.agents.agent_data import AgentData, AgentState
@@ -19,19 +21,27 @@ from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids
 from hone.agents.parsers.contract import ToolCall, ToolParser
+from hone.agents.tools.contract import ToolError
 from hone.agents.tools.listing import Tool, load_all_tools
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
-from hone.data.prompts import Message, truncate
+from hone.data.prompts import Message, as_messages, truncate
 from hone.text import described, shown
 from hone.types import Row, Settings
 
-__all__ = ["AgentData", "AgentState", "ToolAgentLoop"]
+__all__ = ["AgentData", "AgentState", "ReactAgentLoop", "ToolAgentLoop"]
 logger = logging.getLogger(__name__)
+
+TOOL_CONFIG = ("available_tools", "tool_format", "max_tool_calls", "timeout")
+"""Keys of a row's `tool_config`."""
+_FORMATS = ("react", "function_calling")
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """Named `tool_agent` in rows; `rollout.multi_turn` has its limits."""
+    """Named `tool_agent` in rows; `rollout.multi_turn` has its limits, a row's `tool_config` its own."""
+
+    default_format: str | None = None
+    """The parser where it is not `multi_turn.format`."""
 
     def __init_subclass__(cls) -> None:
         steps = sorted(name for name in vars(cls) if name.startswith("_handle_"))
@@ -44,35 +54,89 @@ class ToolAgentLoop(AgentLoopBase):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         limits: MultiTurnConfig = self.config.actor_rollout_ref.rollout.multi_turn
-        self.limits = limits
+        self.limits = replace(limits, format=self.default_format or limits.format)
         self.tools = _tools(limits.tool_config_path, limits.function_tool_path)
         self.interactions = _interactions(limits.interaction_config_path)
-        self.parser = ToolParser.get_tool_parser(limits.format, self.tokenizer)
+        self.parser = ToolParser.get_tool_parser(self.limits.format, self.tokenizer)
+
+    def of_row(
+        self, tool_config: Settings | None
+    ) -> tuple[dict[str, Tool], MultiTurnConfig, ToolParser]:
+        """Tools, limits and parser of a row; ToolError for what its `tool_config` cannot have."""
+        asked = {name: value for name, value in (tool_config or {}).items() if value is not None}
+        if unknown := sorted(set(asked) - set(TOOL_CONFIG)):
+            raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG)}")
+        names = [*asked.get("available_tools", self.tools)]
+        if missing := [name for name in names if name not in self.tools]:
+            raise ToolError(
+                f"tool_config.available_tools names {shown(missing[0])}; the tools of this run are "
+                f"{', '.join(self.tools) or 'none'}"
+            )
+        kind = asked.get("tool_format", _FORMATS[self.limits.format != "react"])
+        calls, seconds = asked.get("max_tool_calls", 0), asked.get("timeout", 1.0)
+        for name, value, holds, rule in (
+            ("tool_format", kind, kind in _FORMATS, " or ".join(_FORMATS)),
+            ("max_tool_calls", calls, isinstance(calls, int) and calls >= 0, "a count"),
+            ("timeout", seconds, isinstance(seconds, int | float) and seconds > 0, "seconds"),
+        ):
+            if not holds:
+                raise ToolError(f"tool_config.{name}={shown(value)}; give {rule}")
+        formatted = self.limits.format
+        if kind != _FORMATS[formatted != "react"]:
+            configured = self.config.actor_rollout_ref.rollout.multi_turn.format
+            by_template = "hermes" if configured == "react" else configured
+            formatted = "react" if kind == "react" else by_template
+        limits = replace(
+            self.limits,
+            format=formatted,
+            max_tool_calls=asked.get("max_tool_calls", self.limits.max_tool_calls),
+            tool_timeout_s=asked.get("timeout", self.limits.tool_timeout_s),
+        )
+        parser = ToolParser.get_tool_parser(formatted, self.tokenizer)
+        return {name: self.tools[name] for name in names}, limits, parser
 
     async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
-        schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
-        prompt = truncate(
-            self.prompt_ids(row, schemas), self.prompt_length, self.config.data.truncation
-        )
-        talk = AgentData(
-            _as_talk(row["raw_prompt"]), prompt, row["trajectory_id"], row.get("tools_kwargs") or {}
-        )
-        session = ToolSession(self.tools, talk, self._call_limits())
+        if row.get("tool_config"):
+            self.tools, self.limits, self.parser = self.of_row(row["tool_config"])
+        seconds = self.limits.trajectory_timeout_s
+        deadline = float("inf") if seconds is None else time.monotonic() + seconds
         user = self._user_of(row)
-        talk.turn_scores = user.turn_scores if user else []
-        deadline = _deadline(self.limits.trajectory_timeout_s)
-        try:
+        async with AsyncExitStack() as ending:
+            first = None
             if user is not None:
-                await user.start(deadline - time.monotonic())
+                ending.push_async_callback(user.finish)
+                first = await user.start(deadline - time.monotonic())
+            talk = self._begin(row, first)
+            talk.turn_scores = user.turn_scores if user else []
+            session = ToolSession(self.tools, talk, self._call_limits())
+            ending.push_async_callback(session.release)
             await self._converse(talk, session, user, deadline, sampling_params)
             scores = await session.scores()
             if user is not None and (score := await user.score()) is not None:
                 scores[user.name] = score
-        finally:
-            await session.release()
-            if user is not None:
-                await user.finish()
         return self._output(talk, session, user, scores)
+
+    def _begin(self, row: Row, first: str | None) -> AgentData:
+        """The prompt, with what the parser or an environment says first."""
+        schemas = [tool.tool_schema for tool in self.tools.values()]
+        prompt = row["raw_prompt"]
+        if schemas and not self.parser.in_template:
+            prompt = _with_instructions(prompt, self.parser.instructions(schemas))
+            schemas = []
+        if first is not None:
+            prompt = [*as_messages(prompt), {"role": "user", "content": first}]
+        shown_tools = [schema.model_dump() for schema in schemas]
+        ids = (
+            self.prompt_ids(row, shown_tools)
+            if prompt is row["raw_prompt"]
+            else self._rendered(prompt, shown_tools)
+        )
+        return AgentData(
+            [dict(message) for message in as_messages(prompt)],
+            truncate(ids, self.prompt_length, self.config.data.truncation),
+            row["trajectory_id"],
+            row.get("tools_kwargs") or {},
+        )
 
     async def _converse(
         self,
@@ -98,15 +162,16 @@ class ToolAgentLoop(AgentLoopBase):
                 new = [_tool_turn(*pair) for pair in zip(calls, answers, strict=True)]
             elif user is not None:
                 scored = len(user.turn_scores)
-                said = await user.reply(talk.messages, deadline - time.monotonic())
+                reply = await user.reply(talk.messages, deadline - time.monotonic())
                 if len(user.turn_scores) > scored:
                     talk.spans[-1]["score"] = user.turn_scores[-1]
-                if said is None:
+                    talk.add_reward(user.name, user.turn_scores[-1])
+                if reply is None:
                     return
-                new = [{"role": "user", "content": said}]
+                new = [{"role": "user", "content": reply}]
             else:
                 return
-            if not self._observe(talk, new):
+            if not self._observe(talk, new, text):
                 return
 
     async def _calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:
@@ -121,10 +186,9 @@ class ToolAgentLoop(AgentLoopBase):
             return [ToolCall("", {}, f"the calls cannot be read: {described(error)}")]
 
     async def _model_turn(self, talk: AgentData, sampling: Settings) -> tuple[str, list[int]]:
-        """One turn of the model: its text, and its token ids."""
+        """One turn of the model: its text as the parser reads it, and its token ids."""
         room = self.response_length - len(talk.response_mask)
         asked = sampling.get("max_tokens")
-        stops = [*(sampling.get("stop_token_ids") or ()), *self.parser.stop_token_ids]
         started = time.perf_counter()
         output = await self.server_manager.generate(
             talk.request_id,
@@ -132,15 +196,20 @@ class ToolAgentLoop(AgentLoopBase):
             sampling_params={
                 **sampling,
                 "max_tokens": room if asked is None else min(asked, room),
-                "stop_token_ids": tuple(stops),
+                "stop": (*(sampling.get("stop") or ()), *self.parser.stop),
+                "stop_token_ids": (
+                    *(sampling.get("stop_token_ids") or ()),
+                    *self.parser.stop_token_ids,
+                ),
             },
         )
         talk.seconds["model"] += time.perf_counter() - started
         talk.add_turn(output)
-        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
         words = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         talk.messages.append({"role": "assistant", "content": words})
-        return text, output.token_ids
+        if self.parser.in_template:
+            return self.tokenizer.decode(output.token_ids), output.token_ids
+        return words, output.token_ids
 
     def _at_a_limit(self, talk: AgentData) -> bool:
         most, most_others = self.limits.max_assistant_turns, self.limits.max_user_turns
@@ -150,18 +219,30 @@ class ToolAgentLoop(AgentLoopBase):
             or (most_others is not None and talk.user_turns >= most_others)
         )
 
-    def _observe(self, talk: AgentData, new: list[Message]) -> bool:
+    def _observe(self, talk: AgentData, new: list[Message], text: str) -> bool:
         """Append what was said to the model; false when no room is left for it to answer."""
+        role, last = str(new[0]["role"]), talk.prompt_ids[-1]
+        messages = new
+        if role == "tool" and not self.parser.in_template:
+            said = self.parser.observation(text, [message["content"] for message in new])
+            if self.tokenizer.decode([last], skip_special_tokens=True):  # the turn goes on
+                return self._append(
+                    talk, new, self.tokenizer.encode(said, add_special_tokens=False)
+                )
+            messages = [{"role": "user", "content": said.strip()}]
         ids = observation_ids(
-            new,
+            messages,
             self.tokenizer,
-            last_token=talk.prompt_ids[-1],
+            last_token=last,
             template_kwargs=self.config.data.apply_chat_template_kwargs,
             chat=self.config.data.prompt_format == "chat",
         )
+        return self._append(talk, new, ids)
+
+    def _append(self, talk: AgentData, new: list[Message], ids: Sequence[int]) -> bool:
         if len(talk.response_mask) + len(ids) >= self.response_length:
             return False
-        talk.add_observation(ids, new[0]["role"])
+        talk.add_observation(ids, str(new[0]["role"]))
         talk.messages += new
         return True
 
@@ -179,16 +260,16 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _user_of(self, row: Settings) -> InteractionSession | None:
         """The interaction the row names; the only one where it names none."""
-        wanted = row.get("interaction_kwargs") or {}
-        if not self.interactions or not wanted:
+        kwargs = row.get("interaction_kwargs") or {}
+        if not self.interactions or not kwargs:
             return None
-        name = wanted.get("name") or next(iter(self.interactions))
+        name = kwargs.get("name") or next(iter(self.interactions))
         if not isinstance(name, str) or name not in self.interactions:
             raise ValueError(
                 f"the row's interaction_kwargs.name={shown(name)} is not in "
                 f"{self.limits.interaction_config_path}; it has {', '.join(self.interactions)}"
             )
-        return InteractionSession(self.interactions[name], wanted, self.limits.tool_timeout_s)
+        return InteractionSession(self.interactions[name], kwargs, self.limits.tool_timeout_s)
 
     def _output(
         self,
@@ -206,13 +287,19 @@ class ToolAgentLoop(AgentLoopBase):
             response_logprobs=talk.response_logprobs,
             versions=talk.versions,
             num_turns=talk.assistant_turns + talk.user_turns + 1,
-            metrics=AgentLoopMetrics(talk.seconds["model"], talk.seconds["tools"]),
+            metrics=AgentLoopMetrics(
+                talk.seconds["model"],
+                talk.seconds["tools"],
+                later_prompt_tokens=talk.later_tokens["prompt"],
+                later_cached_tokens=talk.later_tokens["cached"],
+            ),
             stop_reason=talk.stop_reason,
             extra_fields={
                 **talk.extra_fields,
                 "tool_outputs": facts.outputs,
                 "tool_rewards": talk.tool_rewards,
                 "turn_scores": talk.turn_scores,
+                "turn_rewards": talk.turn_rewards,
                 "timeouts": [*facts.timeouts, *(user.timeouts if user else [])],
                 "tool_call_counts": len(facts.outputs),
                 "tool_failures": facts.failures + (user.failures if user else 0),
@@ -222,19 +309,28 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
 
+class ReactAgentLoop(ToolAgentLoop):
+    """Named `react_agent`: Thought, Action, Observation, explained in the prompt."""
+
+    default_format = "react"
+
+
+def _with_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
+    """The prompt with the instructions: after the system message, else before the first message."""
+    if isinstance(prompt, str):
+        return f"{text}\n\n{prompt}"
+    messages = [dict(message) for message in as_messages(prompt)]
+    first = messages[0]
+    if not isinstance(first["content"], str):
+        return [{"role": "system", "content": text}, *messages]
+    parts = (first["content"], text) if first["role"] == "system" else (text, first["content"])
+    first["content"] = "\n\n".join(parts)
+    return messages
+
+
 def _tool_turn(call: ToolCall, answer: str) -> Message:
     named = {} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id}
     return {"role": "tool", "content": answer, **named}
-
-
-def _as_talk(raw_prompt: str | list[Message]) -> list[Message]:
-    if isinstance(raw_prompt, str):
-        return [{"role": "user", "content": raw_prompt}]
-    return [dict(message) for message in raw_prompt]
-
-
-def _deadline(seconds: float | None) -> float:
-    return float("inf") if seconds is None else time.monotonic() + seconds
 
 
 @functools.cache

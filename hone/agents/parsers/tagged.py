@@ -7,35 +7,33 @@
 from __future__ import annotations
 
 from hone.agents.parsers.contract import (
-    LONGEST_CALL,
     FunctionCall,
+    MarkedParser,
     Schemas,
     ToolCall,
-    ToolParser,
     arguments_schema,
     as_function_call,
+    bad_call,
     between,
     value_of,
 )
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_TOO_LONG = ToolCall("", {}, f"the call is longer than {LONGEST_CALL} characters")
+_NO_FUNCTION = "a call is <function=NAME><parameter=KEY>VALUE</parameter></function>"
 
 
-class _TaggedParser(ToolParser):
+class _TaggedParser(MarkedParser):
+    opening, closing = "<tool_call>", "</tool_call>"
+
     def content(self, text: str) -> str:
-        return text.partition(OPEN)[0]
+        return text.partition(self.opening)[0]
 
 
 class Qwen3XMLToolParser(_TaggedParser):
     """Named `qwen3_coder`; the tool's schema says which arguments are text."""
 
-    def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
-        found: list[ToolCall] = []
-        for body in between(text, OPEN, CLOSE):
-            for call in between(body, "<function=", "</function>"):
-                found.append(_TOO_LONG if len(call) > LONGEST_CALL else _qwen3_call(call, tools))
-        return found
+    def body(self, body: str, tools: Schemas) -> list[ToolCall]:
+        calls = [_qwen3_call(call, tools) for call in between(body, "<function=", "</function>")]
+        return calls or [bad_call(_NO_FUNCTION)]
 
     def _parse_xml_function_call(
         self, function_call_str: str, tools: Schemas | None
@@ -47,9 +45,7 @@ class Qwen3XMLToolParser(_TaggedParser):
 def _qwen3_call(body: str, tools: Schemas) -> ToolCall:
     name, mark, rest = body.partition(">")
     if not mark:
-        return ToolCall(
-            "", {}, "a call is <function=NAME><parameter=KEY>VALUE</parameter></function>"
-        )
+        return bad_call(_NO_FUNCTION)
     schema = arguments_schema(name, tools)
     arguments = {}
     for part in between(rest, "<parameter=", "</parameter>"):
@@ -65,22 +61,11 @@ class GLMToolParser(_TaggedParser):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        return token_ids(self, "<|observation|>")
+        return self._token_ids("<|observation|>")
 
-    def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
-        bodies = between(text, OPEN, CLOSE)
-        return [_TOO_LONG if len(body) > LONGEST_CALL else _glm_call(body) for body in bodies]
-
-
-def _glm_call(body: str) -> ToolCall:
-    keys = between(body, "<arg_key>", "</arg_key>")
-    values = between(body, "<arg_value>", "</arg_value>")
-    pairs = zip(keys, values, strict=False)
-    arguments = {key.strip(): value_of(value.strip()) for key, value in pairs}
-    return ToolCall(body.partition("<arg_key>")[0].strip(), arguments)
-
-
-def token_ids(parser: ToolParser, token: str) -> list[int]:
-    """The id of a special token, where the tokenizer has it."""
-    number = None if parser.tokenizer is None else parser.tokenizer.get_vocab().get(token)
-    return [] if number is None else [number]
+    def body(self, body: str, tools: Schemas) -> list[ToolCall]:
+        keys = between(body, "<arg_key>", "</arg_key>")
+        values = between(body, "<arg_value>", "</arg_value>")
+        pairs = zip(keys, values, strict=False)
+        arguments = {key.strip(): value_of(value.strip()) for key, value in pairs}
+        return [ToolCall(body.partition("<arg_key>")[0].strip(), arguments)]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from hone.agents.tools.contract import (
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+    function_schema,
+)
 from hone.rewards.expressions import ExpressionError, evaluate_compat
 from hone.types import JsonObject, JsonValue, Row
 
@@ -11,20 +16,10 @@ class CalculatorTool(BaseTool):
     """Answers with the value of its first parameter; + - * / // ** and parentheses."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        expression = {"type": "string", "description": "Arithmetic, as in 23 * 45 + 67"}
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calculator",
-                    "description": "The value of an arithmetic expression.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"expression": expression},
-                        "required": ["expression"],
-                    },
-                },
-            }
+        return function_schema(
+            "calculator",
+            "The value of an arithmetic expression.",
+            expression={"type": "string", "description": "Arithmetic, as in 23 * 45 + 67"},
         )
 
     async def execute(

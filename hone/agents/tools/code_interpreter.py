@@ -1,53 +1,86 @@
-"""`code_interpreter`: the model's Python, in the sandbox; it sees what the program printed.
+"""`python`, `code_interpreter`: the model's Python, in the sandbox; it sees what its code printed.
 
-Its config: `timeout_s` (wall seconds of one program) and `memory_mb`. Nothing runs outside the sandbox.
-`SandboxFusionTool` has verl's config, and runs programs in the service of `sandbox_fusion_url`.
+Names stay between the calls of a trajectory (`stateful`, true): a call runs the earlier cells again,
+silently and with the same random numbers, and then its own. Further config: `timeout_s` (wall seconds of
+one call) and `memory_mb`. `SandboxFusionTool` has verl's config, and runs programs in a remote service.
 """
 
 from __future__ import annotations
 
-import asyncio
-
+from hone.agents.bounded import in_thread
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
     ToolError,
     ToolResponse,
+    function_schema,
 )
 from hone.sandbox import run_python
-from hone.sandbox.result import Job, SandboxResult
+from hone.sandbox.result import Job, SandboxResult, Status
 from hone.sandbox.service import SandboxService
 from hone.types import JsonObject, JsonValue, Row, Settings
 
+_CELLS = """
+import ast, contextlib, io, random, sys, traceback
+
+def run(code):
+    tree = ast.parse(code, "<cell>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<cell>", "exec"), names)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
+        if value is not None:
+            print(repr(value))
+
+names = {{"__name__": "__main__"}}
+random.seed(0)
+for cell in {earlier!r}:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(BaseException):
+            run(cell)
+try:
+    run({code!r})
+except Exception as error:
+    inside = error.__traceback__.tb_next
+    traceback.print_exception(type(error), error, inside and inside.tb_next)
+    sys.exit(1)
+"""
+"""The program of a call in the sandbox: earlier cells, then this one with the value of its last line."""
+
 
 class CodeInterpreterTool(BaseTool):
+    stateful = True
+
+    def __init__(
+        self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self._is_stateful = bool(config.get("stateful", self.stateful))
+        self._cells: dict[str, list[str]] = {}
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        code = {
-            "type": "string",
-            "description": "A whole Python program; print what you want to see",
-        }
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "code_interpreter",
-                    "description": "Run a Python program and read what it printed.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"code": code},
-                        "required": ["code"],
-                    },
-                },
-            }
+        return function_schema(
+            "code_interpreter",
+            "Run Python code and read what it printed. Names stay between calls.",
+            code={"type": "string", "description": "Python code; print what you want to see"},
         )
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Row]:
-        result = await asyncio.to_thread(self.run, str(next(iter(parameters.values()), "")))
-        said = "\n".join(part for part in (result.stdout, result.stderr) if part)
+        code = str(next(iter(parameters.values()), ""))
+        program = code
+        if self._is_stateful:
+            program = _CELLS.format(earlier=self._cells.get(instance_id, []), code=code)
+        result = await in_thread(self.run, code=program)
+        if result.status in (Status.OK, Status.ERROR):
+            self._cells.setdefault(instance_id, []).append(code)
+        text = "\n".join(part for part in (result.stdout, result.stderr) if part)
         status = str(result.status.value)
-        return ToolResponse(text=said or f"({status}, nothing printed)"), 0.0, {"status": status}
+        return ToolResponse(text=text or f"({status}, nothing printed)"), 0.0, {"status": status}
+
+    async def release(self, instance_id: str, **kwargs: JsonValue) -> None:
+        self._cells.pop(instance_id, None)
 
     def run(self, code: str) -> SandboxResult:
         """What became of one program."""
@@ -59,6 +92,8 @@ class CodeInterpreterTool(BaseTool):
 
 class SandboxFusionTool(CodeInterpreterTool):
     """verl's tool of that name: `sandbox_fusion_url`, `rate_limit`, `default_timeout`, `memory_limit_mb`."""
+
+    stateful = False
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None

@@ -125,6 +125,15 @@ class OpenAIFunctionToolSchema:
         return {"type": self.type, "function": self.function.model_dump()}
 
 
+def function_schema(
+    name: str, description: str, **properties: JsonObject
+) -> OpenAIFunctionToolSchema:
+    """The schema of a function that needs all its parameters."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
 @dataclass(frozen=True)
 class OpenAIFunctionParsedSchema:
     """A call as a model wrote it: `arguments` is JSON text."""

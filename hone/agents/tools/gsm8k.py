@@ -5,7 +5,12 @@ A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
 
 from __future__ import annotations
 
-from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from hone.agents.tools.contract import (
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+    function_schema,
+)
 from hone.rewards.scores.gsm8k import compute_score
 from hone.types import JsonObject, JsonValue, Row, Settings
 
@@ -21,20 +26,10 @@ class Gsm8kTool(BaseTool):
         self._asked: dict[str, Row] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        answer = {"type": "string", "description": "The model's answer, as in the last line"}
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calc_gsm8k_reward",
-                    "description": "Check an answer to a grade-school problem: 1.0 is right.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"answer": answer},
-                        "required": ["answer"],
-                    },
-                },
-            }
+        return function_schema(
+            "calc_gsm8k_reward",
+            "Check an answer to a grade-school problem: 1.0 is right.",
+            answer={"type": "string", "description": "The model's answer, as in the last line"},
         )
 
     async def create(

@@ -1,14 +1,15 @@
 """The tools of a run: a YAML list of classes, and a Python file of decorated functions.
 
-    tools:
-      - class_name: hone.agents.tools.gsm8k.Gsm8kTool
-        config: {type: native}
-        tool_schema: {type: function, function: {name: …, description: …, parameters: …}}
-      - name: calculator        # a tool that is built in, described in your own words
-        description: …
-        parameters: {expression: {type: string, description: …}}
+tools:
+  - class_name: hone.agents.tools.gsm8k.Gsm8kTool
+    config: {type: native}
+    tool_schema: {type: function, function: {name: …, description: …, parameters: …}}
+  - name: calculator        # a tool that is built in, described in your own words
+    description: …
+    parameters: {expression: {type: string, description: …}}
 
-Leaves out MCP servers: `type: mcp` is refused.
+- config: {type: mcp}       # every tool of MCP servers, see mcp.py
+    mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TypeAlias
 
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError
 from hone.agents.tools.function_tool import FunctionTool, load_function_tools_from_path
+from hone.agents.tools.mcp import mcp_tools
 from hone.plugins import load_object
 from hone.text import BadText, read_yaml, shown
 from hone.types import JsonValue, Row, Settings
@@ -27,9 +29,13 @@ BUILT_IN = {
     "calc_gsm8k_reward": "hone.agents.tools.gsm8k.Gsm8kTool",
     "code_interpreter": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
     "python": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
+    "search": "hone.agents.tools.search.SearchTool",
 }
 """Classes of entries that give only a `name`."""
 _SHORT = {"name", "description", "parameters", "config"}
+_MCP = "hone.agents.tools.mcp.MCPBaseTool"
+_GYM = "reasoning_gym:"
+_GYM_CLASS = "hone.agents.interactions.environment.ReasoningGymEnvironment"
 Tool: TypeAlias = BaseTool | FunctionTool
 """What a run may call: an object with state per trajectory, or a plain function."""
 
@@ -72,6 +78,12 @@ def _with_class(entry: JsonValue, path: str, section: str) -> Row:
     if isinstance(entry, dict) and entry.get("class_name"):
         return entry
     name = entry.get("name") if isinstance(entry, dict) else None
+    if section == "tools" and isinstance(entry, dict) and entry.get("mcp"):
+        return {"class_name": _MCP, **entry}
+    if section == "interaction" and isinstance(entry, dict) and str(name).startswith(_GYM):
+        config: Row = {"dataset": str(name).removeprefix(_GYM)}
+        config.update(_settings(entry, path))
+        return {**entry, "class_name": _GYM_CLASS, "config": config}
     if section != "tools" or not isinstance(entry, dict) or not name:
         raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
     if name not in BUILT_IN:
@@ -100,24 +112,34 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     path = tools_config_file
     tools: dict[str, BaseTool] = {}
     for entry in read_entries(path, "tools"):
-        config = entry.get("config") or {}
-        if not isinstance(config, Mapping):
-            raise ToolError(f"{path}: `config` is an object of settings, got {shown(config)}")
-        kind = config.get("type", "native")
-        if kind != "native":
-            raise ToolError(
-                f"{path}: tool type {kind!r} is not built; use `type: native` with a class of yours"
-            )
+        config = _settings(entry, path)
+        kind = config.get("type", "mcp" if entry.get("mcp") else "native")
+        if kind not in ("native", "mcp"):
+            raise ToolError(f"{path}: tool type {kind!r} is not built; use `native` or `mcp`")
         cls = load_object(str(entry["class_name"]))
-        tool = cls(config=config, tool_schema=_schema(entry, path))
-        if not hasattr(tool, "execute") or not getattr(tool, "name", None):
-            raise ToolError(
-                f"{path}: {entry['class_name']} is no tool; derive from hone.tools.base_tool.BaseTool"
-            )
-        if tool.name in tools:
-            raise ToolError(f"{path}: two tools are called {tool.name!r}; give each its own name")
-        tools[tool.name] = tool
+        if kind == "mcp":
+            made = mcp_tools(cls, config, entry.get("mcp"), path)
+        else:
+            made = [cls(config=config, tool_schema=_schema(entry, path))]
+        for tool in made:
+            if not hasattr(tool, "execute") or not getattr(tool, "name", None):
+                raise ToolError(
+                    f"{path}: {entry['class_name']} is no tool; derive from "
+                    "hone.tools.base_tool.BaseTool"
+                )
+            if tool.name in tools:
+                raise ToolError(
+                    f"{path}: two tools are called {tool.name!r}; give each its own name"
+                )
+            tools[tool.name] = tool
     return list(tools.values())
+
+
+def _settings(entry: Settings, path: str) -> Settings:
+    config = entry.get("config") or {}
+    if not isinstance(config, Mapping):
+        raise ToolError(f"{path}: `config` is an object of settings, got {shown(config)}")
+    return config
 
 
 def _schema(entry: Settings, path: str) -> OpenAIFunctionToolSchema | None:

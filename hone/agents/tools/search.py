@@ -6,16 +6,17 @@ Its config has verl's names: `retrieval_service_url`, `topk`, `timeout` (seconds
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import urllib.request
 
+from hone.agents.bounded import in_thread
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
     ToolError,
     ToolResponse,
+    function_schema,
 )
 from hone.types import JsonObject, JsonValue, Row, Settings
 
@@ -35,24 +36,11 @@ class SearchTool(BaseTool):
         self._slots = threading.BoundedSemaphore(int(config.get("rate_limit", 120)))
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        queries = {
-            "type": "array",
-            "items": {"type": "string"},
-            "description": "Questions to search for",
-        }
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "search",
-                    "description": "Search for passages that answer questions.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"query_list": queries},
-                        "required": ["query_list"],
-                    },
-                },
-            }
+        queries: JsonObject = {"type": "array", "items": {"type": "string"}}
+        return function_schema(
+            "search",
+            "Search for passages that answer questions.",
+            query_list=queries | {"description": "Questions to search for"},
         )
 
     async def execute(
@@ -64,7 +52,7 @@ class SearchTool(BaseTool):
         )
         if not queries or queries != asked:
             raise ToolError("query_list must be a list of questions")
-        found = await asyncio.to_thread(self._passages, queries)
+        found = await in_thread(self._passages, queries=queries)
         text = "\n---\n".join(_as_text(passages) for passages in found)
         facts: Row = {"query_count": len(queries), "total_results": sum(map(len, found))}
         shown = json.dumps({"result": text or "No search results found."}, ensure_ascii=False)

@@ -104,6 +104,7 @@ class ToolSession:
             self.facts.timeouts.append(call.name)
         if answer.reward is not None:
             self.agent_data.tool_rewards.append(answer.reward)
+            self.agent_data.add_reward(call.name, answer.reward)
         self.facts.outputs.append(
             {
                 "name": call.name,

@@ -114,11 +114,12 @@ def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Row:
     """The row's `extra_info`, other fields of its `reward_model`, and facts of the rollout."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
-    turns, scores = (
+    turns, calls, scores = (
         next((columns[name][index] for name in names if name in columns), None)
-        for names in (_TURNS, _ROLLOUT_SCORES)
+        for names in (_TURNS, ("tool_call_counts",), _ROLLOUT_SCORES)
     )
     extra["num_turns"] = extra.get("num_turns") if turns is None else turns
+    extra["num_tool_calls"] = extra.get("num_tool_calls", 0) if calls is None else calls
     extra["rollout_reward_scores"] = {} if scores is None else scores
     return extra
 

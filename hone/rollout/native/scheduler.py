@@ -174,6 +174,8 @@ class Scheduler:
                         f"request {request.request_id} does not fit the empty cache; this is a defect"
                     )
                 break
+            if not request.token_ids:  # not one that was preempted
+                request.cached_tokens = sequence.cached_tokens
             leaders.setdefault(ids, sequence)
             tokens += new
             admitted.append(sequence)

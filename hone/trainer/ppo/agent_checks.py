@@ -5,10 +5,13 @@ Also what rows ask for and nothing answers: such a run trains on something else 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from hone.agents.contract import AgentLoopBase, ServerManager
 from hone.agents.loops.listing import LoopNames, build_loop
+from hone.agents.loops.tool import ToolAgentLoop
+from hone.agents.observations import Drift, drifts
 from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
 from hone.data.dataset import RLHFDataset
@@ -41,6 +44,8 @@ class AgentChecks:
                 yield f"agent loop {name!r} cannot be built: {error}"
             except Exception as error:  # a loop or tool of the user's may raise anything
                 yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
+        yield from self._tool_configs()
+        yield from self._coefficients()
         for loop in self.built.values():
             names = getattr(loop, "interactions", {})
             for interaction in self._interactions() if names else ():
@@ -49,6 +54,32 @@ class AgentChecks:
                         f"rows name the interaction {interaction!r}, which "
                         f"{self.config.actor_rollout_ref.rollout.multi_turn.interaction_config_path} "
                         f"does not have; it has {', '.join(names)}"
+                    )
+
+    def _tool_configs(self) -> Iterator[str]:
+        """What a row's `tool_config` asks for and the tool loop does not have."""
+        configs = {json.dumps(config): config for config in self._of_extra_info("tool_config")}
+        loops = [loop for loop in self.built.values() if isinstance(loop, ToolAgentLoop)]
+        for loop in loops:
+            for config in configs.values():
+                try:
+                    loop.of_row(config)
+                except (ToolError, ValueError, TypeError) as error:
+                    yield f"a row's {error}"
+
+    def _coefficients(self) -> Iterator[str]:
+        """Coefficients of rewards that no tool and no interaction of the run gives."""
+        names = {
+            name
+            for loop in self.built.values()
+            for name in (*getattr(loop, "tools", ()), *getattr(loop, "interactions", ()))
+        }
+        for key in ("turn_reward_coef", "trajectory_reward_coef"):
+            for name in self.config.reward_model[key]:
+                if name not in names:
+                    yield (
+                        f"reward_model.{key}.{name}: no tool or interaction of this run has that name; "
+                        f"there are {', '.join(sorted(names)) or 'none'}"
                     )
 
     def _loop_names(self) -> set[str]:
@@ -87,11 +118,32 @@ class AgentChecks:
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
                 f"{MULTI_TURN}.tool_config_path"
             )
-        if tools and not self._template_shows_tools(tool_loops[0].tools.values()):
+        if any(self._of_extra_info("tool_config")) and not tool_loops:
+            yield "rows have tool_config, and no row is played by the tool loop: it is ignored"
+        yield from self._drift(tools=bool(tools), talks=talks)
+        by_template = all(loop.parser.in_template for loop in tool_loops if hasattr(loop, "parser"))
+        if tools and by_template and not self._template_shows_tools(tool_loops[0].tools.values()):
             yield (
                 f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
                 f"tools to the model; describe them in the prompt, or set a template that does "
                 f"(multi_turn.format={multi_turn.format})"
+            )
+
+    def _drift(self, *, tools: bool, talks: bool) -> Iterator[str]:
+        """Where the chat template renders later turns otherwise than the loop appends them."""
+        if self.config.data.prompt_format != "chat" or not getattr(
+            self.tokenizer, "chat_template", 0
+        ):
+            return
+        roles = [role for role, used in (("tool", tools), ("user", talks)) if used]
+        kwargs = self.config.data.apply_chat_template_kwargs
+        cases = [case for case in drifts(self.tokenizer, kwargs, roles) if isinstance(case, Drift)]
+        if cases:
+            path = self.config.actor_rollout_ref.model.path
+            yield (
+                f"the chat template of {path} renders earlier turns otherwise than the model wrote them "
+                f"({cases[0].case}: {cases[0].problem}); training keeps the tokens that the model wrote. "
+                f"All cases: hone doctor --chat-template {path}"
             )
 
     def _column(self, name: str) -> Iterator[JsonValue]:

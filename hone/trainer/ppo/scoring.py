@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from hone.agents.collate import LOOP_SCORE
+from hone.agents.collate import LOOP_SCORE, trajectory_rewards, turn_rewards
 from hone.agents.contract import LOOPS
 from hone.agents.loops.listing import LoopNames
-from hone.columns import COLUMNS, declared, reward_column, row_may_bring, write
+from hone.columns import COLUMNS, REWARD_PREFIX, declared, reward_column, row_may_bring, write
 from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
 from hone.controller import WorkerGroup
@@ -210,6 +210,14 @@ def write_scores(
         weighted = scores * weights.get(part, 1.0)
         total = weighted if total is None else total + weighted
     assert total is not None
+    for kind, coefficients, rewards in (
+        ("turn", config.turn_reward_coef, turn_rewards),
+        ("trajectory", config.trajectory_reward_coef, trajectory_rewards),
+    ):
+        for name, weight in coefficients.items():
+            scores = rewards(batch, name)
+            write(batch, f"{REWARD_PREFIX}{kind}/{name}", scores)
+            total = total + scores * weight
     write(batch, "token_level_scores", total)
     # Every batch has the failures, so that batches of several rounds can be joined.
     for name, values in {FAILURE: [None] * len(batch), **extras}.items():

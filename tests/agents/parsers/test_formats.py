@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.agents.parsers.contract import PARSERS, FunctionCall, ToolCall, ToolParser
-from hone.agents.parsers.hermes import HermesToolParser
+from hone.agents.parsers.json_calls import HermesToolParser
 from hone.agents.parsers.tagged import Qwen3XMLToolParser
 from hone.agents.tools.contract import OpenAIFunctionToolSchema
 from hone.models.tiny import character_tokenizer
@@ -43,6 +43,20 @@ KIMI = (
     "hm<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
     '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
 )
+LLAMA = (
+    '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; '
+    '{"name": "add", "parameters": {"b": "x"}}<|eom_id|>'
+)
+MISTRAL = (
+    'hm[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]</s>'
+)
+MISTRAL_11 = 'hm[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"b": "x"}</s>'
+DEEPSEEK_3 = (
+    "hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+DEEPSEEK_31 = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+PYTHONIC = '<|python_start|>[add(a=-1, b="x\\n\\u0041", c=[1.5, (2,), {"k": None}], d=True), stop()]<|eot|>'
 GPT_OSS = (
     "<|channel|>analysis<|message|>use add<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
@@ -68,11 +82,66 @@ def test_a_call_is_read(name: str, text: str, call: ToolCall) -> None:
     assert parser.calls_to([], "no call") == []
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("llama3_json", LLAMA, [("add", {"a": 1}), ("add", {"b": "x"})]),
+        (
+            "llama3_json",
+            LLAMA.removeprefix("<|python_tag|>"),
+            [("add", {"a": 1}), ("add", {"b": "x"})],
+        ),
+        ("llama3_json", '{"answer": 42}', []),
+        ("mistral", MISTRAL, [("add", {"a": 1}), ("add", {})]),
+        ("mistral", MISTRAL_11, [("add", {"a": 1}), ("add", {"b": "x"})]),
+        ("deepseek", DEEPSEEK_3, [("add", {"a": 1})]),
+        ("deepseek", DEEPSEEK_31, [("add", {"a": 1})]),
+        ("plain", 'hm <tool>add</tool>\n<args>{"a": 1}</args>', [("add", {"a": 1})]),
+        (
+            "pythonic",
+            PYTHONIC,
+            [
+                ("add", {"a": -1, "b": "x\nA", "c": [1.5, [2], {"k": None}], "d": True}),
+                ("stop", {}),
+            ],
+        ),
+        ("pythonic", "[1, 2] is a list", []),
+        (
+            "react",
+            'Thought: x\nAction: add\nAction Input: {"a": 1}\nObservation:',
+            [("add", {"a": 1})],
+        ),
+        ("react", "Action: add\nAction Input: 7", [("add", {"a": 7})]),
+        ("react", "Action: add[7]", [("add", {"a": 7})]),
+        ("react", "Thought: done\nFinal Answer: 7", []),
+    ],
+)
+def test_calls_of_other_formats_are_read(
+    name: str, text: str, calls: list[tuple[str, object]]
+) -> None:
+    parser = ToolParser.get_tool_parser(name, character_tokenizer())
+    assert [(c.name, c.arguments) for c in parser.calls_to([ADD], text)] == calls
+    assert all(call.error is None for call in parser.calls_to([ADD], text))
+
+
 def test_what_is_broken_comes_back_with_an_error() -> None:
     for name, text in (
         ("qwen3_coder", "<tool_call><function=add</function></tool_call>"),
         ("kimi", KIMI.replace("1}", "1")),
         ("gpt-oss", GPT_OSS.replace("1}", "1")),
+        ("llama3_json", "<|python_tag|>add(1)"),
+        ("llama3_json", '{"name": "add", '),
+        ("mistral", "[TOOL_CALLS] add"),
+        ("deepseek", DEEPSEEK_31.replace("<｜tool▁sep｜>", "")),
+        ("plain", "<tool>add</tool><args>{</args>"),
+        ("plain", "<tool>add</tool> 1</args>"),
+        ("plain", "<tool>add</tool><args>{}"),
+        ("pythonic", "[add(1)]"),
+        ("pythonic", "[add(a=__import__('os'))]"),
+        ("pythonic", "[add(a=1, a=2)]"),
+        ("pythonic", "[add(a=1e999)]"),
+        ("react", "Action:\nAction Input: {}"),
+        ("react", "Action: add\nAction Input: {1}"),
     ):
         (call,) = PARSERS.get(name)().calls_to([ADD], text)
         assert call.error, name

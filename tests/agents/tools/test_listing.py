@@ -120,7 +120,7 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
         ("tools:\n - name: weather", "only calculator, .* are built in; write the class"),
         ("tools:\n - {name: python, parametres: {}}", "there is no 'parametres'; use config, desc"),
         ("tools:\n - {name: python, parameters: [code]}", "`parameters` maps names to a type"),
-        ("tools:\n - class_name: a.B\n   config: {type: mcp}", "type 'mcp' is not built"),
+        ("tools:\n - class_name: a.B\n   config: {type: image}", "type 'image' is not built"),
         (
             "tools:\n - class_name: hone.agents.tools.contract.BaseTool",
             "BaseTool has no schema of its own",
@@ -208,8 +208,8 @@ def test_classes_of_verl_are_those_of_the_same_path_here(tmp_path: Path) -> None
     verl = LISTED.replace("hone.tools", "verl.tools")
     (tool,) = load_all_tools(written(tmp_path / "tools.yaml", verl), None)
     assert isinstance(tool, Gsm8kTool)
-    missing = "tools:\n - class_name: verl.tools.mcp_base_tool.MCPBaseTool"
-    with pytest.raises(PluginError, match=r"mcp_base_tool\.MCPBaseTool: MCP servers are not built"):
+    missing = "tools:\n - class_name: verl.tools.geo3k_tool.Geo3kTool"
+    with pytest.raises(PluginError, match=r"geo3k_tool\.Geo3kTool"):
         load_all_tools(written(tmp_path / "more.yaml", missing), None)
     missing = "tools:\n - class_name: verl.tools.nothing.Nothing"
     with pytest.raises(ModuleNotFoundError, match=r"verl\.tools\.nothing' is not there in hone"):

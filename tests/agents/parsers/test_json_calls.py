@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.agents.parsers.contract import PARSERS, ToolCall
-from hone.agents.parsers.hermes import HermesToolParser
+from hone.agents.parsers.json_calls import HermesToolParser
 
 PARSE = HermesToolParser().calls
 
@@ -37,7 +37,11 @@ def test_arguments_written_as_a_json_string_are_read_too() -> None:
 
 def test_text_without_calls_has_none() -> None:
     assert PARSE("#### 42") == []
-    assert PARSE("</tool_call> <tool_call> never closed") == []
+
+
+def test_a_call_that_is_never_closed_is_malformed() -> None:
+    (call,) = PARSE("</tool_call> <tool_call> never closed")
+    assert call.error == "the call is not closed with </tool_call>"
 
 
 @pytest.mark.parametrize(

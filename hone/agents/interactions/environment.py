@@ -1,0 +1,111 @@
+"""Text environments as interactions: what `reset` says ends the prompt, `step` answers the model's turns.
+
+An environment is any class with `reset(**kwargs)` and `step(text)`, plain or async, one object per
+trajectory. `reset` returns an observation or (observation, info); `step` returns (observation, reward,
+done[, info]), Gymnasium's five values, or an object with these three names. Rewards are scores of turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from hone.agents.bounded import in_thread
+from hone.agents.interactions.contract import BaseInteraction, Messages
+from hone.agents.tools.answers import response_of
+from hone.agents.tools.contract import ToolError
+from hone.types import Function, JsonValue, Row, Settings
+
+
+class EnvironmentInteraction(BaseInteraction):
+    """Plays environments made by `make(**config)`."""
+
+    def __init__(self, make: Callable[..., Any], config: Settings) -> None:
+        super().__init__(config)
+        self._make = functools.partial(make, **{k: v for k, v in config.items() if k != "name"})
+        self._environments: dict[str, Any] = {}
+        self._totals: dict[str, float] = {}
+
+    async def start_interaction(  # type: ignore[override]
+        self, instance_id: str | None = None, name: str | None = None, **kwargs: JsonValue
+    ) -> tuple[str, str]:
+        """The trajectory's id and the first observation; `kwargs` are the row's `interaction_kwargs`."""
+        instance_id = instance_id or uuid4().hex
+        environment = await in_thread(self._make)
+        self._environments[instance_id], self._totals[instance_id] = environment, 0.0
+        first = await _called(environment.reset, **kwargs)
+        observation = first[0] if isinstance(first, tuple) else getattr(first, "observation", first)
+        return instance_id, _text(observation)
+
+    async def generate_response(
+        self, instance_id: str, messages: Messages, **kwargs: JsonValue
+    ) -> tuple[bool, str, float, Row]:
+        step = self._environments[instance_id].step
+        observation, reward, done = _result(await _called(step, str(messages[-1]["content"])))
+        self._totals[instance_id] += reward
+        return done, _text(observation), reward, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
+        return self._totals[instance_id]
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:
+        self._totals.pop(instance_id, None)
+        close = getattr(self._environments.pop(instance_id, None), "close", None)
+        if close is not None:
+            await _called(close)
+
+
+async def _called(function: Function, *arguments: Any, **kwargs: Any) -> Any:
+    """What an environment's method returns; a plain one runs in a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **kwargs)
+    return await in_thread(functools.partial(function, *arguments, **kwargs))
+
+
+def _result(step: Any) -> tuple[Any, float, bool]:
+    if not isinstance(step, tuple):
+        return step.observation, float(step.reward or 0.0), bool(step.done)
+    if len(step) not in (3, 4, 5):
+        raise ToolError(
+            f"step returned {len(step)} values; return observation, reward, done[, info]"
+        )
+    ends = step[2:4] if len(step) == 5 else step[2:3]
+    return step[0], float(step[1] or 0.0), any(map(bool, ends))
+
+
+def _text(observation: Any) -> str:
+    """An observation as the model reads it; typed ones have their text in one of the usual fields."""
+    for name in ("text", "message", "prompt", "content", "output", "echoed_message"):
+        if isinstance(value := getattr(observation, name, None), str):
+            return value
+    return response_of(observation).text or ""
+
+
+class ReasoningGymEnvironment:
+    """A data set of reasoning-gym: `reset(index=3)` asks its third question, `step` scores the answer."""
+
+    def __init__(self, dataset: str, size: int = 500, seed: int = 42, **options: JsonValue) -> None:
+        self._data = _reasoning_gym(dataset, size, seed, tuple(sorted(options.items())))
+        self._entry: Row = {}
+
+    def reset(self, index: int = 0, **_: JsonValue) -> str:
+        self._entry = self._data[index % len(self._data)]
+        return str(self._entry["question"])
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(text, tag_name="answer") or text.strip()
+        return "", float(self._data.score_answer(answer=answer, entry=self._entry)), True
+
+
+@functools.cache
+def _reasoning_gym(name: str, size: int, seed: int, options: tuple[tuple[str, Any], ...]) -> Any:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ToolError("reasoning-gym is not installed: pip install 'hone-rl[gym]'") from error
+    return reasoning_gym.create_dataset(name, size=size, seed=seed, **dict(options))

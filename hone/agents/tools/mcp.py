@@ -1,0 +1,203 @@
+"""Tools of MCP servers, over stdio or streamable HTTP, with the official client (`hone-rl[mcp]`).
+
+The servers stand in a JSON file (`mcp_servers_config_path`), as MCP clients usually write it:
+
+    {"mcpServers": {"files": {"command": "python", "args": ["server.py"]},
+                    "web": {"url": "http://localhost:8000/mcp", "auth_token": "…"}}}
+
+A server's session lives in a thread of its own, since the loops of several event loops share it. A
+session that broke is opened again at the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hone.agents.tools.contract import (
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    ToolError,
+    ToolResponse,
+)
+from hone.text import BadText, clean_values, described, read_json, shown
+from hone.types import JsonObject, JsonValue, Row, Settings
+
+T = TypeVar("T")
+CONNECT_S = 60.0
+"""Seconds for a server to start and list its tools."""
+_REFUSALS = (-32600, -32601, -32602, -32603)
+"""Errors of JSON-RPC after which the session goes on."""
+
+
+class MCPBaseTool(BaseTool):
+    """One tool of an MCP server; a class of your own may read its result otherwise."""
+
+    server: McpServer
+
+    async def execute(
+        self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
+    ) -> tuple[ToolResponse, float, Row]:
+        result = await self.server.call(self.name, parameters)
+        text, facts = self._parse_tool_result(result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return ToolResponse(text=text), 0.0, facts
+
+    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Row]:
+        """The text of a result's parts, and facts to keep."""
+        parts = [getattr(part, "text", None) or f"({part.type})" for part in content]
+        return "\n".join(parts), {}
+
+
+class McpServer:
+    """A session with one server, in the event loop of a thread of its own."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._name, self._settings = name, settings
+        self._loop = asyncio.new_event_loop()
+        self._session: asyncio.Task[Any] | None = None
+        self._closing = asyncio.Event()
+        self._lock = asyncio.Lock()
+        threading.Thread(target=self._loop.run_forever, name=f"mcp-{name}", daemon=True).start()
+
+    def tools(self) -> list[Any]:
+        """What the server offers; ToolError where it cannot be reached."""
+        work = asyncio.run_coroutine_threadsafe(self._tools(), self._loop)
+        try:
+            return work.result(CONNECT_S)
+        except Exception as error:
+            work.cancel()
+            raise ToolError(
+                f"the MCP server {self._name!r} cannot be asked for its tools: {described(error)}"
+            ) from error
+
+    async def call(self, tool: str, arguments: JsonObject) -> Any:
+        """What a tool answers; from any event loop."""
+        work = self._asked(lambda session: session.call_tool(tool, arguments))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _tools(self) -> list[Any]:
+        from mcp import ClientSession
+        from mcp.types import PaginatedRequestParams
+
+        tools: list[Any] = []
+        cursor: str | None = None
+        while True:
+            params = PaginatedRequestParams(cursor=cursor)
+            page = await self._asked(functools.partial(ClientSession.list_tools, params=params))
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+
+    # -- in the server's own event loop --------------------------------------------------------
+
+    async def _asked(self, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+        """One request; a session that has ended is opened again."""
+        from mcp import MCPError
+
+        session = await self._open()
+        try:
+            return await ask(session)
+        except Exception as error:
+            if not isinstance(error, MCPError) or error.code not in _REFUSALS:
+                self._closing.set()
+                self._session = None
+            raise
+
+    async def _open(self) -> Any:
+        async with self._lock:
+            if self._session is None or self._session.done():  # it has ended
+                ready: asyncio.Future[Any] = self._loop.create_future()
+                self._closing = asyncio.Event()
+                self._session = self._loop.create_task(self._hold(ready))
+                self._ready = ready
+        return await asyncio.shield(self._ready)
+
+    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+        """Open a session and hold it: its context must end in the task that entered it."""
+        from mcp import ClientSession
+
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                streams = await stack.enter_async_context(_transport(self._settings))
+                session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+                await session.initialize()
+                ready.set_result(session)
+                await self._closing.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else RuntimeError(error))
+
+
+def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any]:
+    if "command" in settings:
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        names = ("command", "args", "env", "cwd")
+        return stdio_client(
+            StdioServerParameters(**{n: settings[n] for n in names if n in settings})
+        )
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    headers = dict(settings.get("headers") or {})
+    if settings.get("auth_token"):
+        headers["Authorization"] = f"Bearer {settings['auth_token']}"
+    return streamable_http_client(settings["url"], http_client=create_mcp_http_client(headers))
+
+
+def mcp_tools(
+    cls: type[MCPBaseTool], config: Settings, mcp: JsonValue, path: str
+) -> list[MCPBaseTool]:
+    """The tools of the servers that an entry of the tool list names, each as an object of `cls`."""
+    try:
+        import mcp as _  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
+    entry: Row = dict(mcp) if isinstance(mcp, dict) else {}
+    file = entry.get("mcp_servers_config_path")
+    servers = entry.get("mcpServers") if file is None else _servers(str(file), path)
+    if not isinstance(servers, dict) or not servers:
+        raise ToolError(
+            f"{path}: `mcp` names servers by mcp_servers_config_path, or in mcpServers; got {shown(mcp)}"
+        )
+    chosen = entry.get("tool_selected_list")
+    tools = []
+    for name, settings in servers.items():
+        if not isinstance(settings, dict) or not {"url", "command"} & settings.keys():
+            raise ToolError(f"{path}: the MCP server {name!r} needs a `url` or a `command`")
+        server = McpServer(str(name), settings)
+        for offer in server.tools():
+            if chosen is None or offer.name in chosen:
+                tools.append(_tool(cls, config, offer, server))
+    missing = sorted({*(chosen or ())} - {tool.name for tool in tools})
+    if missing:
+        raise ToolError(f"{path}: no MCP server has the tool {missing[0]!r} of tool_selected_list")
+    return tools
+
+
+def _tool(cls: type[MCPBaseTool], config: Settings, offer: Any, server: McpServer) -> MCPBaseTool:
+    function = {
+        "name": offer.name,
+        "description": offer.description or "",
+        "parameters": offer.input_schema or {},
+    }
+    schema = OpenAIFunctionToolSchema.model_validate({"function": clean_values(function)})
+    tool = cls(config=config, tool_schema=schema)
+    tool.server = server
+    return tool
+
+
+def _servers(file: str, path: str) -> JsonValue:
+    try:
+        data = read_json(Path(file).expanduser().read_text())
+    except (OSError, BadText) as error:
+        raise ToolError(f"{path}: {file} cannot be read: {error}") from error
+    return data.get("mcpServers") if isinstance(data, dict) else None

@@ -1,0 +1,104 @@
+"""Environments with `reset` and `step`, played by the tool loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hone.agents.interactions.environment import _result, _text
+from hone.agents.tools.contract import ToolError
+from hone.protocol import DataProto
+from hone.rollout.scripted import ScriptedRollout
+
+GUESS = """
+class Guess:
+    closed = []
+
+    def __init__(self, most=9):
+        self.most = most
+
+    def reset(self, number=0):
+        self.number = number
+        return f"a number from 0 to {self.most}", {}
+
+    async def step(self, text):
+        guess = int(text)
+        if guess == self.number:
+            return "right", 1.0, True, False, {}
+        return ("higher" if guess < self.number else "lower"), -0.1, False, False, {}
+
+    def close(self):
+        Guess.closed.append(self.number)
+"""
+
+
+@pytest.fixture
+def play(
+    runner: Callable[..., Any], rows: Callable[..., DataProto], tokenizer: Any, tmp_path: Path
+) -> Callable[..., Any]:
+    def go(listed: str, lines: list[str], **kwargs: Any) -> tuple[str, str, dict[str, Any]]:
+        (tmp_path / "envs.yaml").write_text(f"interaction:\n{listed}")
+        batch = runner(
+            ScriptedRollout(lines, tokenizer=tokenizer),
+            "data.prompt_format=chat",
+            "data.max_response_length=900",
+            "data.max_prompt_length=2000",
+            "actor_rollout_ref.rollout.multi_turn.enable=true",
+            f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'envs.yaml'}",
+        ).run(rows([[{"role": "user", "content": "Guess"}]], interaction_kwargs=[kwargs]))
+        facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
+        prompt, response = (tokenizer.decode(batch.batch[n][0]) for n in ("prompts", "responses"))
+        return prompt, response, facts
+
+    return go
+
+
+def test_what_reset_says_ends_the_prompt_and_steps_answer(
+    play: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    listed = (
+        f"  - name: guess\n    class_name: {tmp_path / 'guess.py'}:Guess\n    config: {{most: 5}}\n"
+    )
+    prompt, response, facts = play(listed, ["3", "4", "never"], name="guess", number=4)
+    assert "u:Guess" in prompt
+    assert "u:a number from 0 to 5" in prompt
+    assert response == "3</s>\nu:higher\na:4</s>"
+    assert facts["turn_scores"] == [-0.1, 1.0]
+    assert facts["reward_scores"] == {"guess": pytest.approx(0.9)}
+    assert [r["token"] for r in facts["turn_rewards"]] == [1, 15]
+
+
+def test_an_environment_that_fails_ends_the_talk(play: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    listed = f"  - name: guess\n    class_name: {tmp_path / 'guess.py'}:Guess\n"
+    _, response, facts = play(listed, ["not a number", "never"], name="guess")
+    assert response == "not a number</s>"
+    assert facts["tool_failures"] == 1
+
+
+def test_results_are_read_in_every_usual_form() -> None:
+    typed = SimpleNamespace(observation=SimpleNamespace(text="hi"), reward=None, done=True)
+    assert _result(("a", 1, False)) == ("a", 1.0, False)
+    assert _result(("a", None, True, {})) == ("a", 0.0, True)
+    assert _result(("a", 1, False, True, {})) == ("a", 1.0, True)
+    observation, reward, done = _result(typed)
+    assert (_text(observation), reward, done) == ("hi", 0.0, True)
+    assert _text({"board": [1]}) == '{"board": [1]}'
+    with pytest.raises(ToolError, match="step returned 2 values"):
+        _result(("a", 1))
+
+
+def test_a_data_set_of_reasoning_gym_is_an_environment_by_its_name(
+    play: Callable[..., Any],
+) -> None:
+    gym = pytest.importorskip("reasoning_gym", reason="pip install 'hone-rl[gym]'")
+    entry = gym.create_dataset("basic_arithmetic", size=500, seed=42)[3]
+    name = "reasoning_gym:basic_arithmetic"
+    prompt, _, facts = play(f"  - name: {name}\n", [entry["answer"]], name=name, index=3)
+    assert entry["question"] in prompt
+    assert facts["reward_scores"] == {name: 1.0}
