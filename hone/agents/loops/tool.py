@@ -54,10 +54,11 @@ class ToolAgentLoop(AgentLoopBase):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         limits: MultiTurnConfig = self.config.actor_rollout_ref.rollout.multi_turn
-        self.limits = replace(limits, format=self.default_format or limits.format)
+        self.limits = limits
+        self.format = self.default_format or limits.format
         self.tools = _tools(limits.tool_config_path, limits.function_tool_path)
         self.interactions = _interactions(limits.interaction_config_path)
-        self.parser = ToolParser.get_tool_parser(self.limits.format, self.tokenizer)
+        self.parser = ToolParser.get_tool_parser(self.format, self.tokenizer)
 
     def of_row(
         self, tool_config: Settings | None
@@ -72,7 +73,7 @@ class ToolAgentLoop(AgentLoopBase):
                 f"tool_config.available_tools names {shown(missing[0])}; the tools of this run are "
                 f"{', '.join(self.tools) or 'none'}"
             )
-        kind = asked.get("tool_format", _FORMATS[self.limits.format != "react"])
+        kind = asked.get("tool_format", _FORMATS[self.format != "react"])
         calls, seconds = asked.get("max_tool_calls", 0), asked.get("timeout", 1.0)
         for name, value, holds, rule in (
             ("tool_format", kind, kind in _FORMATS, " or ".join(_FORMATS)),
@@ -81,18 +82,16 @@ class ToolAgentLoop(AgentLoopBase):
         ):
             if not holds:
                 raise ToolError(f"tool_config.{name}={shown(value)}; give {rule}")
-        formatted = self.limits.format
-        if kind != _FORMATS[formatted != "react"]:
-            configured = self.config.actor_rollout_ref.rollout.multi_turn.format
-            by_template = "hermes" if configured == "react" else configured
-            formatted = "react" if kind == "react" else by_template
+        parser = self.parser
+        if kind != _FORMATS[self.format != "react"]:
+            by_template = "hermes" if self.limits.format == "react" else self.limits.format
+            name = "react" if kind == "react" else by_template
+            parser = ToolParser.get_tool_parser(name, self.tokenizer)
         limits = replace(
             self.limits,
-            format=formatted,
             max_tool_calls=asked.get("max_tool_calls", self.limits.max_tool_calls),
             tool_timeout_s=asked.get("timeout", self.limits.tool_timeout_s),
         )
-        parser = ToolParser.get_tool_parser(formatted, self.tokenizer)
         return {name: self.tools[name] for name in names}, limits, parser
 
     async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:

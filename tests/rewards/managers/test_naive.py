@@ -90,6 +90,7 @@ def test_the_scorer_sees_the_response_without_prompt_padding_and_special_tokens(
         "level": "row",
         "keywords": ["k"],
         "num_turns": 2,
+        "num_tool_calls": 0,
         "rollout_reward_scores": {"tool": [0.5]},
         "transcript": "abc",
         "transcript_segments": [{"role": "policy", "text": "abc"}],
