@@ -120,7 +120,7 @@ class AgentChecks:
             )
         if any(self._of_extra_info("tool_config")) and not tool_loops:
             yield "rows have tool_config, and no row is played by the tool loop: it is ignored"
-        yield from self._drift(tools=bool(tools), talks=talks)
+        yield from self._drift(tools=bool(tools), users=interacts)
         by_template = all(loop.parser.in_template for loop in tool_loops if hasattr(loop, "parser"))
         if tools and by_template and not self._template_shows_tools(tool_loops[0].tools.values()):
             yield (
@@ -129,13 +129,13 @@ class AgentChecks:
                 f"(multi_turn.format={multi_turn.format})"
             )
 
-    def _drift(self, *, tools: bool, talks: bool) -> Iterator[str]:
+    def _drift(self, *, tools: bool, users: bool) -> Iterator[str]:
         """Where the chat template renders later turns otherwise than the loop appends them."""
         if self.config.data.prompt_format != "chat" or not getattr(
             self.tokenizer, "chat_template", 0
         ):
             return
-        roles = [role for role, used in (("tool", tools), ("user", talks)) if used]
+        roles = [role for role, used in (("tool", tools), ("user", users)) if used]
         kwargs = self.config.data.apply_chat_template_kwargs
         cases = [case for case in drifts(self.tokenizer, kwargs, roles) if isinstance(case, Drift)]
         if cases:
