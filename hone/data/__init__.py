@@ -1,8 +1,4 @@
-"""Data sets, prompts, batches: from files to the rows that a step generates from.
-
-Names are loaded when first used, so that `import hone.data` stays light.
-Leaves out rewards (hone.rewards) and everything after tokenisation.
-"""
+"""Data sets, prompts, batches. Names are loaded when first used, so that `import hone.data` stays light."""
 
 from __future__ import annotations
 

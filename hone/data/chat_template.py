@@ -1,8 +1,7 @@
 """A tokenizer's chat template: code of a model folder, run within limits of time, memory and text.
 
-A template is first tried in a process of its own, which can be ended whatever it does. Then it is
-rendered here, where a call that computes for too long is interrupted: one thread of the process looks at
-the running calls four times per second and raises an exception in the thread of one that is overdue.
+A template is first tried in a process of its own; then it is rendered here, where one thread of the
+process interrupts a call that computes for too long.
 """
 
 from __future__ import annotations
@@ -107,7 +106,6 @@ def _too_large() -> str:
 def _template_of(
     tokenizer: Tokenizer, tools: Sequence[Settings] | None, options: Settings
 ) -> str | None:
-    """The text that will be rendered; None where the tokenizer has no Jinja template."""
     if not hasattr(tokenizer, "get_chat_template"):
         return None
     try:
@@ -169,10 +167,7 @@ def limited(call: Callable[[], T], seconds: float) -> T:
 
 
 def _let_arrive(thread: int, has_arrived: bool) -> None:
-    """End the watch over a call; an interrupt that was sent and has not arrived does so in here.
-
-    Python cannot take one back: clearing it leaves its interpreter checking for ever.
-    """
+    """End the watch; an interrupt that was sent arrives in here, as Python cannot take it back."""
     was_sent = has_arrived
     while True:
         try:
@@ -186,8 +181,6 @@ def _let_arrive(thread: int, has_arrived: bool) -> None:
 
 
 class _Watch:
-    """The running calls by thread, and the thread that looks at them."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[int, float] = {}

@@ -78,10 +78,7 @@ def check_file(
     score: Score | None = None,
     max_prompt_length: int | None = None,
 ) -> tuple[int, str]:
-    """(exit status, report). Lengths are in tokens with a tokenizer, else in characters.
-
-    A longer prompt than `max_prompt_length` is an error; `score` is called on every row.
-    """
+    """(exit status, report); lengths are in tokens with a tokenizer, else in characters."""
     settings = config or DataConfig()
     if max_prompt_length is not None:
         settings = dataclasses.replace(settings, max_prompt_length=max_prompt_length)
@@ -120,8 +117,6 @@ def check_file(
 
 @dataclass
 class _Check:
-    """One pass over the rows of a file."""
-
     kind: Kind
     known_loops: Collection[str]
     tokenizer: Tokenizer | None

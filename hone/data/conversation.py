@@ -67,8 +67,6 @@ def encode_conversation(
 
 
 class _Segment(NamedTuple):
-    """Turns up to and with one of the assistant's."""
-
     ids: list[int]
     """From the end of the assistant's turn before to the end of this one."""
     targets: int
@@ -78,8 +76,6 @@ class _Segment(NamedTuple):
 
 
 class _Template:
-    """The tokenizer's chat template with the options of the run, on one conversation."""
-
     def __init__(
         self,
         messages: Sequence[Message],
@@ -152,10 +148,7 @@ class _Template:
         return _Segment(ids[start:end], max(0, end - begin), ids[end:])
 
     def _opened(self, context: list[Message], ids: list[int]) -> int | None:
-        """Where the assistant's own tokens begin: after the generation prompt.
-
-        None where the context is rendered otherwise once it is answered.
-        """
+        """Where the assistant's own tokens begin; None where an answer changes the context's rendering."""
         if all(message["role"] == "system" for message in context):
             return self._header(context, ids)  # nothing to answer: many templates refuse that
         opened = self._render(context, open_turn=True)
@@ -193,7 +186,6 @@ class _Template:
         return one, other
 
     def _turn(self, role: str, text: str) -> Message:
-        """A turn in the form that the conversation's own turns of this role have."""
         in_parts = role in self._roles_in_parts
         return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
 

@@ -142,10 +142,7 @@ class RLHFDataset(OverridableReading):
         return positions_fingerprint(self.store, self.positions)
 
     def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
-        """Called after each step with the finished batch; rows it returns join the data set.
-
-        A subclass (data.custom_cls) may override it. New rows are drawn from the next epoch on.
-        """
+        """Called after each step with its batch; rows it returns are drawn from the next epoch on."""
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
@@ -296,10 +293,7 @@ def with_typed_parts(
 
 
 def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
-    """Tool schemas of data.tool_config_path, which the chat template shows to the model.
-
-    It follows rollout.multi_turn.tool_config_path: the command line says which of them was set.
-    """
+    """Tool schemas of data.tool_config_path, which the chat template shows to the model."""
     path = config.tool_config_path
     if not path:
         return None

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_object(path: str, name: str | None, key: str) -> Function:
-    """Object `name` of a file (`dir/file.py`) or a module (`pkg.mod` or `pkg://pkg.mod`).
-
-    Without a name, the path ends with it: `dir/file.py:Class` or `pkg.mod:Class`. Errors name `key`.
-    """
+    """Object `name` of a file or module, which may also be the end of the path (`file.py:Class`)."""
     if not name and ":" not in path.removeprefix("pkg://").removeprefix("file://"):
         raise DataError(f"{key}: {path} needs the name of the class in it; write {path}:Class")
     try:

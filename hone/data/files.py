@@ -1,7 +1,4 @@
-"""Files here and on HDFS, under verl's names: `copy_to_local`, `copy`, `makedirs`, `exists`.
-
-A path that begins with `hdfs://` goes through the `hdfs` command; every other is a local one.
-"""
+"""Files here and on HDFS (`hdfs://…`, by the `hdfs` command), under verl's names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Batches of prompts, for ever, in an order that a seed fixes and a checkpoint resumes exactly.
-
-A uid is a hash of (data set, row, epoch, occurrence), never random. There are no worker processes and
-no prefetching: rows are small, and a curriculum must see each step.
-"""
+"""Batches of prompts, for ever, in an order that a seed fixes and a checkpoint resumes exactly."""
 
 from __future__ import annotations
 
@@ -68,10 +64,7 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
 
 
 class PromptLoader:
-    """Batches of rows by epochs; `next_batch()` never ends, `one_epoch()` does.
-
-    Without a sampler the order is the file's, or a permutation drawn from (seed, epoch).
-    """
+    """Batches of rows by epochs; `next_batch()` never ends, `one_epoch()` does."""
 
     def __init__(
         self,
@@ -236,10 +229,7 @@ class PromptLoader:
             )
 
     def _end_pass(self) -> None:
-        """Let the sampler run to the end of its pass, through the rows that fill no batch.
-
-        Its state at the end of an epoch then never points into the middle of one.
-        """
+        """Let the sampler finish its pass: its state never points into the middle of an epoch then."""
         if self._indices is not None:
             _exhaust(self._indices, self._epoch_rows - self._drawn)
         self._indices = None

@@ -140,11 +140,7 @@ def prepare(
     hub: bool = False,
     **options: Any,
 ) -> Report:
-    """Build a data set and write `<split>.parquet` files into `local_dir`.
-
-    Records come from `source_dir` (a folder of upstream's files) or the hub; a data set that can
-    be generated is, unless one of the two is asked for.
-    """
+    """Build a data set and write `<split>.parquet` files; one that can be generated is, without a source."""
     recipe = find_recipe(name)
     if source_dir is not None and hub:
         raise DataError("give either a source folder or the hub, not both")

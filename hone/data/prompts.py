@@ -113,10 +113,7 @@ def render_prompt(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt, ready for the model to continue.
-
-    With `max_tokens` a text far longer raises PromptTooLong; one a little longer is returned whole.
-    """
+    """Token ids of a prompt; with `max_tokens` a text that is far longer raises PromptTooLong."""
     text = prompt_text(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
     return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
 
@@ -210,10 +207,7 @@ def is_far_too_long(text: str, max_tokens: int) -> bool:
 
 
 def _refuse_far_too_long(text: str, tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Tokenise ever longer beginnings of the text until one alone has twice what fits.
-
-    Twice: a cut inside a word may give it more tokens than it has in the whole text.
-    """
+    """Tokenise ever longer beginnings of the text until one alone has twice what fits."""
     length = FAR_CHARACTERS * (max_tokens + 64)
     while length < len(text):
         tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
@@ -246,10 +240,7 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
 def token_counts(
     prompts: Iterable[Callable[[], Rendered]], tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> Iterator[int | PromptError]:
-    """For each prompt, in order, how many tokens it has, or why it cannot be rendered or tokenised.
-
-    A prompt is a call that renders it. `max_tokens` is that of `render_prompt`.
-    """
+    """For each rendering, in order, its number of tokens, or why it cannot be rendered or tokenised."""
     rest = iter(prompts)
     alone = len(tokenise(PROBE, tokenizer))  # settles the tokenizer's options at its first use
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,7 +1,4 @@
-"""Reading rows: parquet, jsonl, jsonl.gz and json files become one store of plain dicts.
-
-A bad file or row either stops the run with its file and row, or is skipped and counted.
-"""
+"""Reading rows: parquet, jsonl and json files become one store; bad rows raise or are counted."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ TRAINING_KEYS = "data.train_files and data.val_files"
 
 
 class DataError(ValueError, AssertionError):
-    """A data file, row or loader state that cannot be used; says which and what to do.
-
-    Code written for verl catches it as AssertionError.
-    """
+    """A data file, row or state that cannot be used; code written for verl catches AssertionError."""
 
 
 class SettingError(DataError):
@@ -162,7 +156,6 @@ def sampled(positions: list[int], count: int, *, shuffle: bool, seed: int | None
 
 
 def _parse_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
-    """The value of a line, and why it cannot be used (reason, sentence)."""
     try:
         row = read_json(line)
     except BadText as error:
@@ -180,7 +173,6 @@ def _checked(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
 
 
 def _read_json(path: str, bad: BadRows) -> FileRows:
-    """Rows of a .jsonl file, or of a .json file with a list of objects or one object per line."""
     opener: Function = gzip.open if path.endswith(".gz") else open
     rows: list[Row] = []
     numbers = []
@@ -307,10 +299,7 @@ class RowStore:
 
 
 def read_rows(files: Files, bad: BadRows, keys: str = TRAINING_KEYS) -> RowStore:
-    """The rows of all files, or the given rows (dicts); an error when no row is left.
-
-    `keys` are the settings that named the files, for the errors.
-    """
+    """The rows of all files, or the given rows; `keys` are the settings that named the files."""
     if not isinstance(files, (str, os.PathLike)):
         rows = [dict(row) for row in files if isinstance(row, Mapping)]
         if rows and len(rows) == len(files):

@@ -1,8 +1,4 @@
-"""In which order rows are drawn: by file, shuffled, mixed by weights, or by the user's own rule.
-
-Ours are pure functions of (seed, epoch), so a resumed run repeats them; a user's sampler keeps
-state by `state_dict`.
-"""
+"""In which order rows are drawn: by file, shuffled, mixed by weights, or by the user's own rule."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Supervised rows: token ids and the loss mask.
-
-`loss_mask[i] == 1` means that token i is a target: only tokens of the assistant are. Rows are lists
-without padding.
-"""
+"""Supervised rows: token ids and the loss mask, 1 for the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -116,10 +112,7 @@ class SFTDataset:
         return row
 
     def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
-        """Encode every row now: a bad one stops the run, or is skipped, before the first step.
-
-        `on_rows` is called with the number of rows done since its last call.
-        """
+        """Encode every row now: a bad one stops the run, or is skipped, before the first step."""
         good: list[int] = []
         kept_tokens = 0
         self._encoded(

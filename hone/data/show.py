@@ -1,8 +1,4 @@
-"""`hone data show FILE`: rows as the model will see them, special tokens included.
-
-With a tokenizer a prompt is shown as its tokens read, and what supervised training learns is marked; without
-one, messages are shown as they are.
-"""
+"""`hone data show FILE`: rows as the model will see them, special tokens included."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tracking: the run folder, the metrics, and everywhere they are shown.
-
-Loads neither torch nor any tracker's package; a backend is imported when it is named.
-"""
+"""Tracking: the run folder, the metrics, and everywhere they are shown."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Files that are either the old one or the new one, never half of the new one.
-
-The content goes to a temporary name beside the target, to the disk, and is then renamed. A kill
-at any moment leaves at most a `*.tmp` file behind, which `remove_leftovers` clears.
-"""
+"""Files that are either the old one or the new one: written under a temporary name, synced, renamed."""
 
 from __future__ import annotations
 

@@ -203,10 +203,7 @@ def screen() -> Screen:
 def progress(
     description: str, total: float | None = None, *, beside_status: bool = False
 ) -> contextlib.AbstractContextManager[Bar]:
-    """A bar for a long wait: `with progress("generate", 128) as bar: ...; bar.advance()`.
-
-    `beside_status`: the bar is for terminals alone, as the lines of the steps show the progress.
-    """
+    """A bar for a long wait: `with progress("generate", 128) as bar: ...; bar.advance()`."""
     return screen().bar(description, total, beside_status=beside_status)
 
 

@@ -1,8 +1,4 @@
-"""Timers, profiler markers and loggers under verl's names, for loops and workers written for it.
-
-`simple_timer` measures. Markers of profilers and traces change nothing: `global_profiler` records
-profiles, and the run folder keeps every trajectory.
-"""
+"""Timers, profiler markers and loggers under verl's names; markers of profilers and traces do nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line, with "step" and sorted keys; the record of a run.
-
-Lines are only ever appended, except by `cut_back`, which a resumed run calls to remove the steps
-after its checkpoint. No clock is read here: the same run writes the same bytes, timings aside.
-"""
+"""`metrics.jsonl`: one JSON object per line, with "step" and sorted keys; the record of a run."""
 
 from __future__ import annotations
 

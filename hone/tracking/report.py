@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.tracking.atomic import atomic_write_text
+from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, drawn_as_is, envelope
 from hone.tracking.report_data import RunData, labels_of, load_run
-from hone.tracking.smoothing import DEFAULT_WEIGHT, bucket_means, drawn_as_is, envelope
 from hone.tracking.timing import PREFIX
 from hone.types import JsonObject, JsonValue
 
@@ -165,10 +165,7 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str
 
 
 def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
-    """What the script draws the chart of a metric from, a curve per run.
-
-    A long curve is the means of its buckets, and `raw` their lowest and highest values.
-    """
+    """The curves of a metric; a long one is its buckets' means, and `raw` their extremes."""
     curves: list[JsonObject] = []
     for index, run in enumerate(runs):
         steps, values = run.metrics.of(key)

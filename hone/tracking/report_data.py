@@ -1,8 +1,4 @@
-"""What a report shows of one run, read from its folder: metrics, config, samples.
-
-What is missing or cannot be read is left out and named in the notes; only a folder without metrics
-is refused.
-"""
+"""What a report shows of one run; what cannot be read is left out and named in the notes."""
 
 from __future__ import annotations
 

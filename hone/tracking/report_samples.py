@@ -1,19 +1,14 @@
-"""Responses for the report, from the parquet files of rollouts and validations.
-
-Files and columns that cannot be read are left out and named in the notes. Scores are read from every
-file, texts only where they are shown, so that a long run stays cheap.
-"""
+"""Responses for the report, from the parquet files of rollouts and validations."""
 
 from __future__ import annotations
 
+import heapq
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from hone.types import JsonObject, JsonValue
 
@@ -21,6 +16,8 @@ EXTREMES_SHOWN = 5
 LARGEST = 1e300
 """Larger numbers of a turn or tool, and NaN, count as absent."""
 StepFiles = list[tuple[int, Path]]
+Place = tuple[float, int, int, int]
+"""Signed score, negative step, row and file of a response."""
 JSON_COLUMNS = ("turns", "tool_outputs", "reward_scores")
 COLUMNS = ("uid", "prompt_text", "response_text", "score", *JSON_COLUMNS)
 
@@ -139,52 +136,25 @@ def _total(part: JsonValue) -> float | None:
 
 def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
     """The best and the worst scored responses of a run, one per prompt; of equals, the latest."""
-    found = [np.empty((4, 0))]
+    best: dict[int, Place] = {}
+    worst: dict[int, Place] = {}
     for number, (step, path) in enumerate(files):
-        column = _columns(path, ("score",), notes).get("score", [])
-        scores = np.array(_scores(column, path, notes), np.float64)
-        (rows,) = np.nonzero(np.isfinite(scores))
-        like = np.ones(len(rows))
-        found.append(np.stack([scores[rows], step * like, rows, number * like]))
-    score, steps, row, file = np.concatenate(found, axis=1)
-    prompts = _Prompts(files)
-    best, worst = (
-        _one_per_prompt(np.stack([file, row])[:, order].T.astype(int), prompts, notes)
-        for order in (np.lexsort((row, -steps, sign * score)) for sign in (-1, 1))
-    )
-    return best, worst
-
-
-def _one_per_prompt(places: NDArray[np.int64], prompts: _Prompts, notes: list[str]) -> list[Sample]:
-    """The samples at the first places (file, row) whose prompts differ."""
-    firsts: dict[str, tuple[int, int]] = {}
-    for number, row in places:
-        firsts.setdefault(prompts.at(number, row), (number, row))
-        if len(firsts) == EXTREMES_SHOWN:
-            break
-    files = {number for number, _ in firsts.values()}
-    samples = {number: read_samples(*prompts.files[number], notes) for number in files}
-    return [samples[number][row] for number, row in firsts.values() if row < len(samples[number])]
-
-
-class _Prompts:
-    """The prompt of a row, by its text: a `uid` is another one in every epoch."""
-
-    def __init__(self, files: StepFiles) -> None:
-        self.files = files
-        self._of_file: dict[int, list[str]] = {}
-        self._texts: dict[str, str] = {}
-
-    def at(self, number: int, row: int) -> str:
-        if number not in self._of_file:
-            step, path = self.files[number]
-            table = _columns(path, ("prompt_text", "uid"), [])
-            column = table.get("prompt_text") or table.get("uid") or []
-            names = (f"{step}:{i}" if text is None else str(text) for i, text in enumerate(column))
-            # A text that many rows share is stored once.
-            self._of_file[number] = [self._texts.setdefault(name, name) for name in names]
-        prompts = self._of_file[number]
-        return prompts[row] if row < len(prompts) else f"{number}:{row}"
+        table = _columns(path, ("score", "prompt_text", "uid"), notes)
+        scores = _scores(table.get("score", []), path, notes)
+        # By text: a `uid` is another one in every epoch.
+        prompts = table.get("prompt_text") or table.get("uid") or [None] * len(scores)
+        for row, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
+            if score is None or not math.isfinite(score):
+                continue
+            key = hash((number, row) if prompt is None else prompt)
+            for places, sign in ((best, -1), (worst, 1)):
+                place = (sign * score, -step, row, number)
+                places[key] = min(places.get(key, place), place)
+    firsts = [heapq.nsmallest(EXTREMES_SHOWN, places.values()) for places in (best, worst)]
+    in_use = {number for places in firsts for *_, number in places}
+    samples = {number: read_samples(*files[number], notes) for number in in_use}
+    shown = [[samples[n][row] for *_, row, n in places] for places in firsts]
+    return shown[0], shown[1]
 
 
 def _scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[float | None]:

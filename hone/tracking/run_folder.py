@@ -61,11 +61,7 @@ class RunFolder:
         return [(step, path) for step, path in entries if path.is_dir()]
 
     def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
-        """Write the resolved config, and the origin of each dotted key (file, argument, default).
-
-        An earlier config that differs is kept as `config.1.yaml`, `.2`, …: the steps before were
-        made with it.
-        """
+        """Write the config and each key's origin; an earlier one that differs becomes `config.N.yaml`."""
         import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)

@@ -1,7 +1,4 @@
-"""Why a write failed, in words: a full disk, a quota, a read-only or failing file system.
-
-Libraries wrap the system's error in their own; the cause is looked for in the whole chain.
-"""
+"""Why a write failed, in words, also where a library wrapped the system's error in its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The SwanLab tracker.
-
-swanlab's own variables hold (SWANLAB_MODE=offline or local keeps all in the run folder).
-"""
+"""The SwanLab tracker; SWANLAB_MODE=offline or local keeps all in the run folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The tensorboard tracker: scalars, and samples as text.
-
-Event files go to `tensorboard/` in the run folder, or to $TENSORBOARD_DIR when that is set.
-"""
+"""The tensorboard tracker; event files go to `tensorboard/` in the run folder or to $TENSORBOARD_DIR."""
 
 from __future__ import annotations
 

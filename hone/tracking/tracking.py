@@ -1,7 +1,4 @@
-"""`Tracking`: one call to log a step, any number of trackers.
-
-Names map to classes in one table; a user's own tracker is `"pkg.mod:Class"`.
-"""
+"""`Tracking`: one call to log a step, any number of trackers."""
 
 from __future__ import annotations
 

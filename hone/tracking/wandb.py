@@ -1,8 +1,4 @@
-"""The Weights & Biases tracker.
-
-wandb's own variables hold (WANDB_MODE=offline keeps all on disk, in the run folder). A resumed
-run continues under the id of the first: steps it redoes are the same, and wandb keeps the first.
-"""
+"""The Weights & Biases tracker; a resumed run continues under the id of the first."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import hone.tracking.report
+from hone.tracking.curve import smooth
 from hone.tracking.report import POINTS_DRAWN, _curves
 from hone.tracking.report_data import RunData, metrics_of
-from hone.tracking.smoothing import smooth
 
 SCRIPT = Path(hone.tracking.report.__file__).with_name("report.js").read_text()
 

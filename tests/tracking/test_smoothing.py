@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.tracking.smoothing import bucket_means, envelope, smooth
+from hone.tracking.curve import bucket_means, envelope, smooth
 
 FINITE = st.floats(-1e6, 1e6)
 

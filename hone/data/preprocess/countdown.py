@@ -1,7 +1,4 @@
-"""Countdown: make a target from given numbers. TinyZero's rows, and a generator of our own.
-
-Every generated problem is solvable because its target is the value of a drawn expression.
-"""
+"""Countdown: make a target from numbers. TinyZero's rows, and a generator of our own."""
 
 from __future__ import annotations
 
@@ -156,10 +153,7 @@ def splits(
     test_size: int = 1_024,
     template_type: str = "base",
 ) -> Splits:
-    """Upstream's problems. A source without a test split is cut by position: train, then test.
-
-    A training problem that is also in test is left out.
-    """
+    """Upstream's problems; training problems that are also in test are left out."""
     records = source.need(UPSTREAM)
     train = records["train"]
     if "test" in records:

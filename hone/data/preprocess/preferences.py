@@ -1,7 +1,4 @@
-"""HellaSwag (which of four endings continues a text) and HH-RLHF (which of two replies is preferred).
-
-Neither has a rule as scorer: `reward_model.style` is `model`.
-"""
+"""HellaSwag (which of four endings continues a text) and HH-RLHF (which of two replies is preferred)."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ _REPLY = "\n\nAssistant:"
 
 
 def pair(record: Row) -> Row | None:
-    """{prompt, chosen, rejected} of the hub's row or of Anthropic's two transcripts.
-
-    None for transcripts that differ before the last reply.
-    """
+    """{prompt, chosen, rejected}; None for two transcripts that differ before the last reply."""
     if record.get("prompt"):
         return {name: record[name] for name in ("prompt", "chosen", "rejected")}
     chosen, rejected = record["chosen"], record["rejected"]

@@ -1,8 +1,4 @@
-"""Programming tasks: HumanEval, MBPP, LeetCode and TACO, each with its tests.
-
-`ground_truth` is JSON text, {"functional": source} or {"inputs", "outputs"}, because tests of
-different shapes must share a column.
-"""
+"""Programming tasks with their tests, as JSON text: tests of different shapes must share a column."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ def _row(
 
 
 def humaneval_tests(record: Row) -> str:
-    """The tests as one source, with the helper functions of the prompt.
-
-    The helpers must not be those of the program that the tests check.
-    """
+    """The tests as one source, with helper functions of the prompt that are not the program's own."""
     helpers = ""
     try:
         tree = ast.parse(record.get("prompt") or "")

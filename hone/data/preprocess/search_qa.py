@@ -1,7 +1,4 @@
-"""Open-domain questions in Search-R1's form: one or several of seven sets, merged.
-
-`ground_truth` is {target: list of accepted answers}.
-"""
+"""Open-domain questions in Search-R1's form: one or several of seven sets, merged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where upstream's records come from (a folder of files, or the hub), and the row made of one.
-
-A folder holds one folder per data set (`gsm8k/train.jsonl.gz`), or is itself that folder.
-"""
+"""Where upstream's records come from (a folder of files, or the hub), and the row made of one."""
 
 from __future__ import annotations
 
