@@ -5,25 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_WHERE = {
-    "AbstractCurriculumSampler": "hone.data.samplers",
-    "AbstractDataGenerator": "hone.data.dynamic",
-    "AbstractSampler": "hone.data.samplers",
-    "DataError": "hone.data.rows",
-    "DynamicGenDataset": "hone.data.dynamic",
-    "MultiTurnSFTDataset": "hone.data.sft",
-    "PromptLoader": "hone.data.loader",
-    "RLHFDataset": "hone.data.dataset",
-    "SFTDataset": "hone.data.sft",
-    "check_file": "hone.data.check",
-    "collate_fn": "hone.data.loader",
-    "create_rl_dataset": "hone.data.create",
-    "create_rl_sampler": "hone.data.create",
-    "create_sft_dataset": "hone.data.create",
-    "create_train_loader": "hone.data.create",
-    "create_val_loader": "hone.data.create",
-    "render_prompt": "hone.data.prompts",
+_NAMES = {
+    "check": "check_file",
+    "create": "create_rl_dataset create_rl_sampler create_sft_dataset create_train_loader "
+    "create_val_loader",
+    "dataset": "RLHFDataset",
+    "dynamic": "AbstractDataGenerator DynamicGenDataset",
+    "loader": "PromptLoader collate_fn",
+    "prompts": "render_prompt",
+    "rows": "DataError",
+    "samplers": "AbstractCurriculumSampler AbstractSampler",
+    "sft": "MultiTurnSFTDataset SFTDataset",
 }
+_WHERE = {name: f"hone.data.{file}" for file, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_WHERE)
 

@@ -239,7 +239,14 @@ class RLHFDataset(OverridableReading):
         text = self._rendered(row)
         ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
         row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
-        row["raw_prompt"] = self._raw_prompt(row)
+        prompt: str | list[Message]
+        if self.settings.prompt_format == "raw":
+            prompt = raw_text(row[self.prompt_key])
+        else:
+            prompt = as_messages(row[self.prompt_key])
+            if self.processor is not None:
+                prompt = with_typed_parts(prompt, row, self.image_key, self.video_key)
+        row["raw_prompt"] = prompt
         if self.prompt_key != "raw_prompt":
             del row[self.prompt_key]
         extra_info = row.get("extra_info") or {}
@@ -250,15 +257,6 @@ class RLHFDataset(OverridableReading):
         for name in ARGUMENTS:
             row[name] = without_nulls(row.get(name) or extra_info.get(name) or {})
         return row
-
-    def _raw_prompt(self, row: Row) -> str | list[Message]:
-        prompt = row[self.prompt_key]
-        if self.settings.prompt_format == "raw":
-            return raw_text(prompt)
-        messages = as_messages(prompt)
-        if self.processor is None:
-            return messages
-        return with_typed_parts(messages, row, self.image_key, self.video_key)
 
 
 def with_typed_parts(

@@ -40,6 +40,11 @@ def _gsm8k(kind: str, summary: str) -> Recipe:
     return Recipe("maths:gsm8k", summary, {"kind": kind})
 
 
+def _arithmetic(name: str, operations: str, what: str) -> Recipe:
+    fixed = {"name": name, "operations": tuple(operations)}
+    return Recipe("", f"{what} up to 999 (generated)", fixed, "arithmetic:tinyzero_splits")
+
+
 _QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _BENCHMARKS = (
     *("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva_math"),
@@ -58,18 +63,8 @@ RECIPES: dict[str, Recipe] = {
         "make a target from numbers (generated, or upstream's)",
         generator="countdown:generated_splits",
     ),
-    "multiply": Recipe(
-        "",
-        "products of numbers up to 999 (generated)",
-        {"name": "multiply", "operations": ("*",)},
-        generator="arithmetic:tinyzero_splits",
-    ),
-    "arithmetic": Recipe(
-        "",
-        "sums, differences, products up to 999 (generated)",
-        {"name": "arithmetic", "operations": ("+", "-", "*")},
-        generator="arithmetic:tinyzero_splits",
-    ),
+    "multiply": _arithmetic("multiply", "*", "products of numbers"),
+    "arithmetic": _arithmetic("arithmetic", "+-*", "sums, differences, products"),
     "hellaswag": Recipe("preferences:hellaswag", "choose the ending of a text"),
     "full_hh_rlhf": Recipe("preferences:hh_rlhf", "preferences as sft, rm and rl rows"),
     "geo3k": Recipe("maths:geo3k", "geometry with diagrams", {"with_tool": False}),

@@ -115,9 +115,8 @@ class SFTDataset:
         """Encode every row now: a bad one stops the run, or is skipped, before the first step."""
         good: list[int] = []
         kept_tokens = 0
-        self._encoded(
-            self.positions[0]
-        )  # alone: a tokenizer may settle its options at its first use
+        # The first one alone: a tokenizer may settle its options at its first use.
+        self._encoded(self.positions[0])
         with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
             for start in range(0, len(self.positions), BLOCK_ROWS):
                 block = self.positions[start : start + BLOCK_ROWS]

@@ -120,7 +120,12 @@ class FolderLock:
         held._entered -= 1
         if held._entered == 0:
             del _held[self.file]
-            held._release()
+            held._ended.set()
+            if held.holder is not None and held.holder.pid == os.getpid():
+                with contextlib.suppress(OSError):
+                    if _read(self.file)[0] == held.holder:
+                        self.file.unlink()
+                held._remove_created()
 
     def _acquire(self) -> None:
         self.holder = Holder.here()
@@ -196,15 +201,6 @@ class FolderLock:
         """Raise where another process has taken the lock over."""
         if self.is_lost:
             raise LockLost(self._lost_sentence())
-
-    def _release(self) -> None:
-        self._ended.set()
-        if self.holder is None or self.holder.pid != os.getpid():
-            return
-        with contextlib.suppress(OSError):
-            if _read(self.file)[0] == self.holder:
-                self.file.unlink()
-        self._remove_created()
 
     def _remove_created(self) -> None:
         """Remove the folders that were made for the lock and are still empty."""

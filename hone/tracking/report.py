@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, drawn_as_is, envelope
@@ -188,8 +188,18 @@ def _points(steps: list[int], values: list[float]) -> dict[str, JsonValue]:
     return {"steps": list(steps), "values": finite}
 
 
-def time_of(run: RunData) -> list[dict[str, Any]]:
-    """Total seconds by part; what `timing_s/step` has beyond its parts is "other"."""
+class TimePart(NamedTuple):
+    """Seconds of a timer, their share of all, how often it ran, and where its bar starts."""
+
+    name: str
+    seconds: float
+    share: float
+    times: int
+    start: float
+
+
+def time_of(run: RunData) -> tuple[list[TimePart], bool]:
+    """Seconds by timer, the rest of `timing_s/step` as "other", and whether the timers overlap."""
     # Deeper names (`timing_s/agent_loop/…`) and `gen_max` are details of a part that is counted.
     timers = [key for key in run.metric_names() if re.fullmatch(f"{PREFIX}[^/]+", key)]
     spent = {key.removeprefix(PREFIX): run.metrics.of(key).finite().values for key in timers}
@@ -203,21 +213,13 @@ def time_of(run: RunData) -> list[dict[str, Any]]:
     if totals and whole > inside:
         totals["other"] = whole - inside
         ordered.append("other")
-    parts, start = [], 0.0
+    whole_or_sum = max(whole, inside) or 1.0
+    parts: list[TimePart] = []
     for name in ordered:
-        share = totals[name] / (max(whole, inside) or 1.0)
-        parts.append(
-            {
-                "name": name,
-                "seconds": totals[name],
-                "share": share,
-                "start": start,
-                "times": len(spent.get(name, [])),
-                "overlap": whole and inside > whole * 1.02,
-            }
-        )
-        start += 1000 * share
-    return parts
+        start = parts[-1].start + 1000 * parts[-1].share if parts else 0.0
+        share, times = totals[name] / whole_or_sum, len(spent.get(name, ()))
+        parts.append(TimePart(name, totals[name], share, times, start))
+    return parts, bool(whole) and inside > whole * 1.02
 
 
 def _settings(runs: Sequence[RunData]) -> list[tuple[str, bool, list[tuple[str, str]]]]:

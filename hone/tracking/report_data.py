@@ -215,15 +215,12 @@ def metrics_of(rows: Iterable[Row]) -> RunMetrics:
                 values[huge] = np.copysign(np.inf, values[huge])
                 amount = _lines(int(huge.sum()))
                 metrics.notes.append(f"{key}: not drawn where it is beyond ±{HUGE:.0e} ({amount})")
-            metrics.series[key] = _ordered(np.array(steps_of.pop(key)), values)
+            steps = np.array(steps_of.pop(key))
+            order = np.argsort(steps, kind="stable")
+            steps, values = steps[order], values[order]
+            last = np.append(steps[1:] != steps[:-1], True)
+            metrics.series[key] = Series(steps[last], values[last])
     return metrics
-
-
-def _ordered(steps: NDArray[np.int64], values: NDArray[np.float64]) -> Series:
-    order = np.argsort(steps, kind="stable")
-    steps, values = steps[order], values[order]
-    last = np.append(steps[1:] != steps[:-1], True)
-    return Series(steps[last], values[last])
 
 
 def _lines(count: int) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 
 from hone.tracking.console import screen
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, require
-from hone.types import JsonValue, Row
+from hone.types import Row
 
 
 class TensorboardTracker(Tracker):
@@ -33,14 +34,13 @@ class TensorboardTracker(Tracker):
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         for number, row in enumerate(rows):
-            text = "\n\n".join(f"**{key}**\n\n{_verbatim(value)}" for key, value in row.items())
+            # Model text is a Markdown code block, so that nothing in it is taken for markup.
+            blocks = {
+                k: indent(str(v), "    ", lambda line: True) or "    " for k, v in row.items()
+            }
+            text = "\n\n".join(f"**{key}**\n\n{block}" for key, block in blocks.items())
             self.writer.add_text(f"{name}/{number}", text, step)
 
     def finish(self) -> None:
         self.writer.close()
         screen().line(f"see the curves: {self._command}")
-
-
-def _verbatim(value: JsonValue) -> str:
-    """Model text as a Markdown code block, so that nothing in it is taken for markup."""
-    return "\n".join("    " + line for line in str(value).splitlines()) or "    "

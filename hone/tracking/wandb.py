@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hone.tracking.contract import Number, RunInfo, Tracker, require
 from hone.tracking.run_folder import keep_id, resumed_id
-from hone.types import JsonValue, Row
+from hone.types import Row
 
 
 class WandbTracker(Tracker):
@@ -31,12 +31,10 @@ class WandbTracker(Tracker):
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        data = [[_cell(row.get(column)) for column in columns] for row in rows]
+        values = [[row.get(column) for column in columns] for row in rows]
+        plain = (str, int, float, type(None))
+        data = [[v if isinstance(v, plain) else str(v) for v in line] for line in values]
         self.session.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
 
     def finish(self) -> None:
         self.session.finish()
-
-
-def _cell(value: JsonValue) -> str | float | None:
-    return value if value is None or isinstance(value, str | int | float) else str(value)
