@@ -70,7 +70,7 @@ def apply_template(
             if template not in _verdicts:
                 special = getattr(tokenizer, "special_tokens_map", {})
                 variables = {**special, **options, "messages": messages, "tools": tools}
-                _verdicts[template] = _tried(template, variables)
+                _verdicts[template] = _try_template(template, variables)
         if (what := _verdicts[template]) is not None:
             raise _broken(tokenizer, what)
 
@@ -84,7 +84,7 @@ def apply_template(
         )
 
     try:
-        rendered = limited(render, RENDER_S)
+        rendered = run_limited(render, RENDER_S)
     except Overdue:
         raise _broken(tokenizer, _no_end()) from None
     if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
@@ -115,7 +115,7 @@ def _template_of(
     return template if isinstance(template, str) else None
 
 
-def _tried(template: str, variables: Settings) -> str | None:
+def _try_template(template: str, variables: Settings) -> str | None:
     """What is wrong with a template by a trial in another process, or None."""
     task = {
         "path": sys.path,
@@ -152,7 +152,7 @@ class _Interrupt(BaseException):
     """Raised in the thread of an overdue call; no Exception, so that the call cannot catch it."""
 
 
-def limited(call: Callable[[], T], seconds: float) -> T:
+def run_limited(call: Callable[[], T], seconds: float) -> T:
     """What the call returns or raises; Overdue after `seconds` of computing (not of waiting)."""
     thread = threading.get_ident()
     has_arrived = False

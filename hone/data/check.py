@@ -3,7 +3,7 @@
 Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that no
 scorer knows, rows on which a given scorer fails, agent loops that are not known by name, prompts longer than
 a given limit. Warnings: duplicate prompts, prompts longer than the usual limit. Files
-for supervised training are recognised by their columns and need an answer in place of a ground truth.
+for supervised training are kind_of_file by their columns and need an answer in place of a ground truth.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Kind:
     """The column of the responses, in a supervised file without conversations."""
 
 
-def recognised(columns: Collection[str], settings: DataConfig) -> Kind:
+def kind_of_file(columns: Collection[str], settings: DataConfig) -> Kind:
     """The kind of a file with these columns."""
     names, key = set(columns), settings.prompt_key
     is_answered = bool(names & _ANSWERS) and not names & {"reward_model", settings.reward_fn_key}
@@ -91,7 +91,7 @@ def check_file(
         file = read_file(path, bad)
         if file is None:
             return 1, "\n".join(f"error: {message}" for message in bad.examples)
-        kind = recognised(next(iter(file.scan()), {}), settings)
+        kind = kind_of_file(next(iter(file.scan()), {}), settings)
         check = _Check(kind, known_loops, tokenizer, score, bad)
         check.read(file)
     except (DataError, BrokenTemplate) as error:

@@ -46,7 +46,7 @@ def encode_conversation(
     between: list[int] = []
     for start, stop in zip([0, *stops], stops, strict=False):
         context, turns = list(messages[:start]), list(messages[start:stop])
-        segment = template.continued(rendered, context, turns)
+        segment = template.after_context(rendered, context, turns)
         if segment is None:
             if not ignore_mismatch:
                 raise PromptError(
@@ -109,7 +109,7 @@ class _Template:
             return []
         return [int(eos)] if is_last or not self._ending else []
 
-    def continued(
+    def after_context(
         self, before: list[int], context: list[Message], turns: list[Message]
     ) -> _Segment | None:
         """The turns after `before`, the rendered context; None where the rendering differs."""
@@ -119,7 +119,7 @@ class _Template:
             return None
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
-        begin = self._opened(context + turns[:-1], ids)
+        begin = self._answer_start(context + turns[:-1], ids)
         return None if begin is None or begin < start else self._segment(ids, start, begin)
 
     def by_itself(self, context: list[Message], turns: list[Message]) -> _Segment:
@@ -137,9 +137,11 @@ class _Template:
             start += _shared_start(self._ending, ids[start:])
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
-        asked = before + turns[:-1]
-        begin = self._opened(asked, ids)
-        return self._segment(ids, start, self._header(asked, ids) if begin is None else begin)
+        before_answer = before + turns[:-1]
+        begin = self._answer_start(before_answer, ids)
+        return self._segment(
+            ids, start, self._header(before_answer, ids) if begin is None else begin
+        )
 
     def _segment(self, ids: list[int], start: int, begin: int) -> _Segment:
         end = len(ids)
@@ -147,7 +149,7 @@ class _Template:
             end -= len(self._between)
         return _Segment(ids[start:end], max(0, end - begin), ids[end:])
 
-    def _opened(self, context: list[Message], ids: list[int]) -> int | None:
+    def _answer_start(self, context: list[Message], ids: list[int]) -> int | None:
         """Where the assistant's own tokens begin; None where an answer changes the context's rendering."""
         if all(message["role"] == "system" for message in context):
             return self._header(context, ids)  # nothing to answer: many templates refuse that
@@ -159,12 +161,12 @@ class _Template:
 
     def _header(self, context: Sequence[Message], ids: list[int]) -> int:
         """Where an answer begins: up to there two different ones are rendered alike."""
-        one, other = self._answered(context)
+        one, other = self._probe_answers(context)
         return min(_shared_start(one, other), _shared_start(one, ids))
 
     def _closing(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
         """What ends a turn (its end token, if any) and what the template writes after that."""
-        one, other = self._answered(context)
+        one, other = self._probe_answers(context)
         if one == other:
             raise PromptError(
                 "the chat template leaves out what the assistant says; use one that shows it"
@@ -180,7 +182,7 @@ class _Template:
         end = ends[-1] if ends else len(closing) if eos is None else 0
         return closing[:end], closing[end:]
 
-    def _answered(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
+    def _probe_answers(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
         answers = (self._turn("assistant", text) for text in PROBES)
         one, other = (self._render([*context, answer]) for answer in answers)
         return one, other

@@ -30,7 +30,7 @@ from hone.data.rows import (
     Files,
     SettingError,
     positions_fingerprint,
-    sampled,
+    sample_positions,
 )
 from hone.data.schema import ARGUMENTS, COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
@@ -78,10 +78,12 @@ class RLHFDataset(OverridableReading):
         self.added: list[Row] = []
         self.overlong_rows = 0
         self._lengths: list[int] | None = None
-        positions = self._checked_positions()
-        positions = sampled(positions, max_samples, shuffle=settings.shuffle, seed=settings.seed)
+        positions = self._valid_positions()
+        positions = sample_positions(
+            positions, max_samples, shuffle=settings.shuffle, seed=settings.seed
+        )
         if settings.filter_overlong_prompts:
-            positions = self._filtered(positions)
+            positions = self._filter_overlong(positions)
         self.positions = positions
         if len(positions) != len(self.store):
             self._frame = None  # the rows that are left
@@ -99,7 +101,7 @@ class RLHFDataset(OverridableReading):
 
     def __getitem__(self, index: int) -> Row:
         try:
-            row = self._prepared(dict(self.raw_row(index)))
+            row = self._prepare(dict(self.raw_row(index)))
         except PromptError as error:
             raise DataError(f"{self.where(index)}: {error}") from error
         number = row["extra_info"].get("index")
@@ -172,7 +174,7 @@ class RLHFDataset(OverridableReading):
             )
         self.added = [dict(row) for row in state["added"]]
 
-    def _checked_positions(self) -> list[int]:
+    def _valid_positions(self) -> list[int]:
         positions = []
         position = 0
         for file in self.store.files:
@@ -189,7 +191,7 @@ class RLHFDataset(OverridableReading):
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
         return positions
 
-    def _filtered(self, positions: list[int]) -> list[int]:
+    def _filter_overlong(self, positions: list[int]) -> list[int]:
         """The positions of prompts that fit; the others are counted and logged."""
         limit, in_use = self.max_prompt_length, set(positions)
         scan = enumerate(self.store.scan((self.prompt_key, "agent_name")))
@@ -218,7 +220,7 @@ class RLHFDataset(OverridableReading):
     def _count_tokens(
         self, rows: Iterable[Row], max_tokens: int | None
     ) -> Iterator[int | PromptError]:
-        renderings = (partial(self._rendered, row) for row in rows)
+        renderings = (partial(self._render, row) for row in rows)
         return token_counts(renderings, self.tokenizer, max_tokens)
 
     @property
@@ -226,7 +228,7 @@ class RLHFDataset(OverridableReading):
         """Tokens of a prompt, where a longer one is refused and not truncated."""
         return self.max_prompt_length if self.settings.truncation == "error" else None
 
-    def _rendered(self, row: Row) -> str | list[int]:
+    def _render(self, row: Row) -> str | list[int]:
         return prompt_text(
             row[self.prompt_key],
             self.tokenizer,
@@ -235,8 +237,8 @@ class RLHFDataset(OverridableReading):
             template_kwargs=self.settings.apply_chat_template_kwargs,
         )
 
-    def _prepared(self, row: Row) -> Row:
-        text = self._rendered(row)
+    def _prepare(self, row: Row) -> Row:
+        text = self._render(row)
         ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
         row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
         prompt: str | list[Message]

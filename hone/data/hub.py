@@ -28,12 +28,12 @@ def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
             " files, where there is no network"
         ) from error
     return {
-        split: [{column: _encoded(value) for column, value in row.items()} for row in rows]
+        split: [{column: _encode(value) for column, value in row.items()} for row in rows]
         for split, rows in loaded.items()
     }
 
 
-def framed(rows: list[Row]) -> Any:
+def as_frame(rows: list[Row]) -> Any:
     """Rows as a data set of the package `datasets`; the list itself where it is not installed."""
     try:
         import datasets
@@ -42,10 +42,10 @@ def framed(rows: list[Row]) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def _encoded(value: _T) -> _T | Row | list[Any]:
+def _encode(value: _T) -> _T | Row | list[Any]:
     """The value with decoded images as {bytes, path} again, as in parquet."""
     if isinstance(value, list):
-        return [_encoded(item) for item in value]
+        return [_encode(item) for item in value]
     if hasattr(value, "save") and hasattr(value, "size"):
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")

@@ -122,7 +122,7 @@ class PromptLoader:
                 f"the sampler {self._order} ended after {self._drawn + len(drawn)} rows,"
                 f" its length says {self._epoch_rows}"
             )
-        batch = self._collated(drawn, self.epoch, self._counts)
+        batch = self._collate(drawn, self.epoch, self._counts)
         self._drawn += size
         if self._is_epoch_over():
             self._end_pass()
@@ -134,7 +134,7 @@ class PromptLoader:
         indices = map(int, self._iterate_epoch(epoch))
         while batch := list(islice(indices, self.batch_size)):
             if len(batch) == self.batch_size or not self.drop_last:
-                yield self._collated(batch, epoch, counts)
+                yield self._collate(batch, epoch, counts)
 
     def on_batch_end(self, batch: DataProto) -> int:
         """Tell sampler and data set about a finished batch; returns how many rows were added."""
@@ -234,7 +234,7 @@ class PromptLoader:
             _exhaust(self._indices, self._epoch_rows - self._drawn)
         self._indices = None
 
-    def _collated(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
+    def _collate(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
         places = []
         for index in indices:
             name, number = type(self.dataset).__qualname__, index

@@ -271,7 +271,7 @@ def token_counts(
     running: deque[Future[list[int | PromptError]]] = deque()
     threads = usable_cores()
     with ThreadPoolExecutor(threads, thread_name_prefix="count tokens") as pool:
-        while batch := [_rendered(render) for render in islice(rest, BATCH)]:
+        while batch := [_try_render(render) for render in islice(rest, BATCH)]:
             running.append(pool.submit(count, batch))
             if len(running) > 2 * threads:
                 yield from running.popleft().result()
@@ -279,7 +279,7 @@ def token_counts(
             yield from running.popleft().result()
 
 
-def _rendered(render: Callable[[], Rendered]) -> Rendered | PromptError:
+def _try_render(render: Callable[[], Rendered]) -> Rendered | PromptError:
     try:
         return render()
     except PromptError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.data import DataConfig
 from hone.data.files import copy_to_local, is_non_local
-from hone.data.hub import framed
+from hone.data.hub import as_frame
 from hone.data.prompts import Message, as_messages
 from hone.data.rows import BadRows, DataError, RowStore, read_rows
 from hone.types import Row, Settings
@@ -108,7 +108,7 @@ class OverridableReading:
         if self._frame is None:
             is_read = hasattr(self, "positions")
             rows = [self.raw_row(i) for i in range(len(self))] if is_read else self.store.scan()
-            self._frame = framed(list(rows))
+            self._frame = as_frame(list(rows))
         return self._frame
 
     @dataframe.setter

@@ -146,7 +146,9 @@ def positions_fingerprint(store: RowStore, positions: Sequence[int]) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def sampled(positions: list[int], count: int, *, shuffle: bool, seed: int | None) -> list[int]:
+def sample_positions(
+    positions: list[int], count: int, *, shuffle: bool, seed: int | None
+) -> list[int]:
     """`count` of the positions in order, drawn at random with `shuffle`; all where it is not positive."""
     if not 0 < count < len(positions):
         return positions
@@ -163,11 +165,11 @@ def _parse_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
         return None, ("hostile text", flaw) if flaw else ("not json", f"not JSON: {error}")
     # Only an escape, or a byte that was read by `surrogateescape`, can spoil the text.
     if not line.isascii() or "\\u" in line:
-        return _checked(row)
+        return _check_text(row)
     return row, None
 
 
-def _checked(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
+def _check_text(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
     flaw = flaw_of(row, allow_nul=True)
     return row, ("hostile text", flaw) if flaw else None
 
@@ -182,7 +184,7 @@ def _read_json(path: str, bad: BadRows) -> FileRows:
         is_document = path.removesuffix(".gz").endswith(".json")
         text = file.read() if is_document else ""
         if text.lstrip().startswith("["):
-            values = map(_checked, read_json(text))
+            values = map(_check_text, read_json(text))
         else:  # U+2028 may stand inside a string: only "\n" ends a line
             lines = text.split("\n") if is_document else file
             values = map(_parse_line, (line for line in lines if line.strip()))

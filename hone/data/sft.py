@@ -20,7 +20,14 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.rows import BadRows, DataError, Files, positions_fingerprint, read_rows, sampled
+from hone.data.rows import (
+    BadRows,
+    DataError,
+    Files,
+    positions_fingerprint,
+    read_rows,
+    sample_positions,
+)
 from hone.data.schema import text_problem
 from hone.text import BadText, flaw_of, read_json, shown
 from hone.tokenizer import Tokenizer
@@ -29,7 +36,7 @@ from hone.types import Row, Settings
 THREADS = 4
 """Tokenizers release Python's lock, so that threads share their work."""
 BLOCK_ROWS = 256
-KEPT_TOKENS = 100_000_000
+CACHED_TOKENS = 100_000_000
 """Encoded tokens kept in memory, 5 bytes each; rows beyond are encoded again when they are read."""
 
 
@@ -95,18 +102,20 @@ class SFTDataset:
             except PromptError as error:
                 self._report(position, "not in the schema", error)
         shuffle, seed = config.shuffle, config.seed
-        self.positions = sampled(self._any(usable), max_samples, shuffle=shuffle, seed=seed)
-        self._kept: dict[int, tuple[array[int], bytes]] = {}
+        self.positions = sample_positions(
+            self._any(usable), max_samples, shuffle=shuffle, seed=seed
+        )
+        self._cache: dict[int, tuple[array[int], bytes]] = {}
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         position = self.positions[index]
-        if position in self._kept:
-            ids, mask = self._kept[position]
+        if position in self._cache:
+            ids, mask = self._cache[position]
             return {"input_ids": ids.tolist(), "loss_mask": list(mask)}
-        row = self._encoded(position)
+        row = self._encode_position(position)
         if isinstance(row, PromptError):
             raise DataError(f"{self.store.where(position)}: {row}") from row
         return row
@@ -114,21 +123,23 @@ class SFTDataset:
     def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
         """Encode every row now: a bad one stops the run, or is skipped, before the first step."""
         good: list[int] = []
-        kept_tokens = 0
+        cached_tokens = 0
         # The first one alone: a tokenizer may settle its options at its first use.
-        self._encoded(self.positions[0])
+        self._encode_position(self.positions[0])
         with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
             for start in range(0, len(self.positions), BLOCK_ROWS):
                 block = self.positions[start : start + BLOCK_ROWS]
-                for position, row in zip(block, threads.map(self._encoded, block), strict=True):
+                for position, row in zip(
+                    block, threads.map(self._encode_position, block), strict=True
+                ):
                     if isinstance(row, PromptError):
                         self._report(position, getattr(row, "reason", "cannot be rendered"), row)
                         continue
                     good.append(position)
                     ids, mask = row["input_ids"], row["loss_mask"]
-                    kept_tokens += len(ids)
-                    if kept_tokens <= KEPT_TOKENS:
-                        self._kept[position] = array("i", ids), bytes(mask)
+                    cached_tokens += len(ids)
+                    if cached_tokens <= CACHED_TOKENS:
+                        self._cache[position] = array("i", ids), bytes(mask)
                 if on_rows is not None:
                     on_rows(len(block))
         self.positions = self._any(good)
@@ -178,7 +189,7 @@ class SFTDataset:
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
         return positions
 
-    def _encoded(self, position: int) -> dict[str, list[int]] | PromptError:
+    def _encode_position(self, position: int) -> dict[str, list[int]] | PromptError:
         length, how = self.config.max_length, self.config.truncation
         try:
             ids, mask = self.encode(self.store[position])

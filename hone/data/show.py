@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
-from hone.data.check import MESSAGES, Kind, recognised
+from hone.data.check import MESSAGES, Kind, kind_of_file
 from hone.data.prompts import Prompt, PromptError, Tools, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, read_file
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
@@ -47,7 +47,7 @@ def show_file(
     """The named rows of a file, a block each; `tools` are schemas that the chat template shows."""
     file = read_file(path, BadRows("raise", skip_key=None), "the file name")
     assert file is not None  # an unreadable or empty file has been refused
-    kind = recognised(file[0], config or DataConfig())
+    kind = kind_of_file(file[0], config or DataConfig())
     numbers = row_numbers(rows or f"0-{min(2, len(file) - 1)}", len(file))
     blocks = []
     for number in numbers:

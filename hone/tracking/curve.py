@@ -39,7 +39,7 @@ def draw_curve(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    runs = {label: read_metrics(path) for label, path in _labelled(metrics_path).items()}
+    runs = {label: read_metrics(path) for label, path in _labels(metrics_path).items()}
     names = sorted({key for rows in runs.values() for row in rows for key in row})
     for key in keys:
         if key not in names:
@@ -53,7 +53,7 @@ def draw_curve(
         for number, (label, rows) in enumerate(runs.items()):
             steps, values = series(rows, key)
             look = {"color": f"C{number}", "label": label}
-            if steps and drawn_as_is(key, len(steps)):
+            if steps and is_unsmoothed(key, len(steps)):
                 panel.plot(steps, values, **look, marker="o", markersize=3.5)
             elif steps:
                 panel.plot(steps, values, color=f"C{number}", alpha=0.25, linewidth=0.8)
@@ -70,7 +70,7 @@ def draw_curve(
     return Path(out_png)
 
 
-def _labelled(
+def _labels(
     paths: PathLike | Sequence[PathLike] | Mapping[str, PathLike],
 ) -> dict[str, PathLike]:
     if isinstance(paths, Mapping):
@@ -83,7 +83,7 @@ def _labelled(
     return labelled
 
 
-def drawn_as_is(key: str, points: int) -> bool:
+def is_unsmoothed(key: str, points: int) -> bool:
     """Whether a curve is drawn without smoothing."""
     return points <= FEW_POINTS or key.startswith(MEASUREMENTS)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hone.tracking.atomic import atomic_write_text
-from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, drawn_as_is, envelope
+from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, envelope, is_unsmoothed
 from hone.tracking.report_data import RunData, labels_of, load_run
 from hone.tracking.timing import PREFIX
 from hone.types import JsonObject, JsonValue
@@ -63,7 +63,7 @@ def render(runs: Sequence[RunData]) -> str:
     pages = Environment(
         loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    pages.filters |= {"shown": shown, "number": number}
+    pages.filters |= {"visible": visible, "number": number}
     css = (folder / "report.css").read_text(encoding="utf-8") + _colours(len(runs))
     script = (folder / "report.js").read_text(encoding="utf-8")
     policy = (
@@ -94,12 +94,12 @@ def render(runs: Sequence[RunData]) -> str:
     )
 
 
-def shown(text: str, limit: int = CHARACTERS_SHOWN) -> str:
+def visible(text: str, limit: int = CHARACTERS_SHOWN) -> str:
     """The text with invisible characters made visible, cut at `limit`; the template escapes it."""
     whole = text.replace("\r\n", "\n")
-    visible = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", whole[:limit])
+    printable = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", whole[:limit])
     more = len(whole) - limit
-    return visible + (f" … {more:,} more characters" if more > 0 else "")
+    return printable + (f" … {more:,} more characters" if more > 0 else "")
 
 
 def number(value: float | None) -> str:
@@ -171,7 +171,7 @@ def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
         steps, values = run.metrics.of(key)
         if not len(steps):
             continue
-        curve: JsonObject = {"run": index, "as_is": drawn_as_is(key, len(steps))}
+        curve: JsonObject = {"run": index, "as_is": is_unsmoothed(key, len(steps))}
         if len(steps) > POINTS_DRAWN:
             buckets = POINTS_DRAWN // 2
             curve["raw"] = _points(*envelope(steps, values, buckets - 1))

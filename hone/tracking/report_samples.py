@@ -65,7 +65,7 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
     samples = []
     for number in range(count):
         row = {name: column[number] for name, column in table.items()}
-        turns, outputs, rewards = (_parsed(row.get(name)) for name in JSON_COLUMNS)
+        turns, outputs, rewards = (_parse(row.get(name)) for name in JSON_COLUMNS)
         texts = ["" if row.get(name) is None else str(row[name]) for name in COLUMNS[:3]]
         parts = {n.removeprefix("reward/"): _total(v) for n, v in row.items() if n[:7] == "reward/"}
         samples.append(
@@ -107,7 +107,7 @@ def _call(output: JsonObject) -> ToolCall:
     return ToolCall(f"{output.get('name', '')}({listed})", _number(output.get("reward")))
 
 
-def _parsed(text: JsonValue) -> JsonValue:
+def _parse(text: JsonValue) -> JsonValue:
     try:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):

@@ -90,7 +90,7 @@ def test_a_template_is_tried_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -
         tried.append(template)
 
     monkeypatch.setattr(chat_template, "_verdicts", {})
-    monkeypatch.setattr(chat_template, "_tried", trial)
+    monkeypatch.setattr(chat_template, "_try_template", trial)
     for text in ("a", "b", "c"):
         render_prompt(text, build_tokenizer(CHATML))
     assert tried == [CHATML]

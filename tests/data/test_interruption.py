@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hone.data.chat_template import Overdue, limited
+from hone.data.chat_template import Overdue, run_limited
 
 
 def spin() -> None:
@@ -22,7 +22,7 @@ def test_an_endless_loop_is_ended_in_any_thread() -> None:
 
     def work() -> None:
         with pytest.raises(Overdue):
-            limited(spin, 0.05)
+            run_limited(spin, 0.05)
         ended.append("yes")
 
     thread = threading.Thread(target=work)
@@ -33,19 +33,19 @@ def test_an_endless_loop_is_ended_in_any_thread() -> None:
 
 
 def test_waiting_is_not_computing() -> None:
-    assert limited(lambda: time.sleep(0.6) or "done", 0.1) == "done"  # type: ignore[func-returns-value]
+    assert run_limited(lambda: time.sleep(0.6) or "done", 0.1) == "done"  # type: ignore[func-returns-value]
 
 
 def test_what_a_call_raises_comes_through() -> None:
     with pytest.raises(KeyError):
-        limited(lambda: {}["x"], 1.0)
+        run_limited(lambda: {}["x"], 1.0)
 
 
 def test_no_interrupt_arrives_after_a_call() -> None:
     """Calls that end about when they are overdue."""
     for _ in range(40):
         try:
-            limited(lambda: sum(range(10**5)), 1e-9)
+            run_limited(lambda: sum(range(10**5)), 1e-9)
         except Overdue:
             continue
     total = sum(1 for _ in range(10**5))
@@ -55,7 +55,7 @@ def test_no_interrupt_arrives_after_a_call() -> None:
 def test_a_call_leaves_the_interpreter_as_it_was() -> None:
     """An interrupt that is cleared, and not let arrive, makes a profiled call hang."""
     code = (
-        "import sys; from hone.data.chat_template import limited; f = lambda: 1;"
-        "limited(f, 1); sys.setprofile(lambda *_: None); f()"
+        "import sys; from hone.data.chat_template import run_limited; f = lambda: 1;"
+        "run_limited(f, 1); sys.setprofile(lambda *_: None); f()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hone.tracking.report import render, shown
+from hone.tracking.report import render, visible
 from hone.tracking.report_data import RunData, metrics_of
 from hone.tracking.report_samples import Sample, ToolCall, Turn
 
@@ -35,12 +35,12 @@ def test_text_is_shown_as_it_is(hostile: str) -> None:
 
 
 def test_characters_that_hide_or_reverse_text_are_made_visible() -> None:
-    assert shown("a\u202eb\x00c\x1b[31m\u200bd") == "a\\u202eb\\u0000c\\u001b[31m\\u200bd"
-    assert shown("one\r\n\ttwo") == "one\n\ttwo"
+    assert visible("a\u202eb\x00c\x1b[31m\u200bd") == "a\\u202eb\\u0000c\\u001b[31m\\u200bd"
+    assert visible("one\r\n\ttwo") == "one\n\ttwo"
 
 
 def test_long_text_is_cut_and_says_by_how_much() -> None:
-    assert shown("x" * 4100) == "x" * 4000 + " … 100 more characters"
+    assert visible("x" * 4100) == "x" * 4000 + " … 100 more characters"
 
 
 def test_the_summary_gives_first_last_and_best() -> None:

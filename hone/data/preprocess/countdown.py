@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from hone.data.preprocess.sources import Source, Splits, Upstream, made, task_row
+from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
 from hone.data.rows import DataError
 from hone.types import Row
 
@@ -163,7 +163,9 @@ def splits(
         train, test = train[:cut], train[cut : cut + test_size]
     held_out = {problem_key(record["nums"], record["target"]) for record in test}
     train = [r for r in train[:train_size] if problem_key(r["nums"], r["target"]) not in held_out]
-    return made({"train": train, "test": test}, partial(countdown_row, template=template_type))
+    return rows_by_split(
+        {"train": train, "test": test}, partial(countdown_row, template=template_type)
+    )
 
 
 def generated_splits(
@@ -188,4 +190,4 @@ def generated_splits(
         split: [{"nums": p.numbers, "target": p.target, "solution": p.solution} for p in problems]
         for split, problems in (("train", train), ("test", test))
     }
-    return made(records, partial(countdown_row, template=template_type))
+    return rows_by_split(records, partial(countdown_row, template=template_type))

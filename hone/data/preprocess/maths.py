@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from hone.data.preprocess.sources import Source, Splits, Upstream, made, task_row
+from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
 from hone.data.rows import DataError
 from hone.types import JsonValue, Row
 
@@ -39,13 +39,13 @@ def final_answer(answer: str) -> str:
 def gsm8k_row(record: Row, split: str, index: int, *, kind: str) -> Row:
     """A row of one kind: plain, tool, agent_loop (tools, run by tool_agent), interaction, conversation."""
     question, answer = record["question"], record["answer"]
-    asked = f"{question} {HASHES if kind in ('plain', 'conversation') else TICKED_HASHES}"
+    prompt = f"{question} {HASHES if kind in ('plain', 'conversation') else TICKED_HASHES}"
     if kind == "conversation":
-        turns = (("user", asked), ("assistant", answer))
+        turns = (("user", prompt), ("assistant", answer))
         return {"messages": [{"role": role, "content": text} for role, text in turns]}
     truth = final_answer(answer)
     extra: Row = {"answer": answer, "question": question}
-    interaction = {"query": asked, "ground_truth": truth}
+    interaction = {"query": prompt, "ground_truth": truth}
     system = None
     if kind == "interaction":
         system = INTERACTION_SYSTEM
@@ -53,7 +53,7 @@ def gsm8k_row(record: Row, split: str, index: int, *, kind: str) -> Row:
     elif kind != "plain":
         system = TOOL_SYSTEM
         extra |= _tool_kwargs(GSM8K_TOOL, truth) | {"interaction_kwargs": interaction}
-    row = task_row(GSM8K.hub, asked, "math", truth, split, index, system=system, **extra)
+    row = task_row(GSM8K.hub, prompt, "math", truth, split, index, system=system, **extra)
     return {"agent_name": "tool_agent", **row} if kind == "agent_loop" else row
 
 
@@ -190,4 +190,4 @@ def geo3k(source: Source, *, with_tool: bool) -> Splits:
         test = examples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
         train = [one for i, one in enumerate(examples) if (i + 1) % HOLD_OUT_EVERY]
         splits = {"train": train, "test": test, **splits}
-    return made(splits, partial(geo3k_row, with_tool=with_tool))
+    return rows_by_split(splits, partial(geo3k_row, with_tool=with_tool))

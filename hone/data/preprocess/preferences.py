@@ -15,7 +15,7 @@ HELLASWAG = Upstream(
 )
 
 
-def cleaned(text: str) -> str:
+def clean(text: str) -> str:
     """The text without WikiHow's marks in brackets."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
@@ -24,12 +24,12 @@ def cleaned(text: str) -> str:
 def hellaswag_row(record: Row, split: str, index: int) -> Row:
     label = record.get("label")
     text = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    row = task_row(HELLASWAG.hub, cleaned(text), "nlp", None, split, index)
+    row = task_row(HELLASWAG.hub, clean(text), "nlp", None, split, index)
     row["reward_model"] = {
         "style": "model",
         "eval": "multiple_choice",
         "ground_truth": int(label) if label not in (None, "") else None,
-        "choices": [cleaned(ending) for ending in record["endings"]],
+        "choices": [clean(ending) for ending in record["endings"]],
     }
     return row
 
@@ -67,7 +67,7 @@ def hh_rlhf(source: Source, *, subsets: str = ",".join(SUBSETS)) -> Splits:
     names = [name.strip() for name in subsets.split(",") if name.strip()]
     if not names or not set(names) <= set(SUBSETS):
         raise DataError(f"hh-rlhf has the subsets {', '.join(SUBSETS)}, not {subsets!r}")
-    pairs = [made for record in source.need(HH_RLHF)["train"] if (made := pair(record)) is not None]
+    pairs = [one for record in source.need(HH_RLHF)["train"] if (one := pair(record)) is not None]
     cut = round(len(pairs) * 0.75)
     sft = [
         {"prompt": one["prompt"], "response": one[kind]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 
-from hone.data.preprocess.sources import Source, Splits, Upstream, made, task_row
+from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
 from hone.types import JsonValue, Row
 
 ASK = "Write the whole solution in one Python code block (```python)."
@@ -73,7 +73,7 @@ def mbpp_splits(source: Source) -> Splits:
         name = {"val": "validation"}.get(record["split"], record["split"])
         if name in splits:  # the ten records of split `prompt` are examples for prompts
             splits[name].append(record)
-    return {split: rows for split, rows in made(splits, mbpp_row).items() if rows}
+    return {split: rows for split, rows in rows_by_split(splits, mbpp_row).items() if rows}
 
 
 def leetcode_row(record: Row, split: str, index: int) -> Row:

@@ -78,10 +78,10 @@ class Source:
 
     def rows(self, upstream: Upstream, make: MakeRow) -> Splits:
         """The rows of every split that exists."""
-        return made(self.need(upstream), make)
+        return rows_by_split(self.need(upstream), make)
 
 
-def made(splits: Splits, make: MakeRow) -> Splits:
+def rows_by_split(splits: Splits, make: MakeRow) -> Splits:
     """The rows of the records of each split."""
     return {
         split: [row for i, record in enumerate(records) if (row := make(record, split, i))]
