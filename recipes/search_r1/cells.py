@@ -1,6 +1,7 @@
 """The cells of a closed world as one small JSON file: held-out exact match and searches by step.
 
-Usage: python recipes/search_r1/cells.py RUNS (writes RUNS/curves.json)
+Usage: python recipes/search_r1/cells.py OUT RUNS… (writes OUT.json and, with matplotlib, OUT.png); each of
+RUNS is a folder of runs or a file that this program wrote, so that seeds of several folders come together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SEEN = {
     "response_length": "response_length/mean",
     "seconds": "timing_s/step",
 }
+COLORS = {"real": "#2f6f9f", "oracle": "#3a8f5c", "random": "#c2553a"}
 CORE = re.compile(r"val-core/(\w+)/acc/mean@1")
 
 
@@ -58,23 +60,61 @@ def cell_of(folder: Path, sizes: Counter[str]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    runs = Path(sys.argv[1])
-    rows = (runs / "world" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+def collect(place: Path) -> dict[str, Any]:
+    """The cells of a folder of runs, or of a file that an earlier call wrote."""
+    if place.is_file():
+        measured: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        return measured
+    rows = (place / "world" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     sizes = Counter(json.loads(row)["data_source"] for row in rows)
-    folders = sorted(
-        file.parent for file in runs.glob("*/metrics.jsonl") if file.parent.name != "sft"
-    )
-    cells = [cell_of(folder, sizes) for folder in folders]
-    (runs / "curves.json").write_text(
-        json.dumps({"held_out": sizes, "cells": cells}, indent=1) + "\n"
-    )
+    files = sorted(place.glob("*/metrics.jsonl"))
+    folders = [file.parent for file in files if file.parent.name != "sft"]
+    return {"held_out": sizes, "cells": [cell_of(folder, sizes) for folder in folders]}
+
+
+def draw(cells: list[dict[str, Any]], out: Path) -> None:
+    """Held-out exact match and searches in training by step; one line per cell."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    exact, searches = figure.subplots(1, 2)
+    for cell in cells:
+        kind, _, seed = cell["cell"].rpartition("-")
+        line = {"color": COLORS.get(kind, "#888888"), "label": kind if seed == "1" else None}
+        steps = [point["step"] for point in cell["held_out"]]
+        exact.plot(
+            steps, [100 * point["em"] for point in cell["held_out"]], marker="o", ms=3, **line
+        )
+        searches.plot(cell["training"]["searches"], **line)
+    exact.set_title("exact match on held-out questions, greedy (%)", fontsize=10, loc="left")
+    searches.set_title("searches per question in training", fontsize=10, loc="left")
+    exact.legend(frameon=False)
+    for panel in (exact, searches):
+        panel.set_xlabel("step")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, dpi=130)
+
+
+def main() -> None:
+    out, *places = map(Path, sys.argv[1:])
+    several = [collect(place) for place in places]
+    cells = [cell for measured in several for cell in measured["cells"]]
+    whole = {"held_out": several[0]["held_out"], "cells": cells}
+    out.with_suffix(".json").write_text(json.dumps(whole) + "\n", encoding="utf-8")
     for cell in cells:
         first, last = cell["held_out"][0], cell["held_out"][-1]
         sys.stdout.write(
             f"{cell['cell']}: EM {100 * first['em']:.1f} -> {100 * last['em']:.1f} %, searches "
             f"{first['searches']} -> {last['searches']}, {cell['seconds']} s\n"
         )
+    try:
+        draw(cells, out.with_suffix(".png"))
+    except ModuleNotFoundError as missing:
+        sys.stdout.write(f"no picture: {missing}; pip install matplotlib\n")
 
 
 if __name__ == "__main__":

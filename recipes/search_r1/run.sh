@@ -54,5 +54,5 @@ for cell in $CELLS; do
     port=$((port + 1))
 done
 for cell in "${cells[@]}"; do wait "$cell" || failed=1; done
-"$PYTHON" "$HERE/cells.py" "$OUT"
+"$PYTHON" "$HERE/cells.py" "$OUT/curves" "$OUT"
 exit "$failed"

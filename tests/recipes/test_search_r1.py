@@ -121,7 +121,7 @@ def test_the_table_weighs_sets_by_their_questions(
         (tmp_path / cell / "metrics.jsonl").write_text(
             "".join(json.dumps(m) + "\n" for m in measured)
         )
-    monkeypatch.setattr("sys.argv", ["cells.py", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["cells.py", f"{tmp_path}/curves", str(tmp_path)])
     cells.main()
     found = json.loads((tmp_path / "curves.json").read_text())["cells"]
     assert [(c["cell"], c["points_gained"]) for c in found] == [("random-1", 0.0), ("real-1", 75.0)]

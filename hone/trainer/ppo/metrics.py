@@ -134,7 +134,12 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
         counts = torch.tensor([float(n) for n in facts.get(name, ()) if n is not None])
         metrics |= spread(name, counts)
-    for name in environment_counts(batch):
+    counts_of_loops = environment_counts(batch)
+    if counts_of_loops:
+        written = int(mask.sum())
+        metrics["state_tokens/total"] = written
+        metrics["state_tokens/coverage"] = written / max(int(response_length.sum()), 1)
+    for name in counts_of_loops:
         statistics = spread(name, torch.tensor([float(n) for n in facts[name] if n is not None]))
         actions = name == "env/number_of_actions"
         metrics |= statistics if actions else {name: statistics[f"{name}/mean"]}

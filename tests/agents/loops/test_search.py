@@ -190,9 +190,12 @@ def test_two_steps_of_grpo_with_a_real_retriever(tmp_path: Path, retriever: Retr
     steps = [line for line in read_metrics(tmp_path / "run") if "training/global_step" in line]
     assert len(steps) == 2
     assert sum(step["env/number_of_valid_search"] for step in steps) > 0
-    assert {"env/number_of_actions/max", "env/finish_ratio", "env/ratio_of_valid_action"} <= set(
-        steps[0]
-    )
+    assert {
+        "state_tokens/coverage",
+        "env/number_of_actions/max",
+        "env/finish_ratio",
+        "env/ratio_of_valid_action",
+    } <= set(steps[0])
     assert "val-aux/nq/env/number_of_valid_search/mean@1" in steps[-1]
     files = os.listdir(tmp_path / "rollouts")
     assert len(files) == 2
