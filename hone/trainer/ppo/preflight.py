@@ -24,12 +24,10 @@ from hone.rewards.trial import Verdict
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.trainer.command_line import mistake_in_words, require_folder
-from hone.trainer.ppo.agent_checks import AgentChecks
 from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import Needs, lines_of
-from hone.trainer.ppo.prompt_lengths import Lengths, measure_prompts
-from hone.trainer.ppo.scorer_trial import try_scorers
+from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.types import Function
 

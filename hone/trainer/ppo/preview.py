@@ -9,7 +9,7 @@ from pathlib import Path
 from hone.config import PPOTrainerConfig
 from hone.models.facts import ModelFacts
 from hone.trainer.ppo.plan import Plan
-from hone.trainer.ppo.prompt_lengths import Lengths
+from hone.trainer.ppo.row_checks import Lengths
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.trainer.threads import uses_gpu
 

@@ -1,12 +1,17 @@
-"""Agent loops, tools and interactions that rows name: built once before a model loads.
+"""What the rows of a run ask for, checked before a model loads: loops, tools, scorers, prompt lengths.
 
-Also what rows ask for and nothing answers: such a run trains on something else than its data say.
+A run whose rows ask for what nothing answers would train on something else than its data say.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from hone.agents.contract import AgentLoopBase, ServerManager
 from hone.agents.loops.listing import LoopNames, build_loop
@@ -14,15 +19,24 @@ from hone.agents.loops.tool import ToolAgentLoop
 from hone.agents.observations import Drift, drifts
 from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
-from hone.data.dataset import RLHFDataset
+from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
 from hone.data.loader import Dataset
-from hone.data.prompts import PromptError, render_prompt
+from hone.data.prompts import PromptError, PromptTooLong, render_prompt
+from hone.data.rows import DataError
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, place_and_reason
+from hone.rewards.managers.abstract import AbstractRewardManager
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.tokenizer import Tokenizer
+from hone.tracking import atomic_write_text
 from hone.types import JsonObject, JsonValue
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+SOURCES = 16
+"""Data sources whose scorer is tried at most, each on its first, middle and last row."""
+CHUNK = 256
+"""Prompts per move of the progress bar."""
 
 
 class AgentChecks:
@@ -172,3 +186,95 @@ class AgentChecks:
         except PromptError:
             return False
         return without != with_tools
+
+
+def try_scorers(
+    manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
+) -> Iterator[Verdict]:
+    """One verdict per data source whose rows are scored by a function, and one on ground truths."""
+    if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
+        return
+    key, default = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
+    used, store = set(dataset.positions), dataset.store
+    by_source: dict[str, list[int]] = {}
+    without_truth: list[int] = []
+    for position, row in enumerate(store.scan((key, "reward_model", "agent_name"))):
+        reward_model = row.get("reward_model") or {}
+        single_turn = (row.get("agent_name") or default) == SINGLE_TURN_AGENT
+        source, truth = str(row.get(key)), reward_model.get("ground_truth")
+        by_rule = reward_model.get("style") != "model" and manager.knows(source)
+        if position in used and single_turn and by_rule:
+            by_source.setdefault(source, []).append(position)
+            if manager.lacks_ground_truth(source, truth):
+                without_truth.append(position)
+    for positions in list(by_source.values())[:SOURCES]:
+        tried = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
+        keys = key, config.data.prompt_key
+        yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in tried])
+    if without_truth:
+        count = sum(map(len, by_source.values()))
+        problem = (
+            f"{len(without_truth):,} of {count:,} rows have no reward_model.ground_truth to compare "
+            f"with (the first: {store.where(without_truth[0])})"
+        )
+        if manager.policy.on_failure == "raise":
+            yield Verdict(problem=f"{problem}; write them, or leave these rows out")
+        else:
+            yield Verdict(warning=f"{problem}: each scores {manager.policy.failure_score:g}")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """In tokens, over all rows of a data set."""
+
+    rows: int
+    shortest: int
+    longest: int
+    """At least so many where a text is longer by far than what fits."""
+    too_long: int
+    """How many are longer than `data.max_prompt_length`."""
+    where: str
+    """The row of the longest."""
+
+
+def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> Lengths:
+    """Render every prompt as the run will; a data set measured before is read from the cache."""
+    cache = _cache_file(dataset)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Lengths(**json.loads(cache.read_text()))
+    limit = dataset.settings.max_prompt_length
+    lengths: list[int] = []
+    for index, length in enumerate(dataset.prompt_lengths()):
+        if isinstance(length, PromptTooLong):
+            length = 2 * limit + 65  # so many are known before the rest is left unread
+        elif isinstance(length, PromptError):
+            raise DataError(f"{dataset.where(index)}: {length}") from length
+        lengths.append(length)
+        if index % CHUNK == CHUNK - 1:
+            advance(CHUNK)
+    longest = max(lengths)
+    too_long = sum(length > limit for length in lengths)
+    where = dataset.where(lengths.index(longest))
+    measured = Lengths(len(lengths), min(lengths), longest, too_long, where)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+        atomic_write_text(cache, json.dumps(asdict(measured)))
+    return measured
+
+
+def _cache_file(dataset: RLHFDataset) -> Path:
+    """Named by all that the lengths depend on: rows, tokenizer, template, tools and limit."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    tokenizer, config = dataset.tokenizer, dataset.settings
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    facts = (
+        dataset.fingerprint,
+        backend.to_str() if backend is not None else repr(tokenizer),
+        str(getattr(tokenizer, "chat_template", None)),
+        repr(config.apply_chat_template_kwargs),
+        json.dumps(dataset.tools, sort_keys=True, default=str),
+        config.prompt_key,
+        config.prompt_format,
+        str(config.max_prompt_length),
+    )
+    digest = hashlib.blake2b("\0".join(facts).encode("utf-8", "replace"), digest_size=16)
+    return Path(root) / "hone" / "prompt_lengths" / f"{digest.hexdigest()}.json"

@@ -1,4 +1,4 @@
-"""Algorithms by configuration alone: each trains, and its switches change what they should."""
+"""Credit by configuration alone: each estimator trains, and its switches change what they should."""
 
 from __future__ import annotations
 

@@ -1,0 +1,37 @@
+"""A dry run prints what would run, and refuses a checkpoint that the disk cannot hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone import cli
+from hone.trainer.ppo import preview
+
+from ..runs import Task
+from .dry_runs import dry_run, no_models, problems_of  # noqa: F401
+
+
+def test_a_dry_run_says_what_would_run_and_leaves_no_folder(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.main(["train", "--dry-run", *task.overrides(tmp_path / "run", task.validated())]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "by grpo, 2 responses per prompt" in said
+    assert "data.train_files: 24 prompts of" in said
+    assert "2 steps of 4 prompts × 2 responses, 1 updates per step" in said
+    assert "GiB per process" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_the_disk_cannot_hold_is_refused(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(preview.shutil, "disk_usage", lambda place: usage)
+    (problem,) = problems_of(task, tmp_path, "trainer.save_freq=-1")
+    assert "a checkpoint takes about" in problem
+    dry_run(task, tmp_path / "run", "trainer.save_freq=0")

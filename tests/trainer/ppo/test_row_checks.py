@@ -1,0 +1,182 @@
+"""What rows ask for is checked before a model loads: loops, tools, scorers, prompt lengths."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..runs import Task, task_row
+from .dry_runs import MULTI_TURN, TOOL_LOOP, dry_run, no_models, problems_of, write_rows  # noqa: F401
+
+TOOLS = '''from hone.agents.tools.function_tool import function_tool
+
+@function_tool
+def echo(text: str) -> str:
+    """Say it again.
+
+    Args:
+        text: what to say
+    """
+    return text
+'''
+
+
+def test_what_rows_ask_for_and_nothing_answers_is_said(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = {"interaction_kwargs": {"name": "nag"}, "tools_kwargs": {"calc": {"create_kwargs": {}}}}
+    data = write_rows(tmp_path / "rows.jsonl", extra_info=extra, agent_name="tool_agent")
+    dry_run(task, tmp_path / "run", data)
+    said = capsys.readouterr().out
+    assert "rows have interaction_kwargs, and no interaction is configured" in said
+    assert "rows have tools_kwargs for calc, which is no tool of this run" in said
+    assert "tool_agent has neither tools nor interactions" in said
+
+
+def test_a_template_that_does_not_show_the_tools_is_said(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mytools.py").write_text(TOOLS)
+    dry_run(
+        task, tmp_path / "run", TOOL_LOOP, f"{MULTI_TURN}.function_tool_path={tmp_path}/mytools.py"
+    )
+    assert "does not show the tools to the model" in capsys.readouterr().out
+
+
+def test_an_interaction_that_is_not_configured_is_refused_by_name(
+    task: Task, tmp_path: Path
+) -> None:
+    (tmp_path / "talk.yaml").write_text(
+        "interaction:\n  - name: polite\n"
+        "    class_name: hone.agents.interactions.gsm8k.Gsm8kInteraction\n    config: {}\n"
+    )
+    extra = {"interaction_kwargs": {"name": "nag"}}
+    data = write_rows(tmp_path / "rows.jsonl", extra_info=extra)
+    path = f"{MULTI_TURN}.interaction_config_path={tmp_path}/talk.yaml"
+    (problem,) = problems_of(task, tmp_path / "run", data, TOOL_LOOP, path)
+    assert "rows name the interaction 'nag'" in problem
+    assert "it has polite" in problem
+
+
+def test_prompts_are_measured_once_per_data_set(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.data.dataset import RLHFDataset
+
+    measured: list[int] = []
+    plain = RLHFDataset.prompt_lengths
+
+    def counted(self: RLHFDataset) -> Any:
+        measured.append(len(self))
+        return plain(self)
+
+    monkeypatch.setattr(RLHFDataset, "prompt_lengths", counted)
+    data = write_rows(tmp_path / "rows.jsonl", ability=str(tmp_path))
+    for _ in range(2):
+        dry_run(task, tmp_path / "run", data)
+    assert measured == [6]
+    dry_run(task, tmp_path / "run", data, "data.max_prompt_length=15")
+    assert measured == [6, 6]
+
+
+def scorer(folder: Path, body: str) -> str:
+    file = folder / "scorer.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        + "".join(f"    {line}\n" for line in body.splitlines())
+    )
+    return f"custom_reward_function.path={file}"
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime", "batch"])
+def test_the_scorer_is_called_where_it_will_run(task: Task, tmp_path: Path, manager: str) -> None:
+    calls = tmp_path / "calls"
+    body = (
+        f"import os\nwith open({str(calls)!r}, 'a') as file:\n"
+        "    file.write(f'{os.getpid()} {solution_str} {ground_truth}\\n')\nreturn 0"
+    )
+    if manager == "batch":
+        (tmp_path / "scorer.py").write_text(
+            "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+            f"    open({str(calls)!r}, 'a').write(f'0 {{solution_strs[0]}} {{ground_truths[0]}}\\n')\n"
+            "    return [0] * len(solution_strs)\n"
+        )
+        given = f"custom_reward_function.path={tmp_path}/scorer.py"
+    else:
+        given = scorer(tmp_path, body)
+    chosen = f"reward_model.reward_manager={manager}"
+    dry_run(task, tmp_path / "run", given, chosen, "reward_model.reward_kwargs.num_processes=1")
+    (line,) = calls.read_text().splitlines()
+    process, response, truth = line.split()
+    assert response == truth == "0"
+    assert (process != str(os.getpid())) is (manager != "naive")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", "scorer.py raised ZeroDivisionError: division by zero at"),
+        ("return undefined", "scorer.py raised NameError: name 'undefined' is not defined at"),
+        ("return 'good'", "scorer.py:1: text ('good'), not a number"),
+        ("return float('nan')", "scorer.py:1: the score is NaN"),
+        ("return {'accuracy': 1}", "scorer.py:1: a dict without 'score': keys"),
+    ],
+)
+def test_a_scorer_that_can_never_work_is_refused_with_its_line(
+    task: Task, tmp_path: Path, body: str, message: str
+) -> None:
+    (problem,) = problems_of(task, tmp_path / "run", scorer(tmp_path, body))
+    assert "train.jsonl, row 0 (data_source 'lexical') cannot be scored, whatever the" in problem
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return float(solution_str.split('<answer>')[1].split('<')[0] == ground_truth)",
+        "return float(solution_str.split('####')[1].strip() == ground_truth)",
+        "import json\nreturn float(json.loads(solution_str)['answer'] == ground_truth)",
+        "return 0.0",
+        "return 1 / len(solution_str)",
+    ],
+)
+def test_a_scorer_that_works_on_some_text_is_taken_in_silence(
+    task: Task, tmp_path: Path, body: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry_run(task, tmp_path / "run", scorer(tmp_path, body))
+    assert "score function" not in capsys.readouterr().out
+
+
+def test_a_scorer_that_parses_a_form_of_its_own_is_warned_of(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry_run(task, tmp_path / "run", scorer(tmp_path, "return len(solution_str.split('@@')[1])"))
+    said = capsys.readouterr().out
+    assert "the score function failed on" in said
+    assert "IndexError: list index out of range" in said
+    assert f"{tmp_path}/scorer.py:2; such a response scores 0" in said
+
+
+def test_rows_without_a_ground_truth_are_refused_or_counted(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = "custom_reward_function.path=null"
+    bare = {"style": "rule", "ground_truth": None}
+    data = write_rows(tmp_path / "bare.jsonl", data_source="openai/gsm8k", reward_model=bare)
+    (problem,) = problems_of(task, tmp_path / "run", data, plain)
+    assert "bare.jsonl, row 0 (data_source 'openai/gsm8k') cannot be scored" in problem
+    assert "reward_model.ground_truth is None" in problem
+    rows = [task_row(i, i, data_source="openai/gsm8k") for i in range(6)]
+    rows[4]["reward_model"]["ground_truth"] = ""
+    some = tmp_path / "some.jsonl"
+    some.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = (f"data.train_files={some}", plain)
+    dry_run(task, tmp_path / "run", *given)
+    assert "1 of 6 rows have no reward_model.ground_truth" in capsys.readouterr().out
+    raising = "reward_model.reward_kwargs.on_failure=raise"
+    (problem,) = problems_of(task, tmp_path / "run", *given, raising)
+    assert "some.jsonl, row 4" in problem
