@@ -69,7 +69,8 @@ def evaluate_compat(text: str) -> float:
 
 def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..., Any]]) -> Any:
     """The value of a short and shallow expression: its numbers by `leaf`, its operators by the table."""
-    if len(text) > MAX_CHARS or nesting_depth(text) > MAX_DEPTH or _SIGNS.search(text):
+    deep = text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH
+    if deep or len(text) > MAX_CHARS or _SIGNS.search(text):
         raise ExpressionError(f"longer than {MAX_CHARS} characters, or deeper than {MAX_DEPTH}")
 
     def value(node: ast.expr) -> Any:

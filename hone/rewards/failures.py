@@ -6,9 +6,6 @@ way it is counted by reason. Reasons are short words; they become metric names.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -16,28 +13,28 @@ from hone.types import JsonObject
 
 POLICIES = ("raise", "score")
 
-_mishaps: ContextVar[Counter[str] | None] = ContextVar("mishaps", default=None)
+_mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
 
 
-@contextmanager
-def counted_mishaps() -> Iterator[Counter[str]]:
-    """Counts mishaps of scorers inside the block that did not stop them, by reason."""
-    outer = _mishaps.get()
-    inner: Counter[str] = Counter()
-    token = _mishaps.set(inner)
-    try:
-        yield inner
-    finally:
-        _mishaps.reset(token)
-        if outer is not None:
-            outer.update(inner)
+class counted_mishaps:
+    """Counts mishaps inside the `with` block that did not stop a scorer, by reason."""
+
+    def __enter__(self) -> dict[str, int]:
+        self._outer, self._counts = _mishaps.get(), dict[str, int]()
+        _mishaps.set(self._counts)
+        return self._counts
+
+    def __exit__(self, *_: object) -> None:
+        _mishaps.set(self._outer)
+        for reason, count in self._counts.items():
+            count_mishap(reason, count)
 
 
-def count_mishap(reason: str) -> None:
+def count_mishap(reason: str, count: int = 1) -> None:
     """Note a mishap inside a scorer (a symbolic check that ran out of time)."""
-    counter = _mishaps.get()
-    if counter is not None:
-        counter[reason] += 1
+    counts = _mishaps.get()
+    if counts is not None:
+        counts[reason] = counts.get(reason, 0) + count
 
 
 class SetupError(Exception):

@@ -45,7 +45,7 @@ def score_row(compute_score: Function, row: Response, options: Settings) -> Scor
         return failed_by(error, compute_score)
     outcome = read_result(result)
     if mishaps and isinstance(outcome, Scored):
-        return Scored(outcome.score, outcome.extras, dict(mishaps))
+        return Scored(outcome.score, outcome.extras, mishaps)
     return outcome
 
 
@@ -101,10 +101,10 @@ def compare_ahead(
     """
     pairs: list[list[symbolic.Pair]] = []
     for row in rows:
-        with symbolic.noting() as noted:
-            if _compares_expressions(compute_score, row):
+        pairs.append([])
+        if _compares_expressions(compute_score, row):
+            with symbolic.noting() as pairs[-1]:
                 score_row(compute_score, row, options)
-        pairs.append(noted)
     symbolic.compare_all(pair for of_row in pairs for pair in of_row)
     return [symbolic.known(of_row) for of_row in pairs]
 

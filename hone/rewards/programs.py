@@ -7,6 +7,7 @@ output is compared here, assertions run in a second box. Nothing is scored here.
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.reward import SandboxFusionConfig
 from hone.rewards import ground_truth as truth
-from hone.rewards.comparison import is_json_of, same_output
 from hone.rewards.failures import SetupError
 from hone.types import JsonObject, JsonValue, Settings
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON = ("", "python", "py", "python3")
+_TOLERANCE = 1e-6  # relative to the truth, absolute below 1
 CODE_MARK = "__CODE__"
 """A line of a test's source; what stands before it is run before the program too."""
 
@@ -254,3 +255,58 @@ def count_passed(code: str, tests: Sequence[Test], limits: Limits, first: int) -
     if failed_at >= first:
         return False, first
     return False, failed_at + sum(passes(code, t, limits) for t in tests[failed_at + 1 : first])
+
+
+def same_output(given: str, expected: str) -> bool:
+    """Equal line by line less surrounding space, or word by word with a tolerance for decimals."""
+    lines, truth_lines = (
+        [line.strip() for line in text.strip().splitlines()] for text in (given, expected)
+    )
+    if lines == truth_lines:
+        return True
+    words, truth_words = " ".join(lines).split(), " ".join(truth_lines).split()
+    return len(words) == len(truth_words) and all(map(_same_word, words, truth_words))
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    if ("." not in expected and "e" not in expected.lower()) or "_" in word:
+        return False  # an integer is met exactly; float() takes 1_000, no output format does
+    try:
+        return _close(float(word), float(expected))
+    except ValueError:
+        return False
+
+
+def is_json_of(text: str, expected: JsonValue) -> bool:
+    """Whether this is JSON of the expected value. Text that is no JSON, or too deep, is not."""
+    try:
+        return _same_value(json.loads(text), expected)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same_value(value: JsonValue, expected: JsonValue) -> bool:
+    if isinstance(value, bool) != isinstance(expected, bool):
+        return False
+    if isinstance(value, (int, float)) and isinstance(expected, float):
+        return _close(value, expected)
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(
+            _same_value(value[key], expected[key]) for key in expected
+        )
+    return bool(value == expected)
+
+
+def _close(value: float, target: float) -> bool:
+    """Within the tolerance of a decimal truth; infinities and NaN only when they are the truth."""
+    try:
+        value = float(value)
+    except OverflowError:
+        return False
+    if not (math.isfinite(value) and math.isfinite(target)):
+        return value == target or (math.isnan(value) and math.isnan(target))
+    return abs(value - target) <= _TOLERANCE * max(1.0, abs(target))

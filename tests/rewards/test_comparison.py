@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.rewards.comparison import is_json_of, same_output
+from hone.rewards.programs import is_json_of, same_output
 
 
 @pytest.mark.parametrize(

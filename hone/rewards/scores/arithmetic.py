@@ -20,8 +20,7 @@ def extract_solution(solution_str: str, *, compat: bool = False) -> int | None:
     if compat:
         _, marker, text = solution_str.partition("Assistant:")
         lines = text.split("\n") if marker else []
-        found = [answer for line in lines for answer in all_answers(line)]
-        answer = found[-1] if found else None
+        answer = next((a for line in reversed(lines) for a in reversed(all_answers(line))), None)
     else:
         answer = last_answer(solution_str)
     if answer is None or not _INTEGER.fullmatch(answer) or (compat and "," in answer):

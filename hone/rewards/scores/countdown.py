@@ -7,9 +7,10 @@ The default reads the last `<answer>` anywhere in the response and computes exac
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from hone.rewards import ground_truth as truth
-from hone.rewards.expressions import Evaluated, ExpressionError, evaluate, evaluate_compat
+from hone.rewards.expressions import ExpressionError, evaluate, evaluate_compat
 from hone.rewards.scores.answer_tag import all_answers, last_answer
 from hone.types import JsonValue
 
@@ -35,8 +36,7 @@ def extract_solution(
         text = text.split("\n")[-1]
     if not compat:
         return last_answer(text)
-    found = all_answers(text)
-    return found[-1] if found else None
+    return next(reversed(all_answers(text)), None)
 
 
 def compute_score(
@@ -66,31 +66,17 @@ def compute_score(
     )
     if answer is None:
         return 0.0
-    right = _right_compat if compat else _right
     try:
-        return score if right(answer, target, numbers, require_all) else format_score
+        if compat:
+            written = [int(run) for run in re.findall(r"\d+", answer[:1024])]
+            is_right = abs(evaluate_compat(answer) - target) < _COMPAT_TOLERANCE
+        else:
+            result = evaluate(answer)
+            written, is_right = list(result.numbers), result.value == target
     except ExpressionError:
         return format_score
-
-
-def _right(answer: str, target: int, numbers: list[int], require_all: bool) -> bool:
-    found: Evaluated = evaluate(answer)
-    return found.value == target and _numbers_allowed(list(found.numbers), numbers, require_all)
-
-
-def _right_compat(answer: str, target: int, numbers: list[int], require_all: bool) -> bool:
-    written = [int(run) for run in re.findall(r"\d+", answer[:1024])]
-    if not _numbers_allowed(written, numbers, require_all):
-        return False
-    return abs(evaluate_compat(answer) - target) < _COMPAT_TOLERANCE
-
-
-def _numbers_allowed(written: list[int], given: list[int], require_all: bool) -> bool:
     if require_all:
-        return sorted(written) == sorted(given)
-    left = list(given)
-    for number in written:
-        if number not in left:
-            return False
-        left.remove(number)
-    return bool(written)
+        is_right = is_right and sorted(written) == sorted(numbers)
+    else:
+        is_right = is_right and bool(written) and not Counter(written) - Counter(numbers)
+    return score if is_right else format_score

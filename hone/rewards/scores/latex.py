@@ -158,27 +158,15 @@ def decimals_of(normal: str) -> int | None:
 
 def collection_of(normal: str) -> str | None:
     """What an answer with commas is: `set`, `tuple`, `interval`, `list` (without brackets); or None."""
-    if _closes_at_end(normal):
-        if normal.startswith("\\{"):
-            return "set"
-        if "," in normal:
-            return "tuple" if normal[0] == "(" and normal[-1] == ")" else "interval"
-        return None
-    depth = 0
-    for character in normal:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            return "list"
-    return None
-
-
-def _closes_at_end(normal: str) -> bool:
-    """Whether the bracket that opens the text is closed by its last character."""
-    if not normal.startswith(("(", "[", "\\{")):
-        return False
-    depth = 0
+    depth, first_close, has_outer_comma = 0, None, False
     for index, character in enumerate(normal):
         depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and character in ")]}":
-            return index == len(normal) - 1
-    return False
+        if depth == 0 and character in ")]}" and first_close is None:
+            first_close = index
+        has_outer_comma |= depth == 0 and character == ","
+    if normal.startswith(("(", "[", "\\{")) and first_close == len(normal) - 1:
+        if normal.startswith("\\{"):
+            return "set"
+        kind = "tuple" if normal[0] == "(" and normal[-1] == ")" else "interval"
+        return kind if "," in normal else None
+    return "list" if has_outer_comma else None

@@ -64,17 +64,11 @@ def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bo
     left, right = as_number(answer), as_number(truth)
     if left is not None and right is not None:
         return left == right
-    return symbolic and _comparable(answer, truth) and _ask(str1, str2)
-
-
-def _comparable(answer: str, truth: str) -> bool:
-    """False where math-verify would be kinder than mathematics: a set for a pair, `42_8` for 42."""
+    # math-verify would be kinder than mathematics: a set for a pair, `42_8` for 42.
     kinds = {_UNORDERED.get(kind, kind) for kind in map(collection_of, (answer, truth)) if kind}
-    return len(kinds) < 2 and not _BASE.search(answer) and not _BASE.search(truth)
-
-
-def _ask(answer: str, truth: str) -> bool:
-    if max(len(answer), len(truth)) > MAX_CHARS or not has_one_reading(answer):
+    has_base = _BASE.search(answer) or _BASE.search(truth)
+    too_long = max(len(str1), len(str2)) > MAX_CHARS
+    if not symbolic or len(kinds) > 1 or has_base or too_long or not has_one_reading(str1):
         return False
-    forms = (_PERCENT.sub("", without_unit(text.strip())) for text in (answer, truth))
+    forms = (_PERCENT.sub("", without_unit(text.strip())) for text in (str1, str2))
     return symbolically_equal(*forms)

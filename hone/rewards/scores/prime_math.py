@@ -47,28 +47,22 @@ def last_environment(text: str) -> str | None:
 
 
 def grade_answer(given: str, truth: str) -> bool:
-    """Equal as text, number or mathematics; or one is the other, rounded."""
+    """Equal as text, number or mathematics; or one is the other, rounded.
+
+    Rounded numbers agree to the decimals of the shorter one, and to four figures at least. An integer
+    is exact: nothing rounds to it and it rounds to nothing.
+    """
     if is_equiv(given, truth, symbolic=False):
         return True
-    left, right = strip_string(given), strip_string(truth)
-    if as_number(left) is None or as_number(right) is None:
+    forms = strip_string(given), strip_string(truth)
+    left, right = map(as_number, forms)
+    if left is None or right is None:
         return is_equiv(given, truth)
-    return _rounds_to(left, right)
-
-
-def _rounds_to(left: str, right: str) -> bool:
-    """Whether two numbers agree to the decimals of the shorter one, and to four figures at least.
-
-    An integer is exact: nothing rounds to it and it rounds to nothing.
-    """
-    given, truth = as_number(left), as_number(right)
-    decimals = [places for places in map(decimals_of, (left, right)) if places is not None]
-    if given is None or truth is None or not decimals:
-        return False
-    if given.denominator == 1 or truth.denominator == 1:
+    decimals = [places for places in map(decimals_of, forms) if places is not None]
+    if not decimals or left.denominator == 1 or right.denominator == 1:
         return False
     half_a_unit = Fraction(1, 2 * 10 ** min(decimals))
-    return abs(given - truth) <= min(half_a_unit, RELATIVE_TOLERANCE * abs(truth))
+    return abs(left - right) <= min(half_a_unit, RELATIVE_TOLERANCE * abs(right))
 
 
 def compute_score(solution_str: str, ground_truth: JsonValue) -> tuple[bool, bool, str]:

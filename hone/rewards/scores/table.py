@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from hone.plugins import load_object
@@ -81,7 +81,6 @@ _BUILT_IN: dict[str, dict[str, Entry]] = {
     },
 }
 _registered: dict[str, dict[str, Entry]] = {match: {} for match in _MATCHES}
-_resolved: dict[str, tuple[Entry, Function]] = {}
 
 
 def register_score(
@@ -102,7 +101,7 @@ def register_score(
     if isinstance(target, str) and ":" not in target:
         raise ValueError(f"score of {source!r}: got {target!r}; write 'pkg.mod:function'")
     _registered[match][source] = Entry(target, full_mark, needs_ground_truth)
-    _resolved.clear()
+    scorer_of.cache_clear()
 
 
 def registered_scores() -> dict[str, dict[str, Entry]]:
@@ -114,7 +113,7 @@ def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
     """Replace the users' part of the table by `registered` (from `registered_scores`)."""
     for match in _MATCHES:
         _registered[match] = dict(registered.get(match, {}))
-    _resolved.clear()
+    scorer_of.cache_clear()
 
 
 def find(data_source: str) -> Entry | None:
@@ -137,15 +136,14 @@ def lacks_ground_truth(data_source: str, ground_truth: JsonValue) -> bool:
     return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
 
 
+@cache
 def scorer_of(data_source: str) -> tuple[Entry, Function]:
     """The table's line and the scorer itself, imported; UnknownSourceError when there is none."""
-    if data_source not in _resolved:
-        entry = find(data_source)
-        if entry is None:
-            raise UnknownSourceError(_unknown(data_source, "a row"))
-        target = entry.target
-        _resolved[data_source] = (entry, load_object(target) if isinstance(target, str) else target)
-    return _resolved[data_source]
+    entry = find(data_source)
+    if entry is None:
+        raise UnknownSourceError(_unknown(data_source, "a row"))
+    target = entry.target
+    return entry, load_object(target) if isinstance(target, str) else target
 
 
 def default_compute_score(

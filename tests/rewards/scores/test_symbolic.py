@@ -15,7 +15,7 @@ from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.outcome import Response, compare_ahead
 from hone.rewards.scores import default_compute_score, math_reward, symbolic
-from hone.rewards.scores.expression_size import too_large
+from hone.rewards.scores.symbolic import too_large
 
 MakeBatch = Callable[..., DataProto]
 needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
