@@ -106,7 +106,7 @@ def compare_ahead(
             with symbolic.noting() as pairs[-1]:
                 score_row(compute_score, row, options)
     symbolic.compare_all(pair for of_row in pairs for pair in of_row)
-    return [symbolic.known(of_row) for of_row in pairs]
+    return [symbolic.cached(of_row) for of_row in pairs]
 
 
 def _compares_expressions(compute_score: Function, row: Response) -> bool:

@@ -48,9 +48,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class StdinTest:
-    """Feed `given` to standard input; standard output must be `expected`."""
+    """Feed `stdin` to standard input; standard output must be `expected`."""
 
-    given: str
+    stdin: str
     expected: str
 
 
@@ -172,7 +172,7 @@ def _text(value: JsonValue) -> str:
 def passes(code: str, test: Test, limits: Limits) -> bool:
     """Run one test. SandboxError (the box, not the program, failed) is passed on."""
     if isinstance(test, StdinTest):
-        output = _output(code, test.given, limits)
+        output = _output(code, test.stdin, limits)
         return output is not None and same_output(output, test.expected)
     if isinstance(test, SourceTest):
         return _holds(code, test, limits)
@@ -257,10 +257,10 @@ def count_passed(code: str, tests: Sequence[Test], limits: Limits, first: int) -
     return False, failed_at + sum(passes(code, t, limits) for t in tests[failed_at + 1 : first])
 
 
-def same_output(given: str, expected: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Equal line by line less surrounding space, or word by word with a tolerance for decimals."""
     lines, truth_lines = (
-        [line.strip() for line in text.strip().splitlines()] for text in (given, expected)
+        [line.strip() for line in text.strip().splitlines()] for text in (output, expected)
     )
     if lines == truth_lines:
         return True

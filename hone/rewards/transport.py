@@ -75,8 +75,8 @@ def make_row_scorer(
         function = functools.partial(function, **bound)
     symbolic.use_processes(1)  # there is one of us per core already
 
-    def score(row: Response, known: Comparisons | None = None) -> Scored | Failed:
-        symbolic.remember(known or {})
+    def score(row: Response, comparisons: Comparisons | None = None) -> Scored | Failed:
+        symbolic.remember(comparisons or {})
         return score_row(function, row, options)
 
     return score

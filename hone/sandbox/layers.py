@@ -65,8 +65,8 @@ def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> P
     machine = _examine(interpreter_path)
     unknown = sorted(set(minimum) - set(GUARANTEES) - set(LAYERS))
     if unknown:
-        known = ", ".join([*GUARANTEES, *LAYERS])
-        raise ValueError(f"sandbox: minimum names {unknown[0]!r}, which is unknown; known: {known}")
+        names = ", ".join([*GUARANTEES, *LAYERS])
+        raise ValueError(f"sandbox: minimum names {unknown[0]!r}, which is unknown; known: {names}")
     for name in sorted(minimum):
         givers = GUARANTEES.get(name, (name,))
         if not any(machine.layers[layer].active for layer in givers):
@@ -97,7 +97,7 @@ def _examine(interpreter_path: str | None) -> _Machine:
     facts: dict[str, str | int] = {}
     for bwrap, proc, staged in _variants(root=drop_to is not None):
         try:
-            chosen = interpreter.choose(
+            python = interpreter.choose(
                 interpreter_path,
                 uid=os.geteuid() if drop_to is None else drop_to,
                 gid=os.getegid() if drop_to is None else drop_to,
@@ -109,8 +109,8 @@ def _examine(interpreter_path: str | None) -> _Machine:
                 proc=proc,
                 drop_to=drop_to,
                 seccomp=seccomp.supported(),
-                interpreter=chosen,
-                staged=staged and bool(chosen.reads),
+                interpreter=python,
+                staged=staged and bool(python.reads),
                 cgroup=parents,
             )
             result = run_job(Job(_PROBE, timeout_s=30.0), plan)

@@ -1,6 +1,6 @@
 """A warden started by root works as uid 65534 and is root only where a line says so.
 
-Whatever it executes is nobody's from the start: exec forgets the saved user id.
+What it executes has no rights from the start: exec forgets the saved user id.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class SandboxServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}{RUN_PATH}"
 
     def is_own_name(self, host: str) -> bool:
-        """A name that a foreign page cannot make its own by DNS: an address, ours, or a given one."""
+        """A name that a foreign page cannot make its own by DNS: an address, ours, or one of --name."""
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
             return True

@@ -144,7 +144,7 @@ def test_a_scorer_that_cannot_be_called_stops_the_run_before_models_load(
 def test_a_mixture_of_failures_is_counted_by_reason_and_the_rest_is_learnt_from(
     files: Path, tmp_path: Path
 ) -> None:
-    settings = [f"reward_model.reward_kwargs.{s}" for s in ("failure_score=-1", "timeout_s=6")]
+    settings = [f"reward_model.reward_kwargs.{s}" for s in ("failure_score=-1", "timeout_s=3")]
     one = "trainer.total_training_steps=1"
     (step,) = train(files, tmp_path, *scorer(files, "mixed"), *settings, one)
     assert counted(step) == Counter(dict.fromkeys(REASONS.values(), 2))

@@ -115,7 +115,7 @@ def test_a_late_call_is_killed_its_slot_refilled_and_the_others_keep_their_resul
 ) -> None:
     pool = make_pool()
     [before] = pool.run([{"action": "pid"}], 60)
-    results = pool.run([add(1), {"action": way}, add(2)], 4.0)
+    results = pool.run([add(1), {"action": way}, add(2)], 2.0)
     assert results[0] == 1
     assert isinstance(results[1], Failed)
     assert results[1].reason == "timeout"
@@ -129,7 +129,7 @@ def test_children_of_a_killed_call_die_with_it(
     make_pool: Callable[..., DeadlinePool], tmp_path: Path
 ) -> None:
     file = tmp_path / "pid"
-    [result] = make_pool().run([{"action": "child", "value": str(file)}], 6.0)
+    [result] = make_pool().run([{"action": "child", "value": str(file)}], 3.0)
     assert result.reason == "timeout"
     assert gone(int(file.read_text()))
 

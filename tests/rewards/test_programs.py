@@ -82,7 +82,7 @@ def test_the_suite_stops_at_the_first_failure_then_counts_the_first_tests(
     ran: list[int] = []
 
     def passes(code: str, test: Any, limits: Any) -> bool:
-        ran.append(int(test.given))
+        ran.append(int(test.stdin))
         return test.expected == "pass"
 
     monkeypatch.setattr(programs, "passes", passes)

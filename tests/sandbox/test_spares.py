@@ -64,7 +64,7 @@ def test_the_next_run_of_the_kind_gets_the_spare_and_its_own_limits(warden: int)
     results = []
     thread = threading.Thread(
         target=lambda: results.append(
-            run_python(code, stdin="given", memory_mb=300, open_files=40, timeout_s=5.0)
+            run_python(code, stdin="given", memory_mb=300, open_files=40, timeout_s=2.0)
         )
     )
     thread.start()
@@ -87,7 +87,7 @@ def test_a_run_of_another_kind_does_not_take_it(warden: int) -> None:
     assert run_python("import helper", files={"helper.py": ""}).ok
 
 
-@pytest.mark.parametrize("keeping", [5.0], indirect=True)
+@pytest.mark.parametrize("keeping", [2.0], indirect=True)
 def test_an_unused_spare_is_given_up(warden: int) -> None:
     assert wait_until(lambda: descendants(warden) == [], seconds=KEEP_S / 2)
     assert run_python("print(1)").stdout == "1\n"

@@ -32,8 +32,9 @@ class PrimeRewardManager(RuleRewardManager):
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
             self.pool = DeadlinePool(factory, message, self.num_processes)
-        known = compare_ahead(self.compute_score, rows, self.options)
-        jobs = [{"row": row, "known": of_row} for row, of_row in zip(rows, known, strict=True)]
+        comparisons = compare_ahead(self.compute_score, rows, self.options)
+        pairs = zip(rows, comparisons, strict=True)
+        jobs = [{"row": row, "comparisons": of_row} for row, of_row in pairs]
         return self.pool.run(jobs, self.policy.timeout_s)
 
     def close(self) -> None:

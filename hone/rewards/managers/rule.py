@@ -116,8 +116,8 @@ class RuleRewardManager(AbstractRewardManager):
     def score_known(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Score the rows that have what their rule needs; the others fail without a call."""
         lacking = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
-        known = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
-        scored = iter(self.score_rows(known))
+        scorable = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
+        scored = iter(self.score_rows(scorable))
         return [
             Failed("no_ground_truth", f"reward_model.ground_truth is {row.ground_truth!r:.80}")
             if lacks

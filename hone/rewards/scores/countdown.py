@@ -1,4 +1,4 @@
-"""Countdown: combine all given numbers, each once, by + - * / to reach the target.
+"""Countdown: combine all numbers of the row, each once, by + - * / to reach the target.
 
 The default reads the last `<answer>` anywhere in the response and computes exact fractions.
 `compat=True` gives TinyZero's scores, its accidents included (last line only, `**`, `//`).
@@ -55,9 +55,9 @@ def compute_score(
 
     `method` is accepted because verl's signature has it; there is one method.
     """
-    given = truth.mapping(ground_truth, "target", "numbers")
-    target = truth.integer(given["target"], "target")
-    numbers = truth.integers(given["numbers"], "numbers")
+    problem = truth.mapping(ground_truth, "target", "numbers")
+    target = truth.integer(problem["target"], "target")
+    numbers = truth.integers(problem["numbers"], "numbers")
     answer = extract_solution(
         solution_str,
         compat=compat,

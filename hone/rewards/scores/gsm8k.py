@@ -23,11 +23,11 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """The answer's text without commas, or None when there is none."""
     tail = solution_str[-TAIL_CHARS:]
     if method == "strict":
-        found = [text for text in _STRICT.findall(tail) if any(map(str.isdigit, text))]
-        return _plain(found[-1]) if found else None
+        matches = [text for text in _STRICT.findall(tail) if any(map(str.isdigit, text))]
+        return _plain(matches[-1]) if matches else None
     if method == "flexible":
-        found = _NUMBER.findall(tail)
-        return _plain(found[-1]) if found else None
+        matches = _NUMBER.findall(tail)
+        return _plain(matches[-1]) if matches else None
     raise ValueError(f"gsm8k method={method!r} is not known; use 'strict' or 'flexible'")
 
 

@@ -47,10 +47,10 @@ def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> t
         return boxed is not None and _same(pred.strip(), answer.strip()), pred
     tail = solution_str[-TAIL_CHARS:]
     announced = _ANSWER.findall(tail)
-    given = announced[-1] if announced else boxed_answer(tail)
-    if given is None:
+    answer_text = announced[-1] if announced else boxed_answer(tail)
+    if answer_text is None:
         return False, INVALID
-    pred = normalize_final_answer(given)
+    pred = normalize_final_answer(answer_text)
     return _same(pred, normalize_final_answer(answer)), pred
 
 

@@ -46,18 +46,18 @@ def last_environment(text: str) -> str | None:
     return text[start : match.end(1) + 1] if match and start >= 0 else None
 
 
-def grade_answer(given: str, truth: str) -> bool:
+def grade_answer(answer: str, truth: str) -> bool:
     """Equal as text, number or mathematics; or one is the other, rounded.
 
     Rounded numbers agree to the decimals of the shorter one, and to four figures at least. An integer
     is exact: nothing rounds to it and it rounds to nothing.
     """
-    if is_equiv(given, truth, symbolic=False):
+    if is_equiv(answer, truth, symbolic=False):
         return True
-    forms = strip_string(given), strip_string(truth)
+    forms = strip_string(answer), strip_string(truth)
     left, right = map(as_number, forms)
     if left is None or right is None:
-        return is_equiv(given, truth)
+        return is_equiv(answer, truth)
     decimals = [places for places in map(decimals_of, forms) if places is not None]
     if not decimals or left.denominator == 1 or right.denominator == 1:
         return False

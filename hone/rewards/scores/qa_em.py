@@ -43,20 +43,20 @@ def golden_answers(ground_truth: JsonValue) -> list[str]:
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
     """Exact match after normalisation; an answer of articles only is compared as it is."""
-    given = normalize_answer(prediction)
+    answer_text = normalize_answer(prediction)
     for answer in [golden] if isinstance(golden, str) else golden:
-        if given and given == normalize_answer(answer):
+        if answer_text and answer_text == normalize_answer(answer):
             return True
-        if not given and prediction.strip() and prediction.strip().lower() == answer.lower():
+        if not answer_text and prediction.strip() and prediction.strip().lower() == answer.lower():
             return True
     return False
 
 
 def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
     """Whether a reference answer stands inside the prediction."""
-    given = normalize_answer(prediction)
+    answer_text = normalize_answer(prediction)
     answers = [golden] if isinstance(golden, str) else golden
-    return any(answer and answer in given for answer in map(normalize_answer, answers))
+    return any(answer and answer in answer_text for answer in map(normalize_answer, answers))
 
 
 def remove_information(text: str) -> str:

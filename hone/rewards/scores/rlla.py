@@ -40,10 +40,10 @@ def compute_score(
 
 def _has_form(response: str, reference: str) -> bool:
     """Whether the response has the blocks of the reference, each once, after its thinking."""
-    wanted = [name for name in _BLOCKS if f"<{name}>" in reference]
+    names = [name for name in _BLOCKS if f"<{name}>" in reference]
     bodies = {"tool_call": r"\n.*?\n", "response": ".*?"}
-    parts = [rf"\n<{name}>{bodies[name]}</{name}>" for name in wanted]
-    marks = [f"<{slash}{name}>" for name in wanted for slash in ("", "/")]
+    parts = [rf"\n<{name}>{bodies[name]}</{name}>" for name in names]
+    marks = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     pattern = rf"<think>.*?</think>{''.join(parts)}"
     return all(response.count(mark) == 1 for mark in marks) and bool(
         re.fullmatch(pattern, response, re.DOTALL)
@@ -53,16 +53,16 @@ def _has_form(response: str, reference: str) -> bool:
 def _calls_reward(response: str, reference: str) -> float:
     if "<tool_call>" not in reference:
         return 0.0
-    expected, given = _calls(reference), _calls(response)
+    expected, calls = _calls(reference), _calls(response)
     if expected is None:
         raise ValueError(f"the tool calls of the ground truth cannot be read: {reference!r:.80}")
-    if given is None:
+    if calls is None:
         return -CALLS
-    if given == expected:
+    if calls == expected:
         return CALLS
-    score = _overlap([name for name, _ in expected], [name for name, _ in given])
+    score = _overlap([name for name, _ in expected], [name for name, _ in calls])
     most = 1.0
-    rest = list(given)
+    rest = list(calls)
     for call in expected:
         most += 1.0 + len(call[1])
         values = [(_similarity(call, other), index) for index, other in enumerate(rest)]
@@ -91,11 +91,11 @@ def _calls(text: str) -> list[Call] | None:
 
 def _similarity(call: Call, other: Call) -> float:
     """0 for another tool, else the overlap of parameter names and the number of equal values."""
-    (name, expected), (other_name, given) = call, other
+    (name, parameters), (other_name, others) = call, other
     if name != other_name:
         return 0.0
-    equal = sum(key in given and given[key] == value for key, value in expected.items())
-    return _overlap(list(expected), list(given)) + equal
+    equal = sum(key in others and others[key] == value for key, value in parameters.items())
+    return _overlap(list(parameters), list(others)) + equal
 
 
 def _overlap(left: Sequence[str], right: Sequence[str]) -> float:

@@ -102,7 +102,7 @@ def noting() -> Iterator[list[Pair]]:
 
 
 def compare_all(pairs: Iterable[Pair]) -> None:
-    """Make the comparisons that are not known yet, in parallel; late ones are tried once more."""
+    """Make the comparisons that are not in the cache, in parallel; late ones are tried once more."""
     new = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
     reasons = {pair: too_large(pair[0]) or too_large(pair[1]) for pair in new}
     remember({pair: Failed("refused", reason) for pair, reason in reasons.items() if reason})
@@ -132,8 +132,8 @@ def too_large(text: str) -> str | None:
     return "nested too deeply" if nesting_depth(text) > MAX_DEPTH else None
 
 
-def known(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
-    """What was found out about `pairs`, for `remember` in another process."""
+def cached(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
+    """The results of `pairs`, for `remember` in another process."""
     return {pair: _cache[pair] for pair in pairs if pair in _cache}
 
 

@@ -237,10 +237,10 @@ def check_sources(
 
 
 def _unknown(source: str, where: str) -> str:
-    known = known_sources()
-    close = difflib.get_close_matches(source, known["exact"], n=1)
+    names = known_sources()
+    close = difflib.get_close_matches(source, names["exact"], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    others = sum(map(len, known.values())) - len(_EXAMPLES)
+    others = sum(map(len, names.values())) - len(_EXAMPLES)
     return (
         f"no score for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} and "
         f"{others} more (docs/rewards.md); name your own score function with "

@@ -209,11 +209,11 @@ class Absent:
 class Encoder:
     """Values of one answer as JSON with tags; objects of shared classes go into a table."""
 
-    def __init__(self, answers: Answers, known: list[Value], fast: bool) -> None:
+    def __init__(self, answers: Answers, objects: list[Value], fast: bool) -> None:
         self._answers = answers
         self._fast = fast
-        self._objects = [*known]
-        self._numbers = {id(value): number for number, value in enumerate(known)}
+        self._objects = [*objects]
+        self._numbers = {id(value): number for number, value in enumerate(objects)}
 
     def encode(self, value: Value) -> Value:
         kind = type(value)

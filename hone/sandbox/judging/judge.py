@@ -79,15 +79,15 @@ def judge(
 
 
 def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) -> Judgement:
-    with _benches_lock:  # one per plan and process: a fork must not share its parent's box
-        bench = _benches.setdefault((os.getpid(), repr(plan)), Bench(plan))
-    bench.start()  # before the program's clock
-    with bench.slots, Run(job, plan, channel=True, caller=caller) as run:
+    with _boxes_lock:  # one per plan and process: a fork must not share its parent's box
+        box = _boxes.setdefault((os.getpid(), repr(plan)), JudgeBox(plan))
+    box.start()  # before the program's clock
+    with box.slots, Run(job, plan, channel=True, caller=caller) as run:
         channel = run.channel()
         ours, theirs = socket.socketpair()
         source = sealed.write(texts)
         try:
-            bench.send(job.timeout_s, [channel, theirs.fileno(), source])
+            box.send(job.timeout_s, [channel, theirs.fileno(), source])
         finally:
             theirs.close()
             os.close(channel)
@@ -101,13 +101,13 @@ def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) 
                 except (TimeoutError, ConnectionResetError):
                     part = b""
                 if not part:
-                    bench.drop()
+                    box.drop()
                     raise JudgeLost("sandbox: the judge's box ended before its verdict")
                 data += part
         return Judgement(**json.loads(data.partition(b"\n")[0]))
 
 
-class Bench:
+class JudgeBox:
     """The judge's box of this process, started when first needed."""
 
     def __init__(self, plan: Plan) -> None:
@@ -163,16 +163,16 @@ class Bench:
             self._control = self._run = None
 
 
-_benches: dict[tuple[int, str], Bench] = {}
-_benches_lock = threading.Lock()
+_boxes: dict[tuple[int, str], JudgeBox] = {}
+_boxes_lock = threading.Lock()
 
 
 def close() -> None:
     """End the judges' boxes of this process."""
-    with _benches_lock:
-        for bench in _benches.values():
-            bench.drop()
-        _benches.clear()
+    with _boxes_lock:
+        for box in _boxes.values():
+            box.drop()
+        _boxes.clear()
 
 
 @functools.lru_cache(maxsize=1)

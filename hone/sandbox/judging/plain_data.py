@@ -65,12 +65,12 @@ class Reader:
     def __init__(
         self,
         shared: dict[str, type],
-        known: list[Value],
+        objects: list[Value],
         handle: Callable[[str, int], Value],
         exception: Callable[[list[str]], type],
     ) -> None:
         self._shared = shared
-        self._objects: dict[int, Value] = dict(enumerate(known))
+        self._objects: dict[int, Value] = dict(enumerate(objects))
         self._tags: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
             **_TAGS,
             "o": ([int, str], self._object),

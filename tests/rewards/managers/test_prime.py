@@ -55,7 +55,7 @@ def test_a_scorer_that_hangs_raises_returns_nan_or_dies_costs_only_its_own_row(
     scorer_file: Callable[[str], str],
 ) -> None:
     scorer = load_extern_object(scorer_file(SCORER), "compute_score")
-    policy = FailurePolicy("score", -1.0, 6.0)
+    policy = FailurePolicy("score", -1.0, 3.0)
     manager = prime(functools.partial(scorer, bonus=0.5), policy=policy)
     texts = ["a", "hang", "b", "raise", "nan", "exit", "c"]
     result = manager(make_batch(texts, __num_turns__=[3] * 7), return_dict=True)

@@ -12,7 +12,7 @@ import pytest
 
 from hone.sandbox import client
 from hone.sandbox.judging import judge
-from hone.sandbox.judging.judge import _benches, close
+from hone.sandbox.judging.judge import _boxes, close
 
 pytestmark = pytest.mark.usefixtures("bwrap")
 
@@ -231,9 +231,9 @@ def test_a_judge_killed_while_it_judges_is_asked_again() -> None:
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(judge(slow, "assert f() == 1").passed))
     thread.start()
-    (bench,) = _benches.values()
-    assert bench._run is not None
-    signal.pidfd_send_signal(bench._run._lent[0], signal.SIGKILL)
+    (box,) = _boxes.values()
+    assert box._run is not None
+    signal.pidfd_send_signal(box._run._lent[0], signal.SIGKILL)
     thread.join(60)
     assert results == [True]
 
