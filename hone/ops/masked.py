@@ -58,3 +58,9 @@ def last_true(mask: Tensor) -> Tensor:
     positions = torch.arange(mask.shape[1] + 1, device=mask.device)
     padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 stands for none
     return (padded * positions).argmax(1) - 1
+
+
+def split_at_response(mask: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+    """The prompt part [B, P] and the response part [B, T] of a mask [B, P + T]."""
+    width = mask.shape[1] - responses.shape[1]
+    return mask[:, :width], mask[:, width:]

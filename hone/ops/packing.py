@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.groups import first_equal
+from hone.ops.masked import split_at_response
 from hone.ops.segments import SegmentLayout
 from hone.ops.transfer import send
 
@@ -55,8 +56,8 @@ def pack_rows(
 ) -> PackedRows:
     """Lay the rows of a padded batch end to end; with `share_prompts` equal prompts are laid once."""
     batch, prompt_width = prompts.shape
-    prompt_lengths = attention_mask[:, :prompt_width].sum(1).tolist()
-    response_lengths = attention_mask[:, prompt_width:].sum(1).tolist()
+    parts = split_at_response(attention_mask, responses)
+    prompt_lengths, response_lengths = (part.sum(1).tolist() for part in parts)
     if any(length == 0 for length in prompt_lengths):
         raise ValueError("a row has an empty prompt: nothing predicts its first token")
     prompts_np, responses_np = prompts.cpu().numpy(), responses.cpu().numpy()

@@ -185,7 +185,7 @@ class Box(Descriptors):
 
     def _watch(self, event: str, descriptor: int, callback: Callable[[], None]) -> None:
         self._events.add(event)
-        self._on_readable(descriptor, callback)
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self.guard(callback))
 
     def _over(self, event: str, descriptor: int) -> None:
         self._forget(descriptor)
@@ -375,7 +375,8 @@ class Box(Descriptors):
 
     def release(self) -> bool:
         """Give everything back; False while the cgroup has a member on its way out."""
-        self._forget_all()
+        for descriptor in list(self._fds):
+            self._forget(descriptor)
         if self._home is not None:
             direct.remove_home(self._home)
             self._home = None

@@ -30,9 +30,6 @@ class Descriptors(ABC):
         os.lseek(descriptor, 0, os.SEEK_SET)
         return descriptor
 
-    def _on_readable(self, descriptor: int, callback: Callable[[], None]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self.guard(callback))
-
     def guard(self, action: Callable[[], None]) -> None:
         """Do it; what it raises ends this run alone, never the warden and the other runs."""
         try:
@@ -53,7 +50,3 @@ class Descriptors(ABC):
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
         self._close(descriptor)
-
-    def _forget_all(self) -> None:
-        for descriptor in list(self._fds):
-            self._forget(descriptor)

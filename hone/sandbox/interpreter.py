@@ -13,11 +13,13 @@ import stat
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from hone.sandbox.result import SandboxUnavailable
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
+_SYSTEM_PREFIXES = tuple(f"{path}/" for path in SYSTEM_PATHS)
 _FACTS = (
     "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix,"
     " getattr(sys, '_base_executable', sys.executable), '%d.%d' % sys.version_info[:2]]))"
@@ -36,7 +38,14 @@ class Interpreter:
 
     def reachable_by(self, uid: int, gid: int) -> bool:
         """Whether that user could open all of it by path."""
-        return all(_reachable(path, uid, gid) for path in (self.executable, *self.reads))
+        for path in map(Path, (self.executable, *self.reads)):
+            for step in (path, *path.parents):
+                info = step.stat()
+                shift = 6 if info.st_uid == uid else 3 if info.st_gid == gid else 0
+                needed = 0o1 if stat.S_ISDIR(info.st_mode) else 0o5
+                if (info.st_mode >> shift) & needed != needed:
+                    return False
+        return True
 
 
 @functools.lru_cache(maxsize=8)
@@ -62,7 +71,8 @@ def describe(executable: str | None = None) -> Interpreter:
     needed += [os.path.join(base_prefix, name) for name in ("lib", "lib64")]
     if in_venv:
         needed.append(prefix)
-    reads = tuple(dict.fromkeys(p for p in needed if os.path.exists(p) and not _is_system(p)))
+    outside = [path for path in needed if not f"{path}/".startswith(_SYSTEM_PREFIXES)]
+    reads = tuple(dict.fromkeys(path for path in outside if os.path.exists(path)))
     library = f"{base_prefix}/lib/python{version}"
     packages = (
         f"{library}/site-packages",
@@ -86,19 +96,3 @@ def choose(executable: str | None, *, uid: int, gid: int, staged: bool) -> Inter
         f"sandbox: uid {uid} cannot read the interpreter {named.executable}, and this process may"
         f" not mount it elsewhere; name one it can read, such as {SYSTEM_PYTHON}"
     )
-
-
-def _is_system(path: str) -> bool:
-    return any(path == base or path.startswith(base + "/") for base in SYSTEM_PATHS)
-
-
-def _reachable(path: str, uid: int, gid: int) -> bool:
-    while True:
-        info = os.stat(path)
-        shift = 6 if info.st_uid == uid else 3 if info.st_gid == gid else 0
-        needed = 0o1 if stat.S_ISDIR(info.st_mode) else 0o5
-        if (info.st_mode >> shift) & needed != needed:
-            return False
-        if path == "/":
-            return True
-        path = os.path.dirname(path)

@@ -82,12 +82,6 @@ def _unavailable(problem: str, machine: _Machine, names: Collection[str]) -> San
     return SandboxUnavailable(f"sandbox: {problem} ({reasons}). Install: {bubblewrap.INSTALL}")
 
 
-def forget() -> None:
-    """Examine the machine anew at the next use (something was installed)."""
-    _examine.cache_clear()
-    bubblewrap.find.cache_clear()
-
-
 @functools.lru_cache(maxsize=8)
 def _examine(interpreter_path: str | None) -> _Machine:
     parents, cgroup_detail = cgroups.find_parents()

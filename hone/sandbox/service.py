@@ -11,8 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from hone.sandbox.judging import Judgement
@@ -54,7 +52,6 @@ class SandboxService:
             raise ValueError(f"sandbox service: max_concurrent={max_concurrent} must be at least 1")
         self._url = url
         self._slots = threading.BoundedSemaphore(max_concurrent)
-        self._max_concurrent = max_concurrent
         self._memory_limit_mb = memory_limit_mb
 
     def run(self, job: Job) -> SandboxResult:
@@ -95,11 +92,6 @@ class SandboxService:
     def run_python(self, code: str, **limits: Unpack[JobFields]) -> SandboxResult:
         """As hone.sandbox.run_python, elsewhere."""
         return self.run(Job(code, **limits))
-
-    def run_many(self, jobs: Iterable[Job]) -> list[SandboxResult]:
-        """Verdicts in the order of jobs."""
-        with ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="service") as pool:
-            return list(pool.map(self.run, jobs))
 
     def _post(self, url: str, request: JsonObject, timeout_s: float, memory_mb: int) -> Row:
         """The answer, in one of the slots; a busy or absent service is tried again."""

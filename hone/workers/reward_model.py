@@ -20,6 +20,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import HostRest
 from hone.models.external import import_external
 from hone.models.load import load_tokenizer, resolve_model_path
+from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
 from hone.rewards.managers.reading import on_last_policy_token
 from hone.types import Settings
@@ -117,8 +118,7 @@ class RewardModelWorker(FrozenClassifier):
             ids, kept = input_ids(data), columns["attention_mask"].bool()
             return [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
         assert self.writer is not None
-        width = columns["responses"].shape[1]
-        kept = columns["attention_mask"][:, -width:].bool()
+        _, kept = split_at_response(columns["attention_mask"].bool(), columns["responses"])
         answers = [
             self.writer.decode(ids[keep], skip_special_tokens=True)
             for ids, keep in zip(columns["responses"], kept, strict=True)

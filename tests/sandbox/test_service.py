@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hone.sandbox import Job, SandboxUnavailable, Status, service
+from hone.sandbox import SandboxUnavailable, Status, service
 from hone.sandbox.server import SandboxServer
 from hone.sandbox.service import SandboxService, SandboxServiceError
 
@@ -80,11 +80,6 @@ def test_a_service_with_one_box_is_refused_for_assertions() -> None:
     with answering(lambda _: (404, b"{}")) as url:
         with pytest.raises(SandboxUnavailable, match=r"hone\.sandbox\.server"):
             client(url).judge("", "", preamble="", timeout_s=1.0, memory_mb=64)
-
-
-def test_many_jobs_keep_their_order(url: str) -> None:
-    results = client(url).run_many([Job(f"print({i})") for i in range(8)])
-    assert [result.stdout for result in results] == [f"{i}\n" for i in range(8)]
 
 
 def test_the_request_has_the_agreed_fields() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hone.ops.masked import last_true
+from hone.ops.masked import last_true, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.outcome import Response
 from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
@@ -35,8 +35,8 @@ def tensors(data: DataProto) -> TensorDict:
 
 def response_attention(data: DataProto) -> torch.Tensor:
     """Which response tokens exist, bool [B, T]."""
-    attention, width = tensors(data)["attention_mask"], tensors(data)["responses"].shape[1]
-    return attention[:, attention.shape[1] - width :].bool()
+    _, attention = split_at_response(tensors(data)["attention_mask"], tensors(data)["responses"])
+    return attention.bool()
 
 
 def valid_response_ids(data: DataProto) -> list[list[int]]:

@@ -167,14 +167,6 @@ _boxes: dict[tuple[int, str], JudgeBox] = {}
 _boxes_lock = threading.Lock()
 
 
-def close() -> None:
-    """End the judges' boxes of this process."""
-    with _boxes_lock:
-        for box in _boxes.values():
-            box.drop()
-        _boxes.clear()
-
-
 @functools.lru_cache(maxsize=1)
 def _files() -> dict[str, str]:
     packages = ("hone/__init__.py", "hone/sandbox/__init__.py", "hone/sandbox/judging/__init__.py")

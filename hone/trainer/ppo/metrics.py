@@ -13,7 +13,7 @@ from torch import Tensor
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
-from hone.ops.masked import masked_mean
+from hone.ops.masked import masked_mean, split_at_response
 from hone.protocol import DataProto
 from hone.types import JsonValue
 
@@ -94,9 +94,7 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
     """The attention masks of prompts [B, P] and responses [B, T]."""
-    mask = batch.batch["attention_mask"]
-    width = mask.shape[1] - batch.batch["responses"].shape[1]
-    return mask[:, :width], mask[:, width:]
+    return split_at_response(batch.batch["attention_mask"], batch.batch["responses"])
 
 
 def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pytest
 
 from hone.sandbox import client
 from hone.sandbox.judging import judge
-from hone.sandbox.judging.judge import _boxes, close
+from hone.sandbox.judging.judge import _boxes
 
 pytestmark = pytest.mark.usefixtures("bwrap")
 
@@ -221,7 +221,8 @@ def test_a_judge_or_warden_that_is_lost_is_replaced() -> None:
     assert judge(program, tests).passed
     client.close()
     assert judge(program, tests).passed
-    close()
+    for box in _boxes.values():
+        box.drop()
     assert judge(program, tests).passed
 
 
