@@ -115,6 +115,7 @@ class DeadlinePool(Generic[T]):
             worker = self._idle.pop()
         except IndexError:
             worker = self._start()
+        self._drop_if_stopping(worker)
         try:
             worker.link.send((dict(arguments), timeout_s))
         except OSError:  # it died while idle (killed for memory, say): the job goes to another
@@ -141,13 +142,12 @@ class DeadlinePool(Generic[T]):
     def _start(self) -> _Worker:
         """A worker that is ready; one that does not come up is replaced a few times."""
         for _ in range(START_RETRIES + 1):
-            if self._stopping:
-                raise PoolError("the run of this pool was stopped")
             try:
                 worker = _Worker(self.factory, self.keywords)
             except OSError as error:  # no process, memory or descriptor left
                 raise _overloaded(f"could not be started: {error}") from error
             self._workers.add(worker)
+            self._drop_if_stopping(worker)
             try:
                 answer = worker.link.recv() if worker.link.poll(START_TIMEOUT_S) else None
             except (EOFError, OSError):
@@ -166,6 +166,12 @@ class DeadlinePool(Generic[T]):
         raise PoolError(
             f"{sentence}{why}, as did the {START_RETRIES} before it; its own message is on stderr"
         )
+
+    def _drop_if_stopping(self, worker: _Worker) -> None:
+        """A worker that `run` did not see when it killed the busy ones."""
+        if self._stopping:
+            self._drop(worker)
+            raise PoolError("the run of this pool was stopped")
 
     def _drop(self, worker: _Worker) -> None:
         worker.kill()

@@ -215,6 +215,16 @@ def test_an_interrupted_run_leaves_no_stale_answer(
     assert pool.run([add(2)], 60) == [2]
 
 
+def test_an_interrupt_while_a_worker_starts_waits_for_no_answer(
+    make_pool: Callable[..., DeadlinePool],
+) -> None:
+    pool = make_pool()
+    threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([{"action": "hang"}], 600)
+    assert pool.run([add(2)], 60) == [2]
+
+
 def test_threads_may_share_a_pool(make_pool: Callable[..., DeadlinePool]) -> None:
     pool = make_pool(size=2)
     results: dict[int, list[Any]] = {}
