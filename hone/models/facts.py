@@ -1,4 +1,4 @@
-"""What a model folder says about itself without its weights being loaded: size, positions, family."""
+"""Size, positions and family of a model folder, read without loading its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """None where the folder does not say."""
+    """None where the folder has no such entry."""
 
     family: str | None = None
     positions: int | None = None
@@ -26,7 +26,7 @@ class ModelFacts:
 
 
 def model_facts(path: str | None) -> ModelFacts:
-    """The facts of a local folder; nothing is known of a hub name or a folder that is not there."""
+    """The facts of a local folder; all None for a hub name or a missing folder."""
     try:
         folder = Path(resolve_model_path(str(path)))
         config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
@@ -45,7 +45,7 @@ def model_facts(path: str | None) -> ModelFacts:
 def check_model(path: str, *, is_decoder: bool = True) -> None:
     """Refuse what could not be loaded: a decoder of an unknown family, weights absent or damaged.
 
-    Nothing is said of a hub name, whose files may still have to be fetched.
+    A hub name is not checked: its files may still have to be fetched.
     """
     folder = Path(resolve_model_path(path))
     if not folder.is_dir():
@@ -82,7 +82,7 @@ def _check_shards(index: Path, path: str) -> None:
 
 
 def _parameters(folder: Path) -> int | None:
-    """How many numbers the weight files hold, read from their headers."""
+    """The number of parameters in the weight files, read from their headers."""
     total = 0
     for file in folder.glob("*.safetensors"):
         try:

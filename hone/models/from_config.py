@@ -1,24 +1,39 @@
-"""What a `model` block of the config asks for: its tokenizer, and its adapters.
+"""What a `model` block of the config asks for: its modules to import, its tokenizer, and its adapters.
 
-Leaves out the weights: which dtype and device they go to is the program's business (load.py).
+Leaves out the weights: their dtype and device are the program's business (load.py).
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hone.config.model import ModelConfig, ModelSourceConfig
-from hone.models.external import import_external
 from hone.models.load import load_tokenizer
 from hone.models.lora import Adapters, draw_adapters
+from hone.plugins import PluginError
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+def import_external(names: str | Sequence[str] | None) -> None:
+    """Import `model.external_lib`: one module, several separated by commas, or a list."""
+    listed = names.split(",") if isinstance(names, str) else list(names or ())
+    for name in (n.strip() for n in listed):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise PluginError(
+                f"model.external_lib={name} cannot be imported ({error}); install it or add its "
+                "folder to PYTHONPATH"
+            ) from error
+
+
 def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model block, after the modules it wants imported first."""
+    """The tokenizer of a model block, after its external modules are imported."""
     import_external(model.external_lib)
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code

@@ -1,6 +1,6 @@
-"""A small reader of GGUF files: facts and tensors, weights expanded to float32.
+"""A small reader of GGUF files: metadata and tensors, weights expanded to float32.
 
-Knows the three encodings that the models we fetch use (F32, Q4_1, Q8_0) and refuses others by name.
+It knows the three encodings of the models we fetch (F32, Q4_1, Q8_0) and refuses others by name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _BLOCK = 32
 """Weights in one block of a quantised encoding."""
-_ENCODINGS = {0: ("F32", 4 * _BLOCK), 3: ("Q4_1", 20), 8: ("Q8_0", 34)}
-"""GGUF's number of an encoding to its name and the bytes of a block."""
 
 
 class NotGGUF(ValueError):
@@ -29,11 +27,10 @@ class NotGGUF(ValueError):
 
 
 class GGUF:
-    """One file, its facts read at once and its tensors on demand."""
+    """One file: `facts` is its metadata, read at once; tensors are read on demand."""
 
     def __init__(self, path: str | Path) -> None:
         self._data = np.memmap(path, np.uint8, "r")
-        self._at = 0
         if bytes(self._data[:4]) != b"GGUF":
             raise NotGGUF(f"{path} does not begin with the letters GGUF")
         self._at = 4
@@ -41,10 +38,7 @@ class GGUF:
         if version not in (2, 3):
             raise NotGGUF(f"{path} is GGUF version {version}; this reader knows 2 and 3")
         tensors, facts = self._scalar(10), self._scalar(10)
-        self.facts: Row = {}
-        for _ in range(facts):
-            name = self._string()
-            self.facts[name] = self._value(self._scalar(4))
+        self.facts: Row = {self._string(): self._value(self._scalar(4)) for _ in range(facts)}
         self._tensors = {self._string(): self._tensor_header() for _ in range(tensors)}
         alignment = int(self.facts.get("general.alignment", 32))
         self._start = -(-self._at // alignment) * alignment
@@ -57,15 +51,14 @@ class GGUF:
         """The tensor as float32, its slowest dimension first."""
         shape, encoding, offset = self._tensors[name]
         if encoding not in _ENCODINGS:
-            known = ", ".join(label for label, _ in _ENCODINGS.values())
+            known = ", ".join(label for label, *_ in _ENCODINGS.values())
             raise NotGGUF(
                 f"tensor {name} has encoding number {encoding}; this reader knows {known}"
             )
-        label, block_bytes = _ENCODINGS[encoding]
-        begin, count = self._start + offset, int(np.prod(shape))
-        size = 4 * count if label == "F32" else count // _BLOCK * block_bytes
-        raw = np.asarray(self._data[begin : begin + size])
-        return _EXPAND[label](raw).reshape(shape)
+        _, block_bytes, expand = _ENCODINGS[encoding]
+        begin = self._start + offset
+        size = int(np.prod(shape)) * block_bytes // _BLOCK
+        return expand(np.asarray(self._data[begin : begin + size])).reshape(shape)
 
     def _scalar(self, kind: int) -> Any:
         layout = _SCALARS[kind]
@@ -92,10 +85,6 @@ class GGUF:
         return tuple(reversed(dimensions)), self._scalar(4), self._scalar(10)
 
 
-def _f32(raw: np.ndarray) -> np.ndarray:
-    return raw.view("<f4").astype(np.float32)
-
-
 def _q8_0(raw: np.ndarray) -> np.ndarray:
     """Each block: a half-precision scale, then 32 signed bytes."""
     blocks = raw.reshape(-1, 34)
@@ -106,11 +95,15 @@ def _q8_0(raw: np.ndarray) -> np.ndarray:
 def _q4_1(raw: np.ndarray) -> np.ndarray:
     """Each block: scale and minimum in half precision, then 16 bytes; low halves are the first 16 weights."""
     blocks = raw.reshape(-1, 20)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    least = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
+    scale, least = (blocks[:, at : at + 2].copy().view("<f2").astype(np.float32) for at in (0, 2))
     packed = blocks[:, 4:]
     digits = np.concatenate([packed & 15, packed >> 4], 1).astype(np.float32)
     return (scale * digits + least).reshape(-1)
 
 
-_EXPAND = {"F32": _f32, "Q8_0": _q8_0, "Q4_1": _q4_1}
+_ENCODINGS = {
+    0: ("F32", 4 * _BLOCK, lambda raw: raw.view("<f4").astype(np.float32)),
+    3: ("Q4_1", 20, _q4_1),
+    8: ("Q8_0", 34, _q8_0),
+}
+"""GGUF's number of an encoding to its name, the bytes of a block, and its reader."""

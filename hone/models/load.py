@@ -1,7 +1,7 @@
-"""From a folder to a module: weights, tokenizer, and where a checkpoint keeps its export.
+"""From a folder to a module: weights, tokenizer, and the export inside a checkpoint.
 
-A repository's own code is run for tokenizers only, and only if asked. A path that is a training
-checkpoint leads to the Hugging Face export inside it, so that one run can start from another's folder.
+A repository's own code runs for tokenizers only, and only on request. A path to a training checkpoint
+resolves to the Hugging Face export inside it, so one run can start from another's folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STEP = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
 
 
 class ModelNotFound(ValueError):
-    """A model path leads nowhere, or to a damaged checkpoint. `path` is what was asked for."""
+    """A model path does not exist, or is a damaged checkpoint; `path` is the requested one."""
 
     def __init__(self, sentence: str, path: str = "") -> None:
         super().__init__(sentence)
@@ -46,8 +46,7 @@ class ModelNotFound(ValueError):
 
 @contextmanager
 def refusals_in_words(path: str, folder: str) -> Iterator[None]:
-    """transformers refuses what it does not know (a name, a kind of model, remote code) by ValueError
-    and by OSError without a number."""
+    """Turn refusals of transformers (ValueError, OSError without a number) into our errors."""
     from huggingface_hub.errors import HFValidationError
     from safetensors import SafetensorError
 
@@ -62,15 +61,14 @@ def refusals_in_words(path: str, folder: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         first, _, _ = str(error).strip().partition("\n")
-        name_alone = isinstance(error, (OSError, HFValidationError)) and not Path(folder).exists()
-        if name_alone:
+        if isinstance(error, (OSError, HFValidationError)) and not Path(folder).exists():
             raise ModelNotFound(
                 f"there is no model {path!r}: it is neither a folder (looked in {Path.cwd()}) nor "
                 f"could it be had from the hub by that name ({first})",
                 path,
             ) from error
-        said = first if isinstance(error, OSError) else " ".join(str(error).split())
-        raise UnsupportedModel(f"{path} cannot be loaded: {said}") from error
+        reason = first if isinstance(error, OSError) else " ".join(str(error).split())
+        raise UnsupportedModel(f"{path} cannot be loaded: {reason}") from error
 
 
 def _broken_file(folder: Path) -> str:
@@ -88,8 +86,8 @@ def _broken_file(folder: Path) -> str:
 def resolve_model_path(path: str) -> str:
     """The folder with `config.json`: the path itself, or the export inside a checkpoint or run folder.
 
-    A name that is no local folder is left alone: it may be a hub name. In a run a damaged checkpoint
-    is passed over, and the one before it taken; one that was named must be sound.
+    A name that is no local folder is returned unchanged: it may be a hub name. In a run folder a damaged
+    checkpoint is skipped for the one before it; a checkpoint that the path names must be sound.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -108,8 +106,8 @@ def resolve_model_path(path: str) -> str:
     for candidate in _exports(folder):
         problem = _damage_around(candidate)
         if problem is None:
-            for passed_over in problems:
-                _warn_once(f"{passed_over}; taking {candidate}")
+            for skipped in problems:
+                _warn_once(f"{skipped}; taking {candidate}")
             return str(candidate)
         problems.append(f"{candidate.parent} is not a sound checkpoint: {problem}")
     if problems:
@@ -125,13 +123,13 @@ def _exports(folder: Path) -> Iterator[Path]:
     """The models in a checkpoint or a run folder, those of later steps first."""
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
     steps = [p for p in folder.glob("**/*") if p.is_dir() and _STEP.search(p.name)]
-    for step in sorted(steps, key=_step_number, reverse=True):
+    for step in sorted(steps, key=lambda p: int(_STEP.search(p.name)[1]), reverse=True):  # type: ignore[index]
         candidates += [step / "actor" / EXPORT_FOLDER, step / EXPORT_FOLDER]
     return (c for c in candidates if (c / "config.json").is_file())
 
 
 def _damage_around(export: Path) -> str | None:
-    """What is wrong with the checkpoint an export is part of; None where it is part of none."""
+    """The damage of the checkpoint that an export is part of; None where it is sound or there is none."""
     checkpoint = checkpoint_of(export)
     if checkpoint is None:
         return None
@@ -144,11 +142,6 @@ def _damage_around(export: Path) -> str | None:
 @functools.cache
 def _warn_once(text: str) -> None:
     log.warning("%s", text)
-
-
-def _step_number(path: Path) -> int:
-    found = _STEP.search(path.name)
-    return int(found.group(1)) if found else -1
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -174,13 +167,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _is_plain_tokenizer(folder: Path) -> bool:
-    """Whether tokenizer.json says it all. The automatic choice goes by the model's family instead and
-    would rebuild such a tokenizer with that family's rules, in silence."""
+    """Whether tokenizer.json is complete. The automatic choice would silently rebuild such a tokenizer
+    with the rules of the model's family."""
     try:
-        told = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+        kind = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
     except (OSError, ValueError):
         return False
-    plain = told in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    plain = kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return plain and (folder / "tokenizer.json").is_file()
 
 
@@ -217,7 +210,7 @@ def load_causal_lm(
 
 
 def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedConfig:
-    """The config of a model of a supported family; others are refused before their class is looked for."""
+    """The config of a model of a supported family; others are refused before their class is looked up."""
     from transformers import AutoConfig, PreTrainedConfig
 
     folder = resolve_model_path(path)
@@ -230,7 +223,7 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
 
 
 def _switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Before the model is built. Dropout and noise would make rollout and training different policies."""
+    """Dropout and noise would make rollout and training different policies."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):
@@ -245,11 +238,11 @@ def eos_ids(
     generation_config: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[int, ...]:
-    """Every token id that ends a response, from all three places that may name one."""
-    found: list[int] = []
+    """Every token id that ends a response: of the generation config, the model and the tokenizer."""
+    ids: list[int] = []
     for owner in (generation_config, model_config, tokenizer):
         value = getattr(owner, "eos_token_id", None)
         if value is None:
             continue
-        found += value if isinstance(value, (list, tuple)) else [value]
-    return tuple(dict.fromkeys(int(v) for v in found))
+        ids += value if isinstance(value, (list, tuple)) else [value]
+    return tuple(dict.fromkeys(int(v) for v in ids))

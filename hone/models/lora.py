@@ -1,7 +1,7 @@
 """LoRA: adapters over a frozen base, and the same weights merged under their Hugging Face names.
 
-PEFT does the wrapping. Merging makes new tensors: adding to the base in place and taking it back again
-would not give the same bits.
+PEFT wraps the model. Merging makes new tensors: adding to the base in place and subtracting again would
+not give the same bits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ class Adapters:
     target_modules: str | tuple[str, ...]
     exclude_modules: str | tuple[str, ...] | None
     adapter_path: str | None
-    """An adapter to go on from."""
+    """An adapter to continue."""
 
 
 def is_lora(lm: PreTrainedModel | None) -> bool:
     return hasattr(lm, "peft_config")
+
+
+def draw_adapters(lm: PreTrainedModel, adapters: Adapters, seed: int) -> PeftModel:
+    """`wrap_lora` with new weights that follow from the seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return wrap_lora(lm, **vars(adapters))
 
 
 def wrap_lora(
@@ -55,7 +62,7 @@ def wrap_lora(
 ) -> PeftModel:
     """PEFT adapters over a frozen base; an adapter path continues an earlier one.
 
-    Adapters keep the base's dtype: their float32 masters live in the optimizer, like everyone's.
+    Adapters keep the base's dtype: their float32 masters live in the optimizer, as all masters do.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -65,47 +72,31 @@ def wrap_lora(
                 lm, adapter_path, is_trainable=True, autocast_adapter_dtype=False
             )
         else:
-            wrapped = get_peft_model(
-                lm,
-                LoraConfig(
-                    task_type="CAUSAL_LM",
-                    r=rank,
-                    lora_alpha=alpha,
-                    lora_dropout=dropout,
-                    target_modules=_names(target_modules),
-                    exclude_modules=_names(exclude_modules),
-                ),
-                autocast_adapter_dtype=False,
+            config = LoraConfig(
+                task_type="CAUSAL_LM",
+                r=rank,
+                lora_alpha=alpha,
+                lora_dropout=dropout,
+                target_modules=_names(target_modules),
+                exclude_modules=_names(exclude_modules),
             )
-    except ValueError as error:  # PEFT's word for settings it cannot follow
-        said = " ".join(str(error).split())
+            wrapped = get_peft_model(lm, config, autocast_adapter_dtype=False)
+    except ValueError as error:  # PEFT refuses settings so
         asked = adapter_path or f"rank {rank}, target_modules {target_modules}"
-        raise LoraError(f"LoRA ({asked}): {said}") from error
-    _refuse_what_is_not_merged(wrapped)
-    return wrapped
-
-
-def draw_adapters(lm: PreTrainedModel, adapters: Adapters, seed: int) -> PeftModel:
-    """`wrap_lora` with new weights that follow from the seed."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return wrap_lora(lm, **vars(adapters))
-
-
-def _names(value: str | tuple[str, ...] | None) -> str | list[str] | None:
-    return value if value is None or isinstance(value, str) else list(value)
-
-
-def _refuse_what_is_not_merged(lm: PeftModel) -> None:
-    adapter = lm.active_adapter
-    if getattr(lm.peft_config[adapter], "use_dora", False):
+        raise LoraError(f"LoRA ({asked}): {' '.join(str(error).split())}") from error
+    if getattr(wrapped.peft_config[wrapped.active_adapter], "use_dora", False):
         raise LoraError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
-    head = lm.get_output_embeddings()
+    head = wrapped.get_output_embeddings()
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise LoraError(
             "the adapter changes the language-model head, whose log-probs are computed from its own "
             "weight; leave lm_head out of target_modules"
         )
+    return wrapped
+
+
+def _names(value: str | tuple[str, ...] | None) -> str | list[str] | None:
+    return value if value is None or isinstance(value, str) else list(value)
 
 
 def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
@@ -127,14 +118,14 @@ def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """What is trained, by PEFT's names; whole where the parameters are sharded."""
+    """The trained weights by PEFT's names; whole where the parameters are sharded."""
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad:
             yield name, whole_tensor(parameter)
 
 
 def whole_tensor(parameter: Tensor) -> Tensor:
-    """All of a parameter, also where this rank holds a shard of it."""
+    """The whole parameter, also where this rank holds a shard of it."""
     whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach()
 

@@ -1,7 +1,7 @@
-"""What the engine trains: a decoder that turns packed rows into one number a token.
+"""What the engine trains: a decoder that turns packed rows into one number per token.
 
 `PolicyModel` gives log-probabilities (and entropies) of the tokens the policy wrote, `ValueModel` a
-value before each of them. Both never build [tokens, vocabulary] or padding.
+value before each of them. Neither builds padding or logits [tokens, vocabulary].
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PolicyModel(nn.Module):
         return _decoder_of(self.lm)
 
     def addresses(self) -> list[int]:
-        """Where each parameter lies: sharding and offload move them."""
+        """The memory address of each parameter: sharding and offload move them."""
         return [p.data_ptr() for p in self.parameters()]
 
     @property

@@ -1,6 +1,6 @@
-"""Small models and tokenizers made on the spot: for the quickstart, tests and benchmarks.
+"""Small models and tokenizers for the quickstart, tests and benchmarks.
 
-Nothing is downloaded. The tokenizer has one token a character, so its round trip is exact.
+Nothing is downloaded. The tokenizer has one token per character, so its round trip is exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TURN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
-"""One line a turn, the role by its first letter: short, because every character is a token."""
+"""One line per turn, the role by its first letter: short, because every character is a token."""
 
 
 class TinyModelError(ValueError):
@@ -38,7 +38,7 @@ class TinyModelError(ValueError):
 def character_tokenizer(
     characters: str = string.printable[:95] + "\n", words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A fast tokenizer over `words` and single characters, with a one-line-a-turn chat template."""
+    """A fast tokenizer over `words` and single characters, with a chat template of one line per turn."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,18 +52,14 @@ def character_tokenizer(
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
     )
-    # For some families (qwen2) transformers' automatic choice keeps only the vocabulary and splits
-    # texts into bytes, which have other names for spaces and line ends; added tokens it keeps.
-    kept = [*_reachable(words), *(c for c in dict.fromkeys(characters) if c.isspace())]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in kept])
+    # For some families (qwen2) transformers' automatic choice reads only the vocabulary and the added
+    # tokens, and splits texts into bytes, which have other names for spaces and line ends. A word that
+    # begins with an earlier one is left out: here the first match wins, among added tokens the longest.
+    added = [w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)]
+    added += [c for c in dict.fromkeys(characters) if c.isspace()]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
     tokenizer.chat_template = TURN_TEMPLATE
     return tokenizer
-
-
-def _reachable(words: Sequence[str]) -> list[str]:
-    """Without those that begin with an earlier one: the first match wins, among added tokens the
-    longest."""
-    return [w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)]
 
 
 def tiny_lm(

@@ -1,6 +1,6 @@
 """Adding gradients of 16 bits to float32 sums, all tensors in one kernel on a GPU.
 
-torch adds tensors of two dtypes one by one and without wide loads.
+Torch adds tensors of two dtypes one by one and without vectorised loads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What n attempts are worth: mean, best, worst and majority of n, from N samples of each prompt.
+"""Mean, best, worst and majority of n attempts, from N samples of each prompt.
 
 Best and worst are exact expectations over subsets drawn without replacement, so best@N of N samples
 is their maximum. (A bootstrap with replacement, as often used, is biased low.) A majority is exact up
@@ -66,10 +66,10 @@ def _majority_worth(
     subsets = _subsets(len(values), n)  # [S, n]
     numbers: dict[Hashable | None, int] = {None: 0}
     codes = np.array([numbers.setdefault(answer, len(numbers)) for answer in answers])
-    chosen = codes[subsets] + len(numbers) * np.arange(len(subsets))[:, None]
-    counts = np.bincount(chosen.ravel(), minlength=len(numbers) * len(subsets))
+    drawn = codes[subsets] + len(numbers) * np.arange(len(subsets))[:, None]
+    counts = np.bincount(drawn.ravel(), minlength=len(numbers) * len(subsets))
     counts[:: len(numbers)] = 0  # None
-    votes = counts[chosen]  # [S, n]: how often its answer is in the subset
+    votes = counts[drawn]  # [S, n]: how often its answer is in the subset
     # Tied answers have as many votes each, so the mean over their responses shares equally.
     wins = votes == votes.max(axis=1, keepdims=True)
     worth = np.asarray(values, dtype=np.float64)[subsets]

@@ -1,7 +1,7 @@
-"""Sharing sequences of different lengths out fairly, and cutting them into micro-batches.
+"""Balancing sequences of different lengths over ranks, and splitting them into micro-batches.
 
-Plain integers and lists: no tensors, no processes. How many micro-batches all ranks need is agreed
-on elsewhere; here it comes in as `at_least`.
+Plain integers and lists: no tensors, no processes. The ranks agree elsewhere on the number of
+micro-batches; `at_least` passes it in.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def get_seqlen_balanced_partitions(
 
 
 def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[Partition]:
-    """Merge the two unevenest states until one is left: the fullest part meets the emptiest."""
+    """Merge the two most uneven states until one is left: the fullest part joins the emptiest."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     if equal_size:
         states = [
@@ -86,12 +86,12 @@ def micro_batches_by_tokens(
         )
     if not sizes:
         return []
-    wanted = _round_up(max(at_least, -(-sum(sizes) // max_token_len), 1), multiple_of)
-    parts = _fit(sizes, max_token_len, wanted, multiple_of)
+    count = _round_up(max(at_least, -(-sum(sizes) // max_token_len), 1), multiple_of)
+    parts = _fit(sizes, max_token_len, count, multiple_of)
     return _small_large_small(parts, sizes)
 
 
-def _fit(sizes: list[int], budget: int, wanted: int, multiple_of: int) -> list[Partition]:
+def _fit(sizes: list[int], budget: int, count: int, multiple_of: int) -> list[Partition]:
     def load(part: Partition) -> int:
         return sum(sizes[row] for row in part)
 
@@ -100,16 +100,16 @@ def _fit(sizes: list[int], budget: int, wanted: int, multiple_of: int) -> list[P
             raise ValueError(
                 f"{len(sizes)} sequences cannot form {parts} micro-batches (at_least, multiple_of)"
             )
-        found = get_seqlen_balanced_partitions(sizes, parts, equal_size=False)
-        return found if max(map(load, found)) <= budget else None
+        partitions = get_seqlen_balanced_partitions(sizes, parts, equal_size=False)
+        return partitions if max(map(load, partitions)) <= budget else None
 
-    if (parts := balanced(wanted)) is not None:
+    if (parts := balanced(count)) is not None:
         return parts
     packed = _first_fit(sizes, budget)
-    wanted = _round_up(max(wanted, len(packed)), multiple_of)
-    if (parts := balanced(wanted)) is not None:
+    count = _round_up(max(count, len(packed)), multiple_of)
+    if (parts := balanced(count)) is not None:
         return parts
-    while len(packed) < wanted:  # first-fit is within the budget whatever the lengths are
+    while len(packed) < count:  # first-fit is within the budget whatever the lengths are
         fullest = max((part for part in packed if len(part) > 1), key=load)
         packed.remove(fullest)
         packed += [fullest[::2], fullest[1::2]]
@@ -151,7 +151,7 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int] | np.ndarray, partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """Tokens a rank before (rows in their given order) and after balancing, as metrics."""
+    """Tokens per rank before balancing (rows in their order) and after it, as metrics."""
     lengths = np.asarray(seqlen_list, dtype=np.int64)
     before = [int(part.sum()) for part in np.array_split(lengths, len(partitions))]
     after = [int(lengths[list(part)].sum()) for part in partitions]

@@ -1,6 +1,6 @@
 """Random numbers by address: the draw at (seed, position) is a pure function of the two.
 
-No generator state means no order to depend on: a request draws the same numbers alone and in any batch.
+Without generator state there is no order to depend on: a request draws the same numbers in any batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def fold_seed(*parts: int | str) -> int:
 
 
 def trajectory_seed(run_seed: int, uid: str, sample_index: int) -> int:
-    """The sampling law's seed: what a response follows from, whoever draws it and beside whom."""
+    """The seed of the sampling law: engine and batch change nothing in what it draws."""
     return fold_seed(run_seed, uid, sample_index)
 
 

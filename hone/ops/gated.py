@@ -1,4 +1,4 @@
-"""silu(gate) · up in one kernel each way on a GPU; what is kept for backward is the two inputs."""
+"""silu(gate) · up in one kernel each way on a GPU; backward saves the two inputs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of both factors, and their product once more: cheaper than to keep it."""
+    """Gradients of both factors, and their product again: computing it is cheaper than saving it."""
     gate, up, g = gate.contiguous(), up.contiguous(), g.contiguous()
     g_gate, g_up, out = (torch.empty_like(gate) for _ in range(3))
     grid = (triton.cdiv(gate.numel(), _BLOCK),)

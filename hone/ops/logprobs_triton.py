@@ -1,4 +1,4 @@
-"""One pass over logits each way: their norm, entropy and target forward, their gradient backward.
+"""One pass over the logits each way: log-norm, entropy and target forward, the gradient backward.
 
 Imported only on a GPU. The reference is the plain path of logprobs.py.
 """

@@ -1,7 +1,7 @@
 """Statistics over the entries a mask keeps.
 
-What lies outside the mask never matters, not even NaN or infinity: it is replaced before any
-arithmetic, so neither the value nor the gradient can see it. Masks are read as booleans.
+Entries outside the mask never matter, not even NaN or infinity: they are replaced before any
+arithmetic, so neither the value nor the gradient depends on them. Masks are read as booleans.
 """
 
 from __future__ import annotations

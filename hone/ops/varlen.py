@@ -16,7 +16,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn", 8))
-"""Modules that bring `flash_attn_varlen_func`, the fastest first, and the least compute capability."""
+"""Modules with `flash_attn_varlen_func`, the fastest first, and the lowest compute capability."""
 
 
 def fits_varlen(q: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""x · Wᵀ with a float32 result where the device can: sums are float32 anyway, the last rounding is left out.
+"""x · Wᵀ with a float32 result where the device can: the sums are float32, only the last rounding goes.
 
-Logits lose most when rounded to 16 bits; what is added to the residual stream is rounded once less on
-each side, so that rollout and trainer stay nearer to each other.
+Logits lose most when rounded to 16 bits. Summands of the residual stream are rounded once less in rollout
+and trainer, so the two stay closer.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
-from hone.models.external import import_external
+from hone.models.from_config import import_external
 from hone.protocol import DataProto
 from hone.workers.engine_specs import critic_spec
 from hone.workers.objectives import ValueObjective

@@ -18,7 +18,7 @@ from hone.controller import Dispatch, Worker, register
 from hone.data.chat_template import apply_template
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import HostRest
-from hone.models.external import import_external
+from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, resolve_model_path
 from hone.ops.masked import split_at_response
 from hone.protocol import DataProto

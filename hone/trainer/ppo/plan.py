@@ -27,7 +27,7 @@ from hone.config.checks import mini_batch_problems
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get
 from hone.config.states import topics
-from hone.models.external import import_external
+from hone.models.from_config import import_external
 from hone.plugins import PluginError, Table
 from hone.rewards.managers.registry import MANAGERS
 from hone.rollout.build import ENGINES
