@@ -1,6 +1,6 @@
 """Micro-batches by token count, with verl's names and arguments (`verl.utils.seqlen_balancing`).
 
-The training engine cuts packed rows with `balancing.micro_batches_by_tokens`, which these functions use.
+The training engine splits packed rows with `balancing.micro_batches_by_tokens`, which these functions use.
 """
 
 from __future__ import annotations
@@ -19,25 +19,11 @@ from hone.ops.balancing import (
     calculate_workload,
     get_reverse_idx,
     get_seqlen_balanced_partitions,
-    log_seqlen_unbalance,
     micro_batches_by_tokens,
 )
+from hone.ops.balancing import log_seqlen_unbalance as log_seqlen_unbalance
 from hone.protocol import DataProto
 from hone.protocol.tensordicts import index_select_tensor_dict
-
-__all__ = [
-    "calculate_workload",
-    "ceildiv",
-    "get_group_balanced_partitions",
-    "get_reverse_idx",
-    "get_seqlen_balanced_partitions",
-    "karmarkar_karp",
-    "log_seqlen_unbalance",
-    "prepare_dynamic_batch",
-    "rearrange_micro_batches",
-    "restore_dynamic_batch",
-    "roundup_divisible",
-]
 
 karmarkar_karp = get_seqlen_balanced_partitions
 
@@ -66,7 +52,9 @@ def rearrange_micro_batches(
 
     The loads are always even; `force_group_size` rows in succession stay together.
     """
-    lengths = _lengths(batch)
+    ids = batch["input_ids"]
+    counts = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(1)
+    lengths = np.asarray(counts.cpu().numpy(), dtype=np.int64)
     if len(lengths) % force_group_size:
         raise AssertionError(f"{len(lengths)} rows are no multiple of {force_group_size}")
     of_groups = lengths.reshape(-1, force_group_size).sum(1)
@@ -136,9 +124,3 @@ def get_group_balanced_partitions(
         [sum(costs[row] for row in rows) for rows in members], k_partitions, equal_size=True
     )
     return [sorted(row for group in part for row in members[group]) for part in parts]
-
-
-def _lengths(batch: TensorDict) -> np.ndarray:
-    ids = batch["input_ids"]
-    lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(1)
-    return np.asarray(lengths.cpu().numpy(), dtype=np.int64)

@@ -31,8 +31,6 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 _NEAR_INTEGER = 1e-6
 
-# -- logits -----------------------------------------------------------------------------------
-
 
 def gather_from_labels(data: Tensor, label: Tensor) -> Tensor:
     """[…] the entry of `data` […, V] that each label names."""
@@ -81,9 +79,6 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
 def compute_grad_norm(model: nn.Module) -> float:
     """Sum of the squares of all gradients, as verl reports it."""
     return sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
-
-
-# -- sequences --------------------------------------------------------------------------------
 
 
 def get_response_mask(
@@ -162,9 +157,9 @@ def create_random_mask(
     if not 0 < least <= most or most + left > width:
         raise AssertionError(f"{least} to {most} tokens behind up to {left} do not fit {width}")
     start = torch.from_numpy(np.random.randint(0, left + 1, (rows, 1)))
-    kept = torch.from_numpy(np.random.randint(least, most + 1, (rows, 1)))
+    length = torch.from_numpy(np.random.randint(least, most + 1, (rows, 1)))
     place = torch.arange(width)
-    return ((place >= start) & (place < start + kept)).to(input_ids.device, torch.int64)
+    return ((place >= start) & (place < start + length)).to(input_ids.device, torch.int64)
 
 
 def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Row) -> None:
@@ -183,9 +178,6 @@ def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
     offsets = nested_tensor.offsets()  # type: ignore[attr-defined]
     values = tensor.repeat_interleave(offsets.diff(), dim=0)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-
-# -- ranks ------------------------------------------------------------------------------------
 
 
 def distributed_mean_max_min_std(
@@ -218,9 +210,6 @@ def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
     return value
 
 
-# -- learning-rate schedules ------------------------------------------------------------------
-
-
 def get_constant_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
@@ -250,9 +239,6 @@ def get_cosine_schedule_with_warmup(
         return max(min_lr_ratio, min_lr_ratio + (1 - min_lr_ratio) * (1 + wave) / 2)
 
     return LambdaLR(optimizer, share, last_epoch)
-
-
-# -- groups -----------------------------------------------------------------------------------
 
 
 def as_torch_index(

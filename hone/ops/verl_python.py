@@ -155,17 +155,16 @@ def deprecated(replacement: str = "") -> Callable[[Function], Function]:
 
 def is_ipv4(ip_str: str) -> bool:
     """Whether the text is an IPv4 address."""
-    return _is_address(ip_str, ipaddress.IPv4Address)
+    return _ip_version(ip_str) == 4
 
 
 def is_ipv6(ip_str: str) -> bool:
     """Whether the text is an IPv6 address."""
-    return _is_address(ip_str, ipaddress.IPv6Address)
+    return _ip_version(ip_str) == 6
 
 
-def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address]) -> bool:
+def _ip_version(text: str) -> int | None:
     try:
-        kind(text)
+        return ipaddress.ip_address(text).version
     except ValueError:
-        return False
-    return True
+        return None

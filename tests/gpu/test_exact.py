@@ -117,11 +117,11 @@ class TestAttention:
         assert slow._memory is not None
         assert cache._memory is not None
         slow._memory.copy_(cache._memory)
-        on_cpu = Queries(queries.position.cpu(), queries.row.cpu(), queries.table.cpu(), None)
+        on_cpu = Queries(queries.position.cpu(), queries.row.cpu(), queries.block_table.cpu(), None)
         wanted = exact_reference.query_attention(q.float().cpu(), slow, 1, on_cpu, scaling=d**-0.5)
         assert relative_error(got.cpu(), wanted) < TOLERANCE[dtype]
         # Each query alone, as decoding asks.
-        alone = decode_queries(queries.table[queries.row], queries.position)
+        alone = decode_queries(queries.block_table[queries.row], queries.position)
         assert torch.equal(exact_triton.query_attention(q, cache, 1, alone, scaling=d**-0.5), got)
 
 
