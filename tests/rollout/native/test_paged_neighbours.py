@@ -9,13 +9,9 @@ import pytest
 import torch
 
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import Sampling
-from hone.rollout.native import exact_reference, kernels_reference
-from hone.rollout.native.batch_state import BatchState
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.rollout.native.paged_core import PagedCore
-from hone.rollout.native.sampler import SamplingRows, TruncatedSampling, draw
 from hone.rollout.requests import Request
 
 from ..models import VOCABULARY, policy, prompts, trainer_log_probs
@@ -72,55 +68,6 @@ def test_a_cut_that_keeps_every_token_draws_what_no_cut_draws() -> None:
     plain = finish(paged_core(policy()), [ask(p, 30, i) for i, p in enumerate(prompts(3))])
     kept = [ask(p, 30, i, top_k=VOCABULARY) for i, p in enumerate(prompts(3))]
     assert finish(paged_core(policy()), kept) == plain
-
-
-def row_state(rows: list[Sampling]) -> BatchState:
-    state = BatchState.empty(len(rows), 20, 5, torch.device("cpu"))
-    state.seed.copy_(torch.tensor([r.seed for r in rows]))
-    state.position.fill_(10)
-    state.limit.fill_(100)
-    state.finished.zero_()
-    heat = torch.tensor([r.temperature for r in rows])
-    state.inverse_temperature.copy_(1.0 / torch.where(heat == 0, 1.0, heat))
-    state.greedy.copy_(heat == 0)
-    return state
-
-
-@pytest.mark.parametrize("kernels", [kernels_reference, exact_reference])
-def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
-    rows = [
-        Sampling(5, 0.0 if i % 5 == 0 else 0.7, i, **({"top_k": 5} if i % 3 == 0 else {}))
-        for i in range(30)
-    ]
-    logits = 2 * torch.randn(30, 20_000, generator=torch.Generator().manual_seed(0))
-    state, alone = row_state(rows), row_state(rows)
-    state.finished[[1, 3]] = 1  # a plain one and one that cuts
-    exact = kernels is exact_reference
-    cut = TruncatedSampling.of(rows, torch.device("cpu"), exact=exact)
-    assert cut is not None
-    cut.draw(logits, state, kernels, 16)
-    kernels.sample(logits, alone, 16)
-    cutting = [i for i, row in enumerate(rows) if row.cuts]
-    assert cutting == [i for i in range(0, 30, 3) if i % 5]  # greedy rows lose nothing by a cut
-    of = SamplingRows.of([rows[i] for i in cutting], torch.device("cpu"))
-    tokens, log_probs = draw(logits[cutting], torch.full((len(cutting),), 11), of)
-    if exact:
-        log_probs = kernels.log_probs_of(
-            logits[cutting], tokens, state.inverse_temperature[cutting]
-        )
-    alone.tokens_out[cutting, 0] = tokens.int()
-    alone.log_probs_out[cutting, 0] = log_probs
-    running = [i for i in range(30) if i not in (1, 3)]
-    assert torch.equal(state.tokens_out[running, 0], alone.tokens_out[running, 0])
-    assert torch.equal(state.log_probs_out[running, 0], alone.log_probs_out[running, 0])
-    assert state.count.tolist() == [int(i in running) for i in range(30)]
-    assert state.finished.tolist() == [int(i not in running) for i in range(30)]
-    assert state.position.tolist() == [11 if i in running else 10 for i in range(30)]
-
-
-def test_no_cut_needs_no_second_way() -> None:
-    rows = [Sampling(5, 0.0, 1, top_k=3), Sampling(5, 1.0, 2)]
-    assert TruncatedSampling.of(rows, torch.device("cpu"), exact=False) is None
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 0), (2, 1), (40, 39)])
