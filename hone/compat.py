@@ -31,15 +31,15 @@ class VerlModule(ModuleType):
         path = self.__name__
         whole = PROGRAMS.get(path, "").partition(" ")[0]
         if name in NAMES.get(path, {}):
-            found = _listed(path, name)
+            value = _listed(path, name)
         elif name in ABSENT_NAMES.get(path, {}):
-            found = _absent(path, name)
+            value = _absent(path, name)
         elif whole and not name.startswith("__"):
-            found = getattr(importlib.import_module(whole), name)
+            value = getattr(importlib.import_module(whole), name)
         else:
             raise AttributeError(f"module {path!r} has no attribute {name!r}{_known(path)}")
-        setattr(self, name, found)
-        return found
+        setattr(self, name, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A dict in place of a registry is what names are looked up in from then on."""

@@ -186,15 +186,15 @@ def load_extern_object(
     name = object_name or class_name
     if not name:
         raise PluginError(f"name the object to load from {module_path!r}")
-    found = load_module(module_path)
+    value = load_module(module_path)
     for part in name.split("."):
-        if not hasattr(found, part):
-            offered = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))[:12])
+        if not hasattr(value, part):
+            offered = ", ".join(sorted(n for n in vars(value) if not n.startswith("_"))[:12])
             raise MissingObject(f"{module_path!r} has no {name!r}; it has {offered or 'nothing'}")
-        found = getattr(found, part)
-    if sentence := getattr(found, NOT_BUILT, None):
+        value = getattr(value, part)
+    if sentence := getattr(value, NOT_BUILT, None):
         raise PluginError(f"{module_path}.{sentence}")
-    return found
+    return value
 
 
 def load_module(path: str) -> ModuleType:

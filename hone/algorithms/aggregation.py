@@ -42,8 +42,8 @@ class BatchCounts:
     @classmethod
     def of(cls, loss_mask: Tensor, width: float | None = None) -> BatchCounts:
         """The counts of one mask."""
-        kept = loss_mask.bool()
-        return cls(float(kept.sum()), float(kept.any(dim=-1).sum()), width)
+        mask = loss_mask.bool()
+        return cls(float(mask.sum()), float(mask.any(dim=-1).sum()), width)
 
 
 _counts: ContextVar[BatchCounts | None] = ContextVar("hone_batch_counts", default=None)

@@ -51,8 +51,11 @@ def correct(
         bounds = bound_numbers(threshold, _THRESHOLD)
         metrics |= weight_metrics(weights, log_ratio, mask, level, bounds)
         if option("rollout_is_batch_normalize"):
-            weights, factor = _normalise(weights, mask, level)
-            metrics["rollout_is_batch_norm_factor"] = factor
+            # Over tokens, or over sequences.
+            rows, of_row = mask.any(-1), masked_mean(weights, mask, -1)
+            mean = masked_mean(weights, mask) if level == "token" else masked_mean(of_row, rows)
+            weights = weights / mean if mean > 0 else weights
+            metrics["rollout_is_batch_norm_factor"] = mean
     keep, verdicts = rejection_mask(
         log_ratio, mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
@@ -68,14 +71,6 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: B
     One number cuts weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).
     """
     bounds = bound_numbers(threshold, _THRESHOLD)
-    weights = _ratio(log_ratio, mask, level)
-    if len(bounds) == 1:
-        return weights.clamp(max=bounds[0])
-    inside = (weights >= bounds[0]) & (weights <= bounds[1])
-    return torch.where(inside, weights, 0.0)
-
-
-def _ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     log_ratio = masked_fill_zero(log_ratio, mask).detach()
     if level == "sequence":
         log_ratio = masked_sum(log_ratio, mask, -1).unsqueeze(-1).expand_as(log_ratio)
@@ -83,13 +78,8 @@ def _ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
         raise ValueError(
             f"{_SECTION}.rollout_is={level!r} is unknown; use 'token', 'sequence' or null"
         )
-    return masked_fill_zero(log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), mask)
-
-
-def _normalise(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Weights divided by their mean (over tokens, or over sequences), and that mean."""
-    if level == "token":
-        mean = masked_mean(weights, mask)
-    else:
-        mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
-    return (weights / mean if mean > 0 else weights), mean
+    weights = masked_fill_zero(log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), mask)
+    if len(bounds) == 1:
+        return weights.clamp(max=bounds[0])
+    inside = (weights >= bounds[0]) & (weights <= bounds[1])
+    return torch.where(inside, weights, 0.0)

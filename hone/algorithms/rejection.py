@@ -58,27 +58,36 @@ def rejection_mask(
 
 
 def _pair(options: Options, bounds: Bounds) -> list[tuple[str, Bound]]:
-    chosen, given = [str(name) for name in split_list(options)], split_list(bounds)
-    for option in chosen:
+    names, given = [str(name) for name in split_list(options)], split_list(bounds)
+    for option in names:
         if option not in OPTIONS:
             raise ValueError(
                 f"algorithm.rollout_correction.rollout_rs has {option!r}, which is unknown; "
                 f"use any of {', '.join(OPTIONS)}"
             )
     if len(given) == 1:
-        given = given * len(chosen)
-    if len(given) != len(chosen):
+        given = given * len(names)
+    if len(given) != len(names):
         raise ValueError(
-            f"{_KEY}={bounds!r} gives {len(given)} bounds for {len(chosen)} rejection options "
-            f"({', '.join(chosen)}); give one for all or one each, comma separated"
+            f"{_KEY}={bounds!r} gives {len(given)} bounds for {len(names)} rejection options "
+            f"({', '.join(names)}); give one for all or one each, comma separated"
         )
-    return list(zip(chosen, given, strict=True))
+    return list(zip(names, given, strict=True))
 
 
 def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdict:
     level, kind = option.rsplit("_", 1)
-    low, high = _limits(kind, bound)
-    per_token = _divergence(kind, log_ratio)
+    if kind == "k1":
+        least, most = ratio_band(bound, _KEY)
+        low, high = -math.log(most), -math.log(least)  # k1 falls as the ratio rises
+        per_token = -log_ratio
+    else:
+        limits = bound_numbers(bound, _KEY)
+        if len(limits) != 1:
+            raise ValueError(f"{_KEY}={bound!r}: {kind} takes one upper bound, such as 0.01")
+        low, high = -math.inf, limits[0]
+        k3 = kind == "k3"
+        per_token = log_ratio.exp() - 1 - log_ratio if k3 else 0.5 * log_ratio**2
     match level:
         case "token":
             values = per_token
@@ -91,24 +100,6 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdic
             values = pad(masked_fill_zero(per_token, mask), (0, 1)).amax(-1)
     inside = (values >= low) & (values <= high)
     return Verdict(values, low, high, mask & (inside if values.dim() == 2 else inside[:, None]))
-
-
-def _limits(kind: str, bound: Bound) -> tuple[float, float]:
-    if kind == "k1":
-        low, high = ratio_band(bound, _KEY)
-        return -math.log(high), -math.log(low)  # k1 falls as the ratio rises
-    limits = bound_numbers(bound, _KEY)
-    if len(limits) != 1:
-        raise ValueError(f"{_KEY}={bound!r}: {kind} takes one upper bound, such as 0.01")
-    return -math.inf, limits[0]
-
-
-def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
-    if kind == "k1":
-        return -log_ratio
-    if kind == "k2":
-        return 0.5 * log_ratio**2
-    return log_ratio.exp() - 1 - log_ratio
 
 
 def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:

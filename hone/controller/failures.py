@@ -1,7 +1,6 @@
-"""What goes wrong between processes, said so that someone can act on it.
+"""Failures between processes, each with the group, the rank and the call.
 
-Each names the group, the rank and the call. Leaves out errors of the worker's own code: those
-arrive as they were raised.
+Errors of the worker's own code arrive as they were raised.
 """
 
 from __future__ import annotations

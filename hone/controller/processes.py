@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
 
 STOPPED, ZOMBIE, GONE = "T", "Z", ""
 LONGEST_GAP_S = 5.0
@@ -26,16 +25,6 @@ def process_state(pid: int) -> str:
         return GONE
 
 
-class Target(NamedTuple):
-    """What may be silent: a worker's process, a part of Ray, a node, or the control plane."""
-
-    kind: Literal["seat", "own", "node", "ping"]
-    name: str = ""
-    """Of the node, or of the part of Ray."""
-    number: int = 0
-    """The process id of a seat, else the number of its last answer: a new answer is a new target."""
-
-
 class Silence:
     """Seconds for which each target was silent, counted while the caller looks.
 
@@ -44,10 +33,10 @@ class Silence:
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._seconds: dict[Target, float] = {}
+        self._seconds: dict[Hashable, float] = {}
         self._looked_at: float | None = None
 
-    def look(self, silent: Iterable[Target], now: float) -> list[Target]:
+    def look(self, silent: Iterable[Hashable], now: float) -> list[Hashable]:
         """Record the targets that are silent now; return those that have been for the whole limit."""
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_GAP_S)
         self._looked_at = now

@@ -203,8 +203,8 @@ class RayCrew(Crew[ray.ObjectRef]):
         threads = [self._threads or thread_count(n) for n in pool.local_world_size_list()]
         self._actors = self._make_actors(pool, made_of, threads, env)
         ask = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
-        told = ask([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
-        self._seats = tuple(seat for seat, _ in told)
+        answers = ask([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
+        self._seats = tuple(seat for seat, _ in answers)
         watch_workers(self.name, self._seats, self._liveness_deadline_s)
         one_node = len({seat.node_id for seat in self._seats}) == 1
         master_addr = LOOPBACK if one_node else self._seats[0].node_ip
@@ -217,7 +217,7 @@ class RayCrew(Crew[ray.ObjectRef]):
                 local_rank=0 if pool.use_gpu else pool.local_rank_list()[rank],
                 local_world_size=pool.local_world_size_list()[rank],
                 master_addr=master_addr,
-                master_port=told[0][1],
+                master_port=answers[0][1],
                 role=self.name,
             )
             builds.append(actor.build.remote(made_of, placement, threads[rank]))

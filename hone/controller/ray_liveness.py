@@ -1,8 +1,7 @@
-"""Whether the workers' processes, their nodes and Ray itself still live, asked while the loop waits.
+"""Liveness of the workers' processes, their nodes and Ray itself, checked while the loop waits.
 
 Processes of this machine are read from /proc, those of another node by a probe there, and Ray's control
-plane by a call. A worker that is busy is not silent. Leaves out work that never ends: a deadline of
-its phase does.
+plane by a call. A busy worker is not silent; work that never ends meets the deadline of its phase.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import ray
 from ray.exceptions import RayError
@@ -20,15 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
-from hone.controller.processes import (
-    GONE,
-    STOPPED,
-    ZOMBIE,
-    Silence,
-    Target,
-    last_lines,
-    process_state,
-)
+from hone.controller.processes import GONE, STOPPED, ZOMBIE, Silence, last_lines, process_state
 
 PING_EVERY_S = 2.0
 LOG_DEADLINE_S = 10.0
@@ -36,7 +28,7 @@ PARTS = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
 
 
 class _NodeProbe:
-    """Looks at processes of its node; an actor of its own, so that a busy worker is not asked."""
+    """Reads the processes of its node; an actor of its own, so that busy workers need not answer."""
 
     def states(self, pids: list[int]) -> list[str]:
         return [process_state(pid) for pid in pids]
@@ -49,26 +41,26 @@ class _NodeProbe:
 
 
 class _RemoteNode:
-    """The probe of another node, and what it said last."""
+    """The probe of another node, and its last answer."""
 
     def __init__(self, node_id: str) -> None:
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
         self.actor = ray.remote(_NodeProbe).options(**options).remote()
         self.answers = 0
-        self._asked: tuple[ray.ObjectRef, list[int]] | None = None
+        self._question: tuple[ray.ObjectRef, list[int]] | None = None
         self._states: dict[int, str] = {}
 
     def states(self, pids: list[int]) -> dict[int, str]:
-        """The states last heard of; the next question is on its way."""
-        if self._asked is not None and ray.wait([self._asked[0]], timeout=0)[0]:
-            ref, asked = self._asked
+        """The states of the last answer; the next question is on its way."""
+        if self._question is not None and ray.wait([self._question[0]], timeout=0)[0]:
+            ref, asked_pids = self._question
             with suppress(RayError):  # no answer; the probe is started again, or its node is gone
-                self._states = dict(zip(asked, ray.get(ref), strict=True))
+                self._states = dict(zip(asked_pids, ray.get(ref), strict=True))
                 self.answers += 1
-            self._asked = None
-        if self._asked is None:
-            self._asked = self.actor.states.remote(pids), pids
+            self._question = None
+        if self._question is None:
+            self._question = self.actor.states.remote(pids), pids
         return self._states
 
 
@@ -94,7 +86,7 @@ class _Ping:
 
 
 class ClusterWatch:
-    """What lives in this cluster, as far as the loop depends on it."""
+    """The processes of this cluster that the loop depends on."""
 
     def __init__(self, limit_s: float, own: Mapping[str, int], log_folder: str = "") -> None:
         self.failed = False
@@ -108,7 +100,7 @@ class ClusterWatch:
         self._lock = threading.Lock()
 
     def add(self, role: str, seats: Sequence[Seat], limit_s: float) -> None:
-        """Look at these processes from now on."""
+        """Watch these processes from now on."""
         self._silence.limit_s = limit_s
         for seat in seats:
             self._seats[seat.node_id, seat.pid] = role, seat
@@ -116,7 +108,7 @@ class ClusterWatch:
                 self._nodes[seat.node_id] = _RemoteNode(seat.node_id)
 
     def remove(self, seats: Sequence[Seat]) -> None:
-        """Forget these processes, and the probes of nodes where there are no more."""
+        """Stop watching these processes, and remove the probes of nodes without others."""
         for seat in seats:
             self._seats.pop((seat.node_id, seat.pid), None)
         for node_id in self._nodes.keys() - {node_id for node_id, _ in self._seats}:
@@ -128,99 +120,73 @@ class ClusterWatch:
     def look(self, owner: str, method: str) -> None:
         """Raise where what `owner` waits for can never come; called while it waits."""
         with self._lock:
-            silent = self._stopped_or_gone(owner, method)
-            silent += self._stopped_workers()
-            silent += [
-                Target("node", node_id, node.answers)
-                for node_id, node in self._nodes.items()
-                if node.answers
-            ]
+            silent: dict[Hashable, Callable[[], RuntimeError]] = {}
+            limit = f"{self._silence.limit_s:g} s"
+            failed = partial(self._failed, owner, method)
+            for name, pid in self._own.items():  # Ray's own processes, where we started them
+                who = f"{PARTS[name]} ({name}, pid {pid} on this machine)"
+                hint = (
+                    "killed for memory, crashed, or stopped from outside: see "
+                    f"{self._log_folder}/{name}.out"
+                )
+                state = process_state(pid)
+                if state in (GONE, ZOMBIE):
+                    raise failed(f"{who} has ended", hint)
+                if state == STOPPED:
+                    silent[name] = partial(
+                        failed, f"{who} has been stopped (SIGSTOP) for {limit}", hint
+                    )
+            for target, (role, seat) in self._stopped_workers().items():
+                silent[target] = partial(self._end, role, seat, owner, method)
+            for node_id, node in self._nodes.items():
+                ips = {seat.node_ip for _, seat in self._seats.values() if seat.node_id == node_id}
+                if node.answers:
+                    silent[node_id, "node", node.answers] = partial(
+                        failed,
+                        f"node {', '.join(sorted(ips))} of the Ray cluster has not answered for {limit}",
+                        "look whether the machine runs and can be reached, and at `ray status`",
+                    )
             if self._ping.unanswered:
-                silent.append(Target("ping", number=self._ping.number))
+                address = ray.get_runtime_context().gcs_address
+                silent["ping", self._ping.number] = partial(
+                    failed,
+                    f"Ray's control plane (the GCS at {address}) has not answered for {limit}",
+                    "look at gcs_server.out among Ray's logs on the head node",
+                )
             for target in self._silence.look(silent, time.monotonic()):
-                self._raise(target, owner, method)
+                raise silent[target]()
 
     def lines(self, seat: Seat) -> list[str]:
-        """What a process of another node wrote last."""
+        """The last log lines of a process of another node."""
         node = self._nodes.get(seat.node_id)
+        if node is None:
+            return []
         try:
-            told = (
-                ray.get(node.actor.lines.remote(seat.logs), timeout=LOG_DEADLINE_S) if node else []
-            )
-            return list(told)
+            return list(ray.get(node.actor.lines.remote(seat.logs), timeout=LOG_DEADLINE_S))
         except RayError as error:
             return [f"(its log could not be read from here: {type(error).__name__})"]
 
-    def _stopped_or_gone(self, owner: str, method: str) -> list[Target]:
-        """Ray's own processes, where we started them: a dead one is told at once."""
-        stopped: list[Target] = []
-        for name, pid in self._own.items():
-            state = process_state(pid)
-            if state in (GONE, ZOMBIE):
-                raise self._lost(name, "has ended", owner, method)
-            if state == STOPPED:
-                stopped.append(Target("own", name))
-        return stopped
+    def _stopped_workers(self) -> dict[tuple[str, int], tuple[str, Seat]]:
+        states: dict[str, dict[int, str]] = {}
+        for node_id, node in self._nodes.items():
+            states[node_id] = node.states([pid for at, pid in self._seats if at == node_id])
+        return {
+            (node_id, pid): seat
+            for (node_id, pid), seat in self._seats.items()
+            if (states[node_id].get(pid) if node_id in states else process_state(pid)) == STOPPED
+        }
 
-    def _stopped_workers(self) -> list[Target]:
-        stopped: list[Target] = []
-        far: dict[str, list[int]] = {node_id: [] for node_id in self._nodes}
-        for node_id, pid in self._seats:
-            if node_id in far:
-                far[node_id].append(pid)
-            elif process_state(pid) == STOPPED:
-                stopped.append(Target("seat", node_id, pid))
-        for node_id, pids in far.items():
-            states = self._nodes[node_id].states(pids)
-            stopped += [Target("seat", node_id, pid) for pid in pids if states.get(pid) == STOPPED]
-        return stopped
-
-    def _raise(self, target: Target, owner: str, method: str) -> None:
-        limit = f"{self._silence.limit_s:g} s"
-        if target.kind == "seat":
-            role, seat = self._seats[target.name, target.number]
-            self._end(seat)
-            raise WorkerStopped(role, seat, owner, method, self._silence.limit_s)
-        if target.kind == "own":
-            raise self._lost(target.name, f"has been stopped (SIGSTOP) for {limit}", owner, method)
+    def _failed(self, owner: str, method: str, event: str, hint: str) -> ClusterFailed:
         self.failed = True
-        if target.kind == "node":
-            ips = sorted(
-                {
-                    seat.node_ip
-                    for (node, _), (_, seat) in self._seats.items()
-                    if node == target.name
-                }
-            )
-            raise ClusterFailed(
-                f"node {', '.join(ips)} of the Ray cluster has not answered for {limit}",
-                owner,
-                method,
-                "look whether the machine runs and can be reached, and at `ray status`",
-            )
-        raise ClusterFailed(
-            f"Ray's control plane (the GCS at {ray.get_runtime_context().gcs_address}) has not "
-            f"answered for {limit}",
-            owner,
-            method,
-            "look at gcs_server.out among Ray's logs on the head node",
-        )
+        return ClusterFailed(event, owner, method, hint)
 
-    def _lost(self, name: str, event: str, owner: str, method: str) -> ClusterFailed:
-        self.failed = True
-        return ClusterFailed(
-            f"{PARTS[name]} ({name}, pid {self._own[name]} on this machine) {event}",
-            owner,
-            method,
-            f"killed for memory, crashed, or stopped from outside: see {self._log_folder}/{name}.out",
-        )
-
-    def _end(self, seat: Seat) -> None:
+    def _end(self, role: str, seat: Seat, owner: str, method: str) -> WorkerStopped:
         if seat.node_id == self.here:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(seat.pid, signal.SIGKILL)
         else:
             self._nodes[seat.node_id].actor.end.remote(seat.pid)
+        return WorkerStopped(role, seat, owner, method, self._silence.limit_s)
 
 
 _watch: ClusterWatch | None = None

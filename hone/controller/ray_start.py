@@ -44,7 +44,7 @@ TOKEN_ENV = "RAY_AUTH_TOKEN"
 STOP_DEADLINE_S = 30.0
 CONNECT_DEADLINE_S = 10.0
 _DRIVER_SETTINGS = {
-    # A lost control plane is told by our watch; Ray would end this process without a word of ours.
+    # Our watch reports a lost control plane; Ray would end this process without our message.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "180",
@@ -87,7 +87,7 @@ def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> 
 
 
 def stop_ray(timeline_json_file: str | None = None) -> None:
-    """Leave Ray, and end it where this process started it; its timeline to a file if wanted."""
+    """Leave Ray, and end it where this process started it; write its timeline to a file on request."""
     global _own
     failed = cluster_failed()
     if timeline_json_file is not None and ray.is_initialized() and not failed:
@@ -170,7 +170,10 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
     global _own
     mark = secrets.token_hex(8)
     private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
-    _own = OwnCluster(mark, private, _start_reaper(mark))
+    # In a session of its own: a signal to this process's group must not end it as well.
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    program = [sys.executable, "-S", "-E", reaper.__file__, mark, str(os.getpid())]
+    _own = OwnCluster(mark, private, subprocess.Popen(program, start_new_session=True, **quiet))
     settings = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
@@ -192,35 +195,18 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
         logger.warning(
             "Ray listens on %s and not on loopback alone; its token protects it", address
         )
-    watch_cluster(_parts_of(mark), os.path.join(folder, "logs"))
+    parts = {}
+    for pid in reaper.marked(mark):
+        with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
+            parts[file.read().strip()] = pid
+    own = {name: parts[name] for name in PARTS if name in parts}
+    watch_cluster(own, os.path.join(folder, "logs"))
 
 
 def _read_settings() -> None:
     # Ray read them when it was imported, or for a cluster before this one.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _parts_of(mark: str) -> dict[str, int]:
-    """Ray's own processes of a cluster of ours, by name."""
-    parts = {}
-    for pid in reaper.marked(mark):
-        with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
-            name = file.read().strip()
-        if name in PARTS:
-            parts[name] = pid
-    return parts
-
-
-def _start_reaper(mark: str) -> subprocess.Popen[bytes]:
-    # In a session of its own: what ends this process's group must not end it as well.
-    return subprocess.Popen(
-        [sys.executable, "-S", "-E", reaper.__file__, mark, str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 @contextmanager
@@ -259,7 +245,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _messages_to_log() -> None:
-    """What Ray prints about its own failures goes to the log; our sentence says what happened."""
+    """Send what Ray prints about its own failures to the log: our message reports the failure."""
     show = ray_worker.print_to_stdstream
 
     def route(data: Row, ignore_prefix: bool) -> None:

@@ -1,10 +1,11 @@
-"""Waiting for calls on Ray: results in rank order, and what went wrong with a process said.
+"""Waiting for calls on Ray: results in rank order, or the failure of a process with its cause.
 
-Leaves out who lives and who is stopped: the watch over the cluster is asked while waiting.
+The watch over the cluster (ray_liveness.py) is consulted while waiting.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,8 +73,7 @@ class RefWait:
                 except (RayTaskError, GetTimeoutError):
                     continue
                 except RayError as error:
-                    seat = self._seat(rank_of[ref])
-                    raise died(self.owner, seat, self.method, error) from error
+                    raise self.died(rank_of[ref], error) from error
 
     def _result(self, ref: ray.ObjectRef, rank: int, timeout_s: float) -> Any:
         try:
@@ -88,10 +88,25 @@ class RefWait:
             raise self._too_late([rank]) from error
         except RayError as error:  # the process died, or its result went with its node or owner
             look(self.owner, self.method)  # a worker dies with Ray: that is then the cause
-            raise died(self.owner, self._seat(rank), self.method, error) from error
+            raise self.died(rank, error) from error
 
     def _seat(self, rank: int) -> Seat:
         return self.seats[rank] if rank < len(self.seats) else Seat(rank, 0, "its node", "", ())
+
+    def died(self, rank: int, error: Exception) -> WorkerDied:
+        """Why the process died, as far as Ray knows, and its last log lines."""
+        seat = self._seat(rank)
+        _, _, detail = str(error).rpartition("Worker exit detail:")
+        detail = " ".join(detail.split("Some common causes")[0].split()).rstrip(". ")
+        if re.search("node (has crashed|has died|was terminated)", detail):
+            detail = "Ray lost its node: the machine, its network or its raylet failed"
+        elif "connection error" in detail:  # all that is known of a process that is gone
+            detail = "its process is gone; killed for memory, crashed, or stopped from outside"
+        lines: list[str] = []
+        if seat.logs:
+            here = ray.get_runtime_context().get_node_id() == seat.node_id
+            lines = last_lines(seat.logs) if here else lines_of_another_node(seat)
+        return WorkerDied(self.owner, seat, self.method, detail, lines)
 
     def _too_late(self, ranks: list[int]) -> WaitTimeout:
         where = [f"rank {r} (pid {self._seat(r).pid} on {self._seat(r).node_ip})" for r in ranks]
@@ -102,29 +117,3 @@ class RefWait:
             "the process lives but has not answered: look at its stack with py-spy, or "
             f"{self.advice}",
         )
-
-
-def died(owner: str, seat: Seat, method: str, error: Exception) -> WorkerDied:
-    """The report on a dead process: why it died, as far as Ray knows, and what it wrote last."""
-    return WorkerDied(owner, seat, method, _reason(str(error)), last_log_lines(seat))
-
-
-def _reason(text: str) -> str:
-    """Ray's account of a death in our words where they are known, else its own."""
-    start = text.find("Worker exit detail:")
-    detail = text[start + len("Worker exit detail:") :] if start >= 0 else text
-    detail = " ".join(detail.split("Some common causes")[0].split()).rstrip(". ")
-    if "node has crashed" in detail or "node has died" in detail or "node was terminated" in detail:
-        return "Ray lost its node: the machine, its network or its raylet failed"
-    if "connection error" in detail:  # all that is known of a process that is gone
-        return "its process is gone; killed for memory, crashed, or stopped from outside"
-    return detail
-
-
-def last_log_lines(seat: Seat) -> list[str]:
-    """What a process wrote last; read on its node where that is another."""
-    if not seat.logs:
-        return []
-    if ray.get_runtime_context().get_node_id() == seat.node_id:
-        return last_lines(seat.logs)
-    return lines_of_another_node(seat)

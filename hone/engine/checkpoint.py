@@ -69,13 +69,13 @@ def load_checkpoint(
         )
     written = _saved_leaves(folder)
     saved = {name.partition(".")[0] for name in written}
-    wanted = saved if contents is None else _sections(contents) & saved
+    sections = saved if contents is None else _sections(contents) & saved
     if "model" not in saved and (contents is None or "model" in contents):
         raise CheckpointMissing(
             f"{folder} holds no model state (it has {', '.join(sorted(saved)) or 'nothing'}); it was "
             "saved without 'model' in checkpoint.save_contents. Start from its export instead"
         )
-    state = _state(module, optimizer, wanted)
+    state = _state(module, optimizer, sections)
     _refuse_other_tensors(folder, written, state)
     base = state["base"].clone() if "base" in state else None
     load_state(state, folder)
@@ -152,8 +152,8 @@ def _saved_leaves(folder: Path) -> Leaves:
     """Everything in the file, with the whole shape of a tensor, whatever ranks wrote it."""
     if not (folder / TABLE).is_file():
         return {}
-    found = read_table(folder).state_dict_metadata
-    return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in found.items()}
+    leaves = read_table(folder).state_dict_metadata
+    return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in leaves.items()}
 
 
 def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
@@ -164,10 +164,10 @@ def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
         inside = [(str(index), inner) for index, inner in enumerate(value)]
     else:
         return {name: tuple(value.shape) if isinstance(value, Tensor) else None}
-    found: Leaves = {}
+    leaves: Leaves = {}
     for key, inner in inside:
-        found |= _leaves(inner, f"{name}.{key}" if name else key)
-    return found
+        leaves |= _leaves(inner, f"{name}.{key}" if name else key)
+    return leaves
 
 
 def _refuse_other_tensors(folder: Path, there: Leaves, state: State) -> None:
@@ -212,15 +212,15 @@ def _difference(
     if has_adapters != had_adapters:
         with_without = ("without", "with") if has_adapters else ("with", "without")
         return "it was trained {} LoRA adapters, this run {}".format(*with_without)
-    said = []
+    differences = []
     if lacking:
-        said.append(f"it lacks {_some(lacking)}")
+        differences.append(f"it lacks {_some(lacking)}")
     if surplus:
-        said.append(f"it has {_some(surplus)} besides")
+        differences.append(f"it has {_some(surplus)} besides")
     if reshaped:
         was, now = (list(x[reshaped[0]] or ()) for x in (theirs, mine))
-        said.append(f"{_some(reshaped)} has shape {was} there and {now} here")
-    return ", ".join(said)
+        differences.append(f"{_some(reshaped)} has shape {was} there and {now} here")
+    return ", ".join(differences)
 
 
 def _some(names: list[str]) -> str:

@@ -5,7 +5,7 @@ What a rank holds of the model, and how it leaves the engine, is in model_state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from hone.engine.model_state import ModelState
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.ops.counter_rng import fold_seed
-from hone.ops.packing import PackedRows, pack_rows, shared_with_the_row_before
+from hone.ops.packing import pack_rows, shared_with_the_row_before
 from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
@@ -63,15 +63,22 @@ class Engine(ModelState):
             self.optimizer.zero_grad()  # an update that failed midway leaves nothing behind
             reads = {*objective.reads}
             batch = _selected(batch, {*_INPUTS, "step_row", *reads})
-            counts = self._global_counts(objective.mask(batch))
+            local = BatchCounts.of(objective.mask(batch))
+            sums = {"tokens": local.tokens, "sequences": local.sequences}
+            sums = self._over_ranks(sums, dist.ReduceOp.SUM)
+            counts = BatchCounts(**sums, width=float(self._response_width))
             if objective.needs_batch_statistics:
                 prepared = self._prepared(batch, objective)
-                batch, reads = _with_columns(batch, prepared), reads | prepared.keys()
+                batch, reads = batch.select(), reads | prepared.keys()
+                for name, values in prepared.items():
+                    batch.batch[name] = values
             self.module.train()
             if self._drops_out:  # by the update's number: a resumed run drops the same
                 tried = self.optimizer.updates + self.optimizer.skipped
                 torch.manual_seed(fold_seed(self._seed, tried, self.mesh.data_parallel_rank))
-            made: list[tuple[Terms, float]] = []  # with its share of the mini-batch tokens
+            per_micro_batch: list[
+                tuple[Terms, float]
+            ] = []  # with its share of the mini-batch tokens
             with counted(counts):
                 for _, micro in self._micro_batches(batch, self._train_rule):
                     weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
@@ -80,12 +87,12 @@ class Engine(ModelState):
                     # Gradients are averaged over ranks, shares are meant to be summed.
                     (terms.loss * self.mesh.data_parallel_size).backward()
                     self.optimizer.gather_gradients()
-                    made.append((replace(terms, loss=terms.loss.detach()), weight))
+                    per_micro_batch.append((replace(terms, loss=terms.loss.detach()), weight))
                     del outputs, terms  # the graph goes before the next forward
             # Read only now: reading a number makes the host wait for the GPU.
             totals: dict[str, float] = {}
             maxima: dict[str, float] = {}
-            for terms, weight in made:
+            for terms, weight in per_micro_batch:
                 for name, value in terms.maxima.items():
                     maxima[name] = max(maxima.get(name, float("-inf")), float(value))
                 for name, share in terms.shares.items():
@@ -136,10 +143,6 @@ class Engine(ModelState):
         return columns
 
     def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
-        outputs: dict[str, Tensor] = self.module(self._pack(micro), **options)
-        return outputs
-
-    def _pack(self, micro: DataProto) -> PackedRows:
         columns = micro.batch
         packed = pack_rows(
             columns["prompts"],
@@ -148,7 +151,10 @@ class Engine(ModelState):
             columns["response_mask"],
             share_prompts=self._share_prompts,
         )
-        return packed if self.device.type == "cpu" else packed.to(self.device)
+        if self.device.type != "cpu":
+            packed = packed.to(self.device)
+        outputs: dict[str, Tensor] = self.module(packed, **options)
+        return outputs
 
     def _micro_batches(
         self, batch: DataProto, rule: MicroBatchRule
@@ -162,13 +168,6 @@ class Engine(ModelState):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
             parts = rule.split(lengths, shared, at_least=int(most))
         return [(rows, batch.select_idxs(rows) if rows else _stand_in(batch)) for rows in parts]
-
-    def _global_counts(self, mask: Tensor) -> BatchCounts:
-        counts = BatchCounts.of(mask)
-        totals = self._over_ranks(
-            {"tokens": counts.tokens, "sequences": counts.sequences}, dist.ReduceOp.SUM
-        )
-        return BatchCounts(totals["tokens"], totals["sequences"], float(self._response_width))
 
 
 def _selected(batch: DataProto, columns: Collection[str]) -> DataProto:
@@ -191,10 +190,3 @@ def _moved(micro: DataProto, device: torch.device) -> DataProto:
         return micro
     tensors = {name: send(x, device) for name, x in micro.batch.items()}
     return DataProto.from_dict(tensors, meta_info=dict(micro.meta_info))
-
-
-def _with_columns(batch: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
-    grown = batch.select()
-    for name, values in columns.items():
-        grown.batch[name] = values
-    return grown

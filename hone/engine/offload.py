@@ -71,7 +71,7 @@ class HostRest:
     @torch.no_grad()
     def _storages(self) -> list[torch.UntypedStorage]:
         """Each once: tied and joined tensors share theirs."""
-        found: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
             storage = _local(tensor).untyped_storage()
             if storage.device.type not in self._devices or storage.nbytes() == 0:
@@ -79,8 +79,8 @@ class HostRest:
             if not storage.resizable():  # a mapped file's
                 tensor.data = tensor.data.clone()
                 storage = tensor.untyped_storage()
-            found.setdefault(storage.data_ptr(), storage)
-        return list(found.values())
+            storages.setdefault(storage.data_ptr(), storage)
+        return list(storages.values())
 
     @torch.no_grad()
     def _send(self, storage: torch.UntypedStorage) -> _Moved:

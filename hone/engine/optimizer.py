@@ -1,21 +1,73 @@
-"""The optimizer: any class by its path, float32 masters under lower-precision parameters.
+"""The optimizer: any class by its path, float32 masters under lower-precision parameters; and schedules.
 
-A gradient that is not finite skips the update and is counted; it never reaches the weights.
+A gradient that is not finite skips the update and is counted; it never reaches the weights. A learning-rate
+schedule is a pure function of the update number, by name or the user's own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from hone.config.engine import OptimConfig
-from hone.engine.schedule import lr_factor
 from hone.ops.accumulate import accumulate
-from hone.plugins import PluginError, load_object
+from hone.plugins import PluginError, Table, load_object
 from hone.types import Row
+
+Schedule = Callable[[int, int, OptimConfig], float]
+"""From an update (0 is the first, warm-up is over), the number of all and the settings to a share of `lr`."""
+
+SCHEDULES: Table[Schedule] = Table(
+    "learning-rate schedule",
+    {name: f"{__name__}:{name}" for name in ("constant", "cosine", "linear", "wsd")},
+)
+
+
+def warmup_updates(config: OptimConfig, total: int) -> int:
+    if config.lr_warmup_steps > 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * max(total, 0))
+
+
+def lr_factor(update: int, total: int, config: OptimConfig) -> float:
+    """Share of the peak learning rate at an update (0 is the first)."""
+    warmup = warmup_updates(config, total)
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    if total <= 0:
+        return 1.0
+    return SCHEDULES.get(config.lr_scheduler_type)(update, total, config)
+
+
+def constant(update: int, total: int, config: OptimConfig) -> float:
+    """The peak to the end."""
+    return 1.0
+
+
+def cosine(update: int, total: int, config: OptimConfig) -> float:
+    """From the peak to the floor along a cosine."""
+    warmup, floor = warmup_updates(config, total), config.min_lr_ratio
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+    return floor + (1.0 - floor) * wave
+
+
+def linear(update: int, total: int, config: OptimConfig) -> float:
+    """From the peak to the floor along a straight line."""
+    warmup = warmup_updates(config, total)
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    return 1.0 - (1.0 - config.min_lr_ratio) * progress
+
+
+def wsd(update: int, total: int, config: OptimConfig) -> float:
+    """Warm-up, stable, decay: the peak, then a straight line to the floor."""
+    decay = max(1, int(config.lr_decay_steps_ratio * total))
+    progress = min(1.0, max(0, update - (total - decay)) / decay)
+    return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
 class Optimizer:
@@ -75,15 +127,20 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Clip, check, update; returns `grad_norm`, `lr` and whether the update was skipped."""
         self.gather_gradients()
-        norm = self._grad_norm()
-        finite = bool(torch.isfinite(norm))
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         lr = self.lr
-        if finite:
-            self._clip(norm)
+        if torch.isfinite(norm):
+            if 0 < self._grad_clip < norm:
+                scale = (self._grad_clip / norm).item()
+                torch._foreach_mul_([_local(grad) for grad in grads], scale)
             for group in self.inner.param_groups:
                 group["lr"] = lr
             self.inner.step()
-            self._take_weights_from_masters()
+            if apart := [(_local(p), _local(m)) for p, m in self._pairs() if p is not m]:
+                with torch.no_grad():
+                    torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
             self.updates += 1
         else:
             self.skipped += 1
@@ -121,24 +178,6 @@ class Optimizer:
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return zip(self._parameters, self.masters.values(), strict=True)
 
-    def _grad_norm(self) -> Tensor:
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        if not grads:
-            return torch.zeros(())
-        norm = nn.utils.get_total_norm(grads)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-    def _clip(self, norm: Tensor) -> None:
-        if self._grad_clip > 0 and norm > self._grad_clip:
-            scale = (self._grad_clip / norm).item()
-            grads = [_local(m.grad) for m in self.masters.values() if m.grad is not None]
-            torch._foreach_mul_(grads, scale)
-
-    @torch.no_grad()
-    def _take_weights_from_masters(self) -> None:
-        if apart := [(p, m) for p, m in self._pairs() if p is not m]:
-            torch._foreach_copy_([_local(p) for p, _ in apart], [_local(m) for _, m in apart])
-
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard: the foreach operators know no sharded tensors."""
@@ -165,5 +204,5 @@ def _build(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.O
         offered["fused"] = True
     arguments.update({name: value for name, value in offered.items() if name in known})
     arguments.update(overrides)
-    made: torch.optim.Optimizer = cls(parameters, **arguments)
-    return made
+    optimizer: torch.optim.Optimizer = cls(parameters, **arguments)
+    return optimizer

@@ -64,8 +64,8 @@ class _TableUnpickler(pickle.Unpickler):
             return _DESCRIPTIONS[module, name]
         if (module, name) in _VALUES:
             return _VALUES[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise ForeignState(f"it names {module}.{name}")
 
     def persistent_load(self, pid: str) -> NoReturn:

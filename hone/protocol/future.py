@@ -26,7 +26,12 @@ Value: TypeAlias = Any
 
 def resolve_handles(handles: Sequence[Value]) -> list[Value]:
     """Handles that know their own value: `.get()`, `.result()`, or the value itself."""
-    return [_value_of(handle) for handle in handles]
+    values = []
+    for handle in handles:
+        waits = [getattr(handle, name, None) for name in ("get", "result")]
+        wait = next((w for w in waits if callable(w) and not isinstance(handle, dict)), None)
+        values.append(handle if wait is None else wait())
+    return values
 
 
 @dataclass
@@ -69,14 +74,6 @@ class DataProtoFuture:
         return DataProtoFuture(self.collect_fn, self.futures, whole, self.resolve)
 
 
-def _value_of(handle: Value) -> Value:
-    for name in ("get", "result"):
-        wait = getattr(handle, name, None)
-        if callable(wait) and not isinstance(handle, dict):
-            return wait()
-    return handle
-
-
 def _chunk(index: int, chunks: int, data: DataProto) -> DataProto:
     return data.chunk(chunks)[index]
 
@@ -100,29 +97,24 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
         return
     kind = type(data)
     light = kind(None, data.non_tensor_batch, data.meta_info)
-    widths = {} if data.batch is None else {k: tuple(v.shape[1:]) for k, v in data.batch.items()}
-    told = [(light, len(data), widths)] * world
-    dist.all_gather_object(told, told[0], group=process_group)
-    if any(seen[2] != widths for seen in told):
-        raise ProtocolError(f"ranks hold different tensor columns: {[seen[2] for seen in told]}")
-    rows = [seen[1] for seen in told]
-    joined = kind.concat([seen[0] for seen in told])
-    tensors = {}
-    if data.batch is not None:
-        for name in sorted(widths):
-            pieces = _gather_rows(data.batch[name], rows, process_group)
-            tensors[name] = torch.cat(pieces)
-        joined = kind.from_dict(tensors, joined.non_tensor_batch, joined.meta_info)
-    data.batch, data.non_tensor_batch = joined.batch, joined.non_tensor_batch
-    data.meta_info = joined.meta_info
-
-
-def _gather_rows(
-    tensor: torch.Tensor, rows: list[int], group: dist.ProcessGroup | None
-) -> list[torch.Tensor]:
-    # Collectives want equal shapes: send as many rows as the longest rank has, keep the real ones.
-    sent = tensor.new_zeros((max(rows), *tensor.shape[1:]))
-    sent[: len(tensor)] = tensor
-    received = [torch.empty_like(sent) for _ in rows]
-    dist.all_gather(received, sent, group=group)
-    return [piece[:count] for piece, count in zip(received, rows, strict=True)]
+    tensors = {} if data.batch is None else dict(data.batch.items())
+    widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
+    ranks = [(light, len(data), widths)] * world
+    dist.all_gather_object(ranks, ranks[0], group=process_group)
+    if any(theirs != widths for _, _, theirs in ranks):
+        raise ProtocolError(f"ranks hold different tensor columns: {[rank[2] for rank in ranks]}")
+    counts = [count for _, count, _ in ranks]
+    whole = kind.concat([batch for batch, _, _ in ranks])
+    columns = {}
+    for name in sorted(tensors):
+        # Collectives take equal shapes: send as many rows as the longest rank has.
+        sent = tensors[name].new_zeros((max(counts), *widths[name]))
+        sent[: len(data)] = tensors[name]
+        received = [torch.empty_like(sent) for _ in counts]
+        dist.all_gather(received, sent, group=process_group)
+        pieces = zip(received, counts, strict=True)
+        columns[name] = torch.cat([piece[:count] for piece, count in pieces])
+    if columns:
+        whole = kind.from_dict(columns, whole.non_tensor_batch, whole.meta_info)
+    data.batch, data.non_tensor_batch = whole.batch, whole.non_tensor_batch
+    data.meta_info = whole.meta_info

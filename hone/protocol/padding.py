@@ -123,6 +123,6 @@ def without_padding(data: DataProto) -> DataProto:
     """The batch without rows the controller added, and without the mark."""
     if not data.has_column(PADDED_ROW):
         return data
-    kept = data.select_idxs(real_rows(data))
-    kept.drop_column(PADDED_ROW)
-    return kept
+    real = data.select_idxs(real_rows(data))
+    real.drop_column(PADDED_ROW)
+    return real

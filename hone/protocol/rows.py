@@ -79,8 +79,8 @@ def take_rows(value: C, index: Index) -> C:
     """Rows of a tensor, a jagged tensor, a TensorDict or an array; a slice gives a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows = list(value.unbind())
-        picked = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        return jagged_rows(picked, getattr(value, "_ragged_idx", None))
+        rows_at = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
+        return jagged_rows(rows_at, getattr(value, "_ragged_idx", None))
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
@@ -138,17 +138,17 @@ def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
 
 def join_meta_info(infos: list[Row]) -> Row:
     """Facts of several batches as one; `metrics` becomes a dict of lists, the rest must agree."""
-    joined: Row = {}
+    info_of_all: Row = {}
     metrics: list[Row] = []
     for number, info in enumerate(infos):
         for key, value in info.items():
             if key == "metrics":
                 metrics.extend(value if isinstance(value, list) else [value])
-            elif key not in joined:
-                joined[key] = value
-            elif not same(joined[key], value):
+            elif key not in info_of_all:
+                info_of_all[key] = value
+            elif not same(info_of_all[key], value):
                 raise ProtocolError(
-                    f"cannot concatenate: meta_info[{key!r}] is {joined[key]!r} in an earlier "
+                    f"cannot concatenate: meta_info[{key!r}] is {info_of_all[key]!r} in an earlier "
                     f"batch and {value!r} in batch {number}; put what differs under 'metrics'"
                 )
     if metrics:
@@ -156,8 +156,8 @@ def join_meta_info(infos: list[Row]) -> Row:
         for entry in metrics:
             for name, value in entry.items():
                 columns.setdefault(name, []).append(value)
-        joined["metrics"] = columns
-    return joined
+        info_of_all["metrics"] = columns
+    return info_of_all
 
 
 def concat_batches(data: Sequence[DataProto]) -> DataProto:

@@ -59,8 +59,8 @@ def get_tensordict(
     if len(set(sizes.values())) > 1:
         raise ProtocolError(f"columns of one batch have one number of rows, not {sizes}")
     facts = non_tensor_dict or {}
-    if twice := sorted(columns.keys() & facts.keys()):
-        raise ProtocolError(f"{twice} are both columns and facts; rename one of each")
+    if doubles := sorted(columns.keys() & facts.keys()):
+        raise ProtocolError(f"{doubles} are both columns and facts; rename one of each")
     size = [next(iter(sizes.values()))] if sizes else []
     wrapped = {key: NonTensorData(unwrap_non_tensor_data(value)) for key, value in facts.items()}
     return TensorDict({**columns, **wrapped}, batch_size=size)
@@ -270,16 +270,16 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """Drop the last `pad_size` rows."""
     if not pad_size:
         return data
-    kept = index_select_tensor_dict(data, slice(0, len(data) - pad_size))
-    assert kept is not None
-    return kept
+    rows = index_select_tensor_dict(data, slice(0, len(data) - pad_size))
+    assert rows is not None
+    return rows
 
 
 def contiguous(data: TensorDict) -> TensorDict:
     """A new TensorDict whose tensors are contiguous."""
     columns = {key: data.get(key) for key in data.keys()}  # noqa: SIM118
-    laid = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in columns.items()}
-    return TensorDict(laid, batch_size=data.batch_size)
+    columns = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in columns.items()}
+    return TensorDict(columns, batch_size=data.batch_size)
 
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:

@@ -123,9 +123,9 @@ def join_tensordict(
     batch: TensorDict | None, arrays: dict[str, np.ndarray], facts: Row, rows: int
 ) -> TensorDict:
     """The inverse of `split_tensordict`."""
-    twice = sorted(arrays.keys() & facts.keys())
-    if twice:
-        raise ProtocolError(f"{twice} are both object columns and meta_info; rename one of each")
+    doubles = sorted(arrays.keys() & facts.keys())
+    if doubles:
+        raise ProtocolError(f"{doubles} are both object columns and meta_info; rename one of each")
     size = batch.batch_size if batch is not None else [rows]
     result = TensorDict(dict(batch.items()) if batch is not None else {}, batch_size=size)
     for key, array in arrays.items():
@@ -234,10 +234,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _is_numpy_type(name: str) -> bool:
-    found = getattr(np, name, None)
-    return name in ("ndarray", "dtype") or (
-        isinstance(found, type) and issubclass(found, np.generic)
-    )
+    kind = getattr(np, name, None)
+    return name in ("ndarray", "dtype") or (isinstance(kind, type) and issubclass(kind, np.generic))
 
 
 def _load_storage(content: bytes) -> torch.UntypedStorage:

@@ -55,10 +55,10 @@ class Standing:
         return Standing(f"{boot}/{folder.st_dev}/{folder.st_ino}", name, host)
 
 
-def transport_between(trainer: Standing, rollouts: Iterable[Standing], asked: str) -> str:
+def transport_between(trainer: Standing, rollouts: Iterable[Standing], backend: str) -> str:
     """The transport that `checkpoint_engine.backend` names; `naive` follows from where both stand."""
-    if asked in TRANSPORTS:
-        return asked
+    if backend in TRANSPORTS:
+        return backend
     sides = list(rollouts)
     one_machine = all(side.machine == trainer.machine for side in sides)
     if all(side.device == trainer.device for side in sides) and one_machine:

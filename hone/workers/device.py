@@ -19,9 +19,9 @@ _DTYPES = {
 }
 
 
-def pick_device(wanted: str, local_rank: int) -> torch.device:
+def pick_device(name: str, local_rank: int) -> torch.device:
     """`auto` is this rank's GPU where there is one."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(
@@ -32,11 +32,11 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
-def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is float32 on a CPU, where bfloat16 is a hundred times slower, and bfloat16 on a GPU."""
-    if wanted == "auto":
+    if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return _DTYPES[wanted]
+    return _DTYPES[name]
 
 
 def prepare_process(

@@ -57,17 +57,17 @@ class ProcessRewardModelWorker(FrozenClassifier):
         steps = step_ends(responses, columns["response_mask"], self._ends)
         judged = torch.where(steps, self._separator, responses)
         ids = torch.cat([columns["prompts"], judged], 1)
-        kept = columns["attention_mask"].bool()
+        mask = columns["attention_mask"].bool()
         start = -(self.config.reward_model.max_length or ids.shape[1])
-        rows = [row[keep].tolist()[start:] for row, keep in zip(ids, kept, strict=True)]
-        answered = kept[:, -width:].sum(1).tolist()
+        rows = [row[keep].tolist()[start:] for row, keep in zip(ids, mask, strict=True)]
+        response_tokens = mask[:, -width:].sum(1).tolist()
         scores = torch.zeros(responses.shape, dtype=torch.float32)
         with self.present():
             for part in self.rule.split([len(row) for row in rows]):
                 for row, rewards in zip(part, self._judge([rows[i] for i in part]), strict=True):
-                    tokens = answered[row]
-                    shown = rewards[-tokens:]  # a head that was cut off has no score
-                    scores[row, tokens - len(shown) : tokens] = shown
+                    tokens = response_tokens[row]
+                    visible = rewards[-tokens:]  # a head that was cut off has no score
+                    scores[row, tokens - len(visible) : tokens] = visible
         credit = self.config.reward_model.credit_assignment
         return DataProto.from_dict(
             {"process_scores": assign_credit(scores, steps, credit), "step_mask": steps}

@@ -106,8 +106,8 @@ class RewardModelWorker(FrozenClassifier):
         scores = [0.0] * len(rows)
         with self.present():
             for part in self.rule.split([len(ids) for ids in rows]):
-                found = self._score([rows[i] for i in part])
-                for row, score in zip(part, found.tolist(), strict=True):
+                batch_scores = self._score([rows[i] for i in part])
+                for row, score in zip(part, batch_scores.tolist(), strict=True):
                     scores[row] = score
         return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
 
@@ -115,13 +115,13 @@ class RewardModelWorker(FrozenClassifier):
         """Prompt and response as the reward model's own tokens, without padding."""
         columns = data.batch
         if self._same_tokens:
-            ids, kept = input_ids(data), columns["attention_mask"].bool()
-            return [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
+            ids, mask = input_ids(data), columns["attention_mask"].bool()
+            return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
         assert self.writer is not None
-        _, kept = split_at_response(columns["attention_mask"].bool(), columns["responses"])
+        _, mask = split_at_response(columns["attention_mask"].bool(), columns["responses"])
         answers = [
             self.writer.decode(ids[keep], skip_special_tokens=True)
-            for ids, keep in zip(columns["responses"], kept, strict=True)
+            for ids, keep in zip(columns["responses"], mask, strict=True)
         ]
         prompts = data.non_tensor_batch["raw_prompt"]
         return [self._rendered(p, a) for p, a in zip(prompts, answers, strict=True)]

@@ -75,7 +75,8 @@ def test_a_call_beyond_its_deadline_says_how_to_raise_it_and_is_not_recorded(
     ],
 )
 def test_a_death_is_told_without_the_words_of_rays_inside(ray_says: str, reason: str) -> None:
-    death = ray_wait.died("actor", Seat(0, 12, "10.0.0.1", "n", ()), "update", Exception(ray_says))
+    seats = (Seat(0, 12, "10.0.0.1", "n", ()),)
+    death = ray_wait.RefWait("actor", "update", seats, 1.0, "").died(0, Exception(ray_says))
     assert f"died during 'update': {reason}" in str(death)
     assert "connection error" not in str(death)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hone.config.engine import OptimConfig
-from hone.engine.schedule import lr_factor, warmup_updates
+from hone.engine.optimizer import lr_factor, warmup_updates
 
 
 def factors(config, total, updates):

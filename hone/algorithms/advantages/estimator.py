@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -145,37 +145,24 @@ class VerlForm:
         config: Settings | None = None,
         **keywords: Any,
     ) -> Pair:
-        self._refuse_verls_order(index, config)
-        options = {name: keywords.pop(name) for name in self._options if name in keywords}
-        known = ("token_level_rewards", "response_mask", "index", "config", *self._options)
-        self._refuse_unknown(keywords, known)
-        estimator = self.estimator.of(config, **options)
-        return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
-
-    def _refuse_unknown(self, keywords: Iterable[str], known: tuple[str, ...]) -> None:
-        unknown = (n for n in keywords if not _is_column(n))
-        columns = (TRAJECTORY, *self.estimator.uses)
-        refuse_unknown(self.__name__, unknown, (*known, *columns))
-
-    def _refuse_verls_order(self, index: Labels | None, config: Settings | None) -> None:
-        """Raise TypeError for positions that mean something else in verl: they would be ignored here."""
         if isinstance(index, Mapping) or isinstance(config, int | float):
-            raise TypeError(
+            raise TypeError(  # these positions mean something else in verl and would be ignored here
                 f"{self.__name__} takes (token_level_rewards, response_mask, index, config); got "
                 f"{type(index).__name__} as index and {type(config).__name__} as config. Name the "
                 "arguments, or call verl's form in hone.trainer.ppo.core_algos"
             )
+        options = {name: keywords.pop(name) for name in self._options if name in keywords}
+        # A column may be handed to any estimator, and so may verl's two forms of a whole batch.
+        columns = {*COLUMNS, "non_tensor_batch", "batch"}
+        unknown = [n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)]
+        known = ("token_level_rewards", "response_mask", "index", "config", *self._options)
+        refuse_unknown(self.__name__, unknown, (*known, TRAJECTORY, *self.estimator.uses))
+        estimator = self.estimator.of(config, **options)
+        return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
 
 
 Entry = type[Estimator] | VerlForm | Function
 """What the table of estimators holds."""
-
-
-def _is_column(name: str) -> bool:
-    """A column of the batch, or one of the two ways in which verl hands over a whole batch."""
-    return (
-        name in COLUMNS or name.startswith(REWARD_PREFIX) or name in ("non_tensor_batch", "batch")
-    )
 
 
 def needs_of(function: Function) -> tuple[str, ...]:

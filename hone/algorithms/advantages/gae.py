@@ -47,15 +47,15 @@ def _scan(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, beyond: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The recurrence, all rows at once; `beyond` [B, 2] is what follows the last token."""
-    kept, r, v = (
+    policy_token, r, v = (
         x.T.contiguous() for x in (mask, rewards, values)
     )  # [T, B]: one step lies together
     next_value, carried = beyond.unbind(-1)
     out = torch.zeros_like(r)
     for t in range(len(r) - 1, -1, -1):
         delta = r[t] + gamma * next_value - v[t]
-        carried = torch.where(kept[t], delta + gamma * lam * carried, carried)
-        next_value = torch.where(kept[t], v[t], next_value)
+        carried = torch.where(policy_token[t], delta + gamma * lam * carried, carried)
+        next_value = torch.where(policy_token[t], v[t], next_value)
         out[t] = carried
     return out.T, torch.stack([next_value, carried], dim=-1)
 

@@ -49,12 +49,12 @@ class OptimalTokenBaseline(Estimator):
         response_mask = batch.mask
         chain = Chain.of(batch.uid, batch.trajectory_id, response_mask)
         position = self.position(response_mask, chain)
-        energy = _energy(
-            response_mask,
-            batch.column("old_log_probs"),
-            batch.column("sum_pi_squared"),
-            batch.columns.get("rollout_is_weights"),
-        )
+        # Squared norm of the score at each token: ‖onehot − π‖² = 1 − 2π(a) + Σπ².
+        log_probs = masked_fill_zero(batch.column("old_log_probs"), response_mask)
+        energy = 1 - 2 * log_probs.exp() + batch.column("sum_pi_squared")
+        if (weights := batch.columns.get("rollout_is_weights")) is not None:
+            energy = energy * weights**2
+        energy = masked_fill_zero(energy, response_mask)
         index = labels_of("optimal_token_baseline", batch.uid, len(response_mask))
         returns = rewards_to_go(batch.rewards, response_mask, 1.0, chain)
         weight = energy.cumsum(-1)
@@ -88,16 +88,6 @@ class TIROptimalTokenBaseline(OptimalTokenBaseline):
         written = mask.bool().long()
         nth = written.cumsum(-1)
         return nth if chain is None else nth + chain.earlier(written.sum(-1)).unsqueeze(-1)
-
-
-def _energy(
-    mask: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
-) -> Tensor:
-    """[B, T] squared norm of the score at each token: ‖onehot − π‖² = 1 − 2π(a) + Σπ²."""
-    energy = 1 - 2 * masked_fill_zero(old_log_probs, mask).exp() + sum_pi_squared
-    if weights is not None:
-        energy = energy * weights**2
-    return masked_fill_zero(energy, mask)
 
 
 optimal_token_baseline = VerlForm("optimal_token_baseline", OptimalTokenBaseline)

@@ -121,8 +121,8 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
     buffer = x.new_empty(_BLOCK, x.shape[-1])
     for start in range(0, len(x), _BLOCK):
         block = slice(start, min(start + _BLOCK, len(x)))
-        kept = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
-        torch.sum(kept.mul_(x[block]), -1, out=sums[block])
+        masked = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
+        torch.sum(masked.mul_(x[block]), -1, out=sums[block])
     if not sums.isfinite().all():  # 0 · NaN is NaN: leave out what the mask leaves out
         sums = masked_sum(x, mask, -1)
     return sums.double()

@@ -98,10 +98,10 @@ def starts(chain: Chain | None, state: Tensor) -> Iterator[tuple[Tensor | slice,
 def _discounted(
     rewards: Tensor, mask: Tensor, gamma: float, ahead: Tensor
 ) -> tuple[Tensor, Tensor]:
-    kept = mask.bool().T
+    policy_token = mask.bool().T
     out = torch.zeros_like(rewards.T)
     for t in range(rewards.shape[1] - 1, -1, -1):
-        ahead = torch.where(kept[t], rewards[:, t] + gamma * ahead, ahead)
+        ahead = torch.where(policy_token[t], rewards[:, t] + gamma * ahead, ahead)
         out[t] = ahead
     return masked_fill_zero(out.T, mask), ahead
 

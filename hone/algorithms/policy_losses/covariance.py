@@ -56,9 +56,9 @@ def _share(tokens: Tokens, key: str) -> int:
 
 def _smallest(x: Tensor, count: int) -> Tensor:
     """Mask of the `count` smallest entries; of equal ones the first."""
-    chosen = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
-    chosen[torch.sort(x.flatten(), stable=True).indices[:count]] = True
-    return chosen.view_as(x)
+    selected = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
+    selected[torch.sort(x.flatten(), stable=True).indices[:count]] = True
+    return selected.view_as(x)
 
 
 def _hash_of_place(mask: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ def _hash_of_place(mask: Tensor) -> Tensor:
 
 def clipped_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
     """max(−A·r, −A·clip(r)), and nothing for the chosen tokens."""
-    chosen = tokens.prepared[_CHOSEN]
-    loss = torch.where(chosen, 0.0, torch.maximum(*_surrogates(tokens)))
-    return loss, standard_metrics(tokens, chosen)
+    selected = tokens.prepared[_CHOSEN]
+    loss = torch.where(selected, 0.0, torch.maximum(*_surrogates(tokens)))
+    return loss, standard_metrics(tokens, selected)
 
 
 def penalised_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
