@@ -1,4 +1,4 @@
-"""Names to objects: one table a kind of plug-in, and the ways to point at a user's own.
+"""Names to objects: one table per kind of plug-in, and the ways to point at a user's own.
 
 A table maps a name to "module:object", resolved when asked for, in the process that uses it. A user's
 own is "pkg.mod:object", "file.py:object", or what a decorator put in the same table.
@@ -7,6 +7,7 @@ own is "pkg.mod:object", "file.py:object", or what a decorator put in the same t
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -276,16 +277,10 @@ def import_external_libs(external_libs: str | Iterable[str] | None = None) -> No
         importlib.import_module(name)
 
 
-def is_vllm_available() -> bool:
-    """Whether the package is installed."""
-    return importlib.util.find_spec("vllm") is not None
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
-def is_sglang_available() -> bool:
-    """Whether the package is installed."""
-    return importlib.util.find_spec("sglang") is not None
-
-
-def is_megatron_core_available() -> bool:
-    """Whether the package is installed."""
-    return importlib.util.find_spec("megatron") is not None
+is_vllm_available = functools.partial(_installed, "vllm")
+is_sglang_available = functools.partial(_installed, "sglang")
+is_megatron_core_available = functools.partial(_installed, "megatron")

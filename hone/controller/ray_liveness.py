@@ -136,8 +136,8 @@ class ClusterWatch:
                     silent[name] = partial(
                         failed, f"{who} has been stopped (SIGSTOP) for {limit}", hint
                     )
-            for target, (role, seat) in self._stopped_workers().items():
-                silent[target] = partial(self._end, role, seat, owner, method)
+            for worker, (role, seat) in self._stopped_workers().items():
+                silent[worker] = partial(self._end, role, seat, owner, method)
             for node_id, node in self._nodes.items():
                 ips = {seat.node_ip for _, seat in self._seats.values() if seat.node_id == node_id}
                 if node.answers:

@@ -171,9 +171,12 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
     mark = secrets.token_hex(8)
     private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
     # In a session of its own: a signal to this process's group must not end it as well.
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     program = [sys.executable, "-S", "-E", reaper.__file__, mark, str(os.getpid())]
-    _own = OwnCluster(mark, private, subprocess.Popen(program, start_new_session=True, **quiet))
+    nothing = subprocess.DEVNULL
+    ender = subprocess.Popen(
+        program, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+    )
+    _own = OwnCluster(mark, private, ender)
     settings = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),

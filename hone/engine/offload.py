@@ -7,14 +7,14 @@ engine, shards) moves along. Leaves out activations, and FSDP2's own policy, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hone.config.engine import FSDPConfig
-from hone.engine.optimizer import Optimizer
+from hone.engine.optimizer import Optimizer, local_part
 
 Tensors = Callable[[], Iterable[Tensor]]
 
@@ -23,7 +23,7 @@ ACCELERATORS = frozenset({"cuda", "xpu", "npu"})
 
 
 class HostRest:
-    """Tensors that lie in host memory unless someone is inside `present()`."""
+    """Tensors that lie in host memory outside of `present()`."""
 
     def __init__(self, tensors: Tensors, devices: Iterable[str] | None = None) -> None:
         self._tensors = tensors
@@ -31,7 +31,7 @@ class HostRest:
         self._inside = 0
         self.returns = 0
         """Times that tensors came back, to other addresses perhaps."""
-        self._resting: list[_Moved] = []
+        self._resting: list[tuple[torch.UntypedStorage, Tensor]] = []  # and its bytes on the host
         self._spare: dict[int, list[Tensor]] = {}  # by size; kept, as pinning host memory is slow
 
     @contextmanager
@@ -47,33 +47,40 @@ class HostRest:
             if self._inside == 0:
                 self.away()
 
+    @torch.no_grad()
     def away(self) -> None:
         """To the host; the device's memory is free for others."""
         assert not self._resting, "already resting"
         for storage in self._storages():  # one by one: a failure midway loses none
-            self._resting.append(self._send(storage))
+            size, pinned = storage.nbytes(), storage.device.type == "cuda"
+            spare = self._spare.get(size)
+            host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            # Copy and release are ordered on the device's stream; the host need not wait for them.
+            host.copy_(_bytes(storage), non_blocking=True)
+            storage.resize_(0)
+            self._resting.append((storage, host))
 
     @torch.no_grad()
     def back(self) -> None:
         """To the device, bit for bit; the address may be another."""
         self.returns += bool(self._resting)
         while self._resting:
-            moved = self._resting[-1]
-            moved.storage.resize_(len(moved.host))
-            _bytes(moved.storage).copy_(moved.host, non_blocking=True)
+            storage, host = self._resting[-1]
+            storage.resize_(len(host))
+            _bytes(storage).copy_(host, non_blocking=True)
             self._resting.pop()
-            self._spare.setdefault(len(moved.host), []).append(moved.host)
+            self._spare.setdefault(len(host), []).append(host)
 
     @property
     def bytes_resting(self) -> int:
-        return sum(len(moved.host) for moved in self._resting)
+        return sum(len(host) for _, host in self._resting)
 
     @torch.no_grad()
     def _storages(self) -> list[torch.UntypedStorage]:
         """Each once: tied and joined tensors share theirs."""
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
-            storage = _local(tensor).untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage.device.type not in self._devices or storage.nbytes() == 0:
                 continue
             if not storage.resizable():  # a mapped file's
@@ -81,23 +88,6 @@ class HostRest:
                 storage = tensor.untyped_storage()
             storages.setdefault(storage.data_ptr(), storage)
         return list(storages.values())
-
-    @torch.no_grad()
-    def _send(self, storage: torch.UntypedStorage) -> _Moved:
-        size = storage.nbytes()
-        spare = self._spare.get(size)
-        pinned = storage.device.type == "cuda"
-        host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        # Copy and release are ordered on the device's stream; nobody has to wait for them here.
-        host.copy_(_bytes(storage), non_blocking=True)
-        storage.resize_(0)
-        return _Moved(storage, host)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    storage: torch.UntypedStorage
-    host: Tensor  # [bytes] uint8
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,10 @@ class Offload:
     @contextmanager
     def present(self, *, optimizer: bool = False) -> Iterator[None]:
         """Inside, the parameters can be used; with `optimizer` they can be updated too."""
-        with _present(self.parameters), _present(self.optimizer if optimizer else None):
+        with ExitStack() as stack:
+            for rest in (self.parameters, self.optimizer if optimizer else None):
+                if rest is not None:
+                    stack.enter_context(rest.present())
             yield
 
     def start(self) -> None:
@@ -143,20 +136,6 @@ def offload_of(
         HostRest(module.parameters, devices) if fsdp.param_offload else None,
         HostRest(state, devices) if fsdp.optimizer_offload and optimizer is not None else None,
     )
-
-
-@contextmanager
-def _present(rest: HostRest | None) -> Iterator[None]:
-    if rest is None:
-        yield
-        return
-    with rest.present():
-        yield
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -119,8 +119,8 @@ class Optimizer:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                sums.append(_local(master.grad))
-                parts.append(_local(parameter.grad))
+                sums.append(local_part(master.grad))
+                parts.append(local_part(parameter.grad))
             parameter.grad = None
         accumulate(sums, parts)
 
@@ -134,11 +134,11 @@ class Optimizer:
         if torch.isfinite(norm):
             if 0 < self._grad_clip < norm:
                 scale = (self._grad_clip / norm).item()
-                torch._foreach_mul_([_local(grad) for grad in grads], scale)
+                torch._foreach_mul_([local_part(grad) for grad in grads], scale)
             for group in self.inner.param_groups:
                 group["lr"] = lr
             self.inner.step()
-            if apart := [(_local(p), _local(m)) for p, m in self._pairs() if p is not m]:
+            if apart := [(local_part(p), local_part(m)) for p, m in self._pairs() if p is not m]:
                 with torch.no_grad():
                     torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
             self.updates += 1
@@ -179,7 +179,7 @@ class Optimizer:
         return zip(self._parameters, self.masters.values(), strict=True)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard: the foreach operators know no sharded tensors."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

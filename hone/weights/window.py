@@ -82,7 +82,7 @@ class _CudaHandle(TypedDict):
 
 
 class _Introduction(TypedDict):
-    """What a sender says first."""
+    """The first message of a sender."""
 
     half: int
     cuda: NotRequired[_CudaHandle]
@@ -142,7 +142,12 @@ class WindowSender:
         size = _HALVES * self._half
         if self._device.type == "cuda":
             window = torch.empty(size, dtype=torch.uint8, device=self._device)
-            return window, {"half": self._half, "cuda": _cuda_handle(window)}, None
+            shared = window.untyped_storage()._share_cuda_()
+            parts = [
+                {"bytes": base64.b64encode(x).decode()} if isinstance(x, bytes) else x
+                for x in shared
+            ]
+            return window, {"half": self._half, "cuda": {"parts": parts, "size": size}}, None
         descriptor = os.memfd_create("hone-weights")
         os.ftruncate(descriptor, size)
         mapped = mmap.mmap(descriptor, size)
@@ -195,7 +200,15 @@ def received_windows(
         lines.send(address.token.encode())
         introduction: _Introduction = json.loads(lines.receive())
         half = introduction["half"]
-        window = _opened_window(connection, introduction, half)
+        if "cuda" in introduction:
+            window = _of_cuda_handle(introduction["cuda"])
+        else:
+            _, descriptors, _, _ = socket.recv_fds(connection, len(b"window"), 1)
+            try:
+                mapped = mmap.mmap(descriptors[0], _HALVES * half)
+            finally:
+                os.close(descriptors[0])
+            window = torch.frombuffer(mapped, dtype=torch.uint8)
         number = 0
         while (message := lines.receive()) != _END:
             pieces = read(message)
@@ -209,33 +222,9 @@ def received_windows(
         lines.send(b"end")
 
 
-def _opened_window(connection: socket.socket, introduction: _Introduction, half: int) -> Tensor:
-    if "cuda" in introduction:
-        return _of_cuda_handle(introduction["cuda"])
-    _, descriptors, _, _ = socket.recv_fds(connection, len(b"window"), 1)
-    try:
-        mapped = mmap.mmap(descriptors[0], _HALVES * half)
-    finally:
-        os.close(descriptors[0])
-    return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def _cuda_handle(window: Tensor) -> _CudaHandle:
-    shared = window.untyped_storage()._share_cuda_()
-    return {"parts": [_as_text(part) for part in shared], "size": len(window)}
-
-
 def _of_cuda_handle(handle: _CudaHandle) -> Tensor:
     torch.cuda.init()  # torch opens the handle in the context of this process, which must be there
-    parts = [_of_text(part) for part in handle["parts"]]
+    parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in handle["parts"]]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", int(parts[0]))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: handle["size"]]
-
-
-def _as_text(part: int | bytes) -> int | dict[str, str]:
-    return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
-
-
-def _of_text(part: int | dict[str, str]) -> int | bytes:
-    return base64.b64decode(part["bytes"]) if isinstance(part, dict) else part

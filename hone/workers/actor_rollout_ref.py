@@ -6,10 +6,11 @@ sampling in `meta_info`; uids are optional.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +23,9 @@ from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DATA_PARALLEL, Batch, Group, PerRank, split_batches
 from hone.engine.contract import Mesh
 from hone.protocol import DataProto, object_array
-from hone.types import Row, Settings
+from hone.types import Function, Row, Settings
 from hone.workers.actor import ActorWorker, ReferenceWorker
-from hone.workers.rollout_worker import Finished, RolloutWorker
+from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import TrainWorker, whole_config
 
 MADE_UID = "made_uid"
@@ -88,6 +89,14 @@ def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
                 row[: len(seen)][seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)
             ]
     return None
+
+
+def _forwarded(member: str, method: Function) -> Function:
+    @functools.wraps(method)  # carries its registration along
+    def forward(worker: ActorRolloutRefWorker, *args: Any, **kwargs: Any) -> Any:
+        return method(worker.members[member], *args, **kwargs)
+
+    return forward
 
 
 class ActorRolloutRefWorker(Worker):
@@ -191,37 +200,17 @@ class ActorRolloutRefWorker(Worker):
         return out
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        self.actor.save_checkpoint(folder)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         self.actor.load_checkpoint(folder)
         self.rollout.announce_weights(self.actor.version())
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def version(self) -> int:
-        return self.actor.version()
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def submit(self, rows: DataProto | None) -> None:
-        self.rollout.submit(rows)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finished(self, n_groups: int | None, wait_s: float) -> Finished:
-        return self.rollout.finished(n_groups, wait_s)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def abort(self, uids: Collection[str] | None = None) -> None:
-        self.rollout.abort(uids)
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def weight_path(self) -> str:
-        return self.rollout.weight_path()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def announce_weights(self, version: int) -> int:
-        return self.rollout.announce_weights(version)
+    save_checkpoint = _forwarded("actor", ActorWorker.save_checkpoint)
+    version = _forwarded("actor", ActorWorker.version)
+    submit = _forwarded("rollout", RolloutWorker.submit)
+    finished = _forwarded("rollout", RolloutWorker.finished)
+    abort = _forwarded("rollout", RolloutWorker.abort)
+    weight_path = _forwarded("rollout", RolloutWorker.weight_path)
+    announce_weights = _forwarded("rollout", RolloutWorker.announce_weights)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
