@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -312,6 +312,10 @@ class AgentLoopBase(ABC):
             log_probs = [*response_logprobs, *(assistant_logprobs or [0.0] * count)]
         merged = MergeResult([*runtime_token_ids, *assistant_token_ids], count)
         return merged, [*response_mask, *[1] * count], log_probs
+
+    def problems(self) -> Iterable[str]:
+        """What would keep this loop from working, asked once before training begins."""
+        return ()
 
     @abstractmethod
     async def run(self, sampling_params: Row, **kwargs: Any) -> AgentLoopOutput:

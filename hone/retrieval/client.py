@@ -6,6 +6,7 @@ None, and the caller goes on without passages. Only the standard library is used
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future
+from urllib.parse import urlsplit
 
 from hone.text import described
 from hone.types import JsonValue
@@ -34,7 +36,7 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
         url, json.dumps(order).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with _opener(url).open(request, timeout=timeout_s) as answer:
             result = json.load(answer)["result"]
         passages = [[_contents(hit) for hit in hits] for hits in result]
     except Exception as error:  # what a service sends may fail anywhere
@@ -42,6 +44,14 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
     if len(passages) != len(queries):
         raise RetrievalFailed(f"{url}: {len(queries)} queries got {len(passages)} results")
     return passages
+
+
+@functools.cache
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Proxies of the environment are not asked for a service on this machine."""
+    local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+    handlers = [urllib.request.ProxyHandler({})] if local else []
+    return urllib.request.build_opener(*handlers)
 
 
 def _contents(hit: JsonValue) -> str:

@@ -100,6 +100,8 @@ def draw(cells: list[dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit("usage: cells.py OUT RUNS…")
     out, *places = map(Path, sys.argv[1:])
     several = [collect(place) for place in places]
     cells = [cell for measured in several for cell in measured["cells"]]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from hone.agents.agent_data import AgentData
 from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hone.data.prompts import truncate
-from hone.retrieval.client import RetrievalClient
+from hone.retrieval.client import RetrievalClient, RetrievalFailed, retrieve
 from hone.rollout.contract import TokenOutput
 from hone.text import clean_text
 from hone.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 
 STOPS = ("</search>", "</answer>")
 """Strings that end a turn; the token that completes one stays whole."""
+_PROBE_S = 10.0
 OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
 INVALID = (
     "\nThat was not a valid action. To search, I write the query between <search> and </search>; to "
@@ -135,6 +136,17 @@ class SearchConversation:
 
 class SearchAgentLoop(AgentLoopBase):
     """Named `search_agent` in rows; `retriever` says where it searches."""
+
+    def problems(self) -> Iterator[str]:
+        """A service that does not answer before training begins."""
+        service = self.config.retriever
+        try:
+            retrieve(service.url, ["capital of France"], 1, min(service.timeout_s, _PROBE_S))
+        except RetrievalFailed as error:
+            yield (
+                f"retriever.url does not answer ({error}); start `hone serve-retriever --corpus FILE`, "
+                "or set do_search=false"
+            )
 
     async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
         limits = self.rollout_config.multi_turn

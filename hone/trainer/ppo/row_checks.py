@@ -58,6 +58,9 @@ class AgentChecks:
                 yield f"agent loop {name!r} cannot be built: {error}"
             except Exception as error:  # a loop or tool of the user's may raise anything
                 yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
+        if self.config.uses_controller == "local":  # on a cluster the workers' machines differ
+            loops = [loop for loop in self.built.values() if isinstance(loop, AgentLoopBase)]
+            yield from (problem for loop in loops for problem in loop.problems())
         yield from self._tool_configs()
         yield from self._coefficients()
         for loop in self.built.values():

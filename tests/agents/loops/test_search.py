@@ -130,6 +130,21 @@ def test_a_retriever_that_does_not_answer_gives_empty_information(
     assert counts(batch)["retrieval_failures"] == 1
 
 
+def test_a_service_that_does_not_answer_is_told_before_training(
+    config: Callable[..., Any], tokenizer: Any, retriever: Retriever
+) -> None:
+    from hone.trainer.ppo.row_checks import AgentChecks
+
+    def problems(url: str) -> list[str]:
+        return list(AgentChecks(config(LOOP, f"retriever.url={url}"), tokenizer, {}).problems())
+
+    assert problems(retriever.url) == []
+    for url in ("http://127.0.0.1:9/retrieve", "127.0.0.1:8000/retrieve", retriever.url + "x"):
+        (problem,) = problems(url)
+        assert problem.startswith(f"retriever.url does not answer ({url}: ")
+        assert "start `hone serve-retriever" in problem
+
+
 @pytest.mark.parametrize(
     ("turn", "action"),
     [
