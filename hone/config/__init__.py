@@ -54,8 +54,8 @@ def compose(
     named, settings = read_config(name, folders, overrides)
     tree = TREES[schema or named or "ppo_trainer"]
     if starting is not None:
-        given = {s.key: s.value for s in tree.translate(settings, [])}
-        settings = [*starting(given), *settings]
+        values = {s.key: s.value for s in tree.translate(settings, [])}
+        settings = [*starting(values), *settings]
     return compose_settings(tree, settings, further)
 
 

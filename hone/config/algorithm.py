@@ -149,17 +149,17 @@ def _preset(name: str) -> Function:
     if name.endswith("icepop"):
         arguments[_LOWER] = _LOWER
 
-    def make(cls: type, *values: float | str, **named: float | str) -> RolloutCorrectionConfig:
-        given = dict(zip(arguments, values, strict=False)) | named
-        if len(values) > len(arguments) or not given.keys() <= arguments.keys():
-            near = [nearest(key, arguments) for key in named.keys() - arguments]
+    def make(cls: type, *values: float | str, **keywords: float | str) -> RolloutCorrectionConfig:
+        changes = dict(zip(arguments, values, strict=False)) | keywords
+        if len(values) > len(arguments) or not changes.keys() <= arguments.keys():
+            near = [nearest(key, arguments) for key in keywords.keys() - arguments]
             takes = ", ".join(arguments) or "no arguments"
             raise TypeError(f"{name} takes {takes}.{did_you_mean(*near)}")
-        made = settings | {arguments[key]: value for key, value in given.items()}
+        options = settings | {arguments[key]: value for key, value in changes.items()}
         if _LOWER in arguments:
             low, high = str(settings[_IS]).split("_")
-            made[_IS] = f"{made.pop(_LOWER, low)}_{given.get('threshold', high)}"
-        correction: RolloutCorrectionConfig = cls(**made)
+            options[_IS] = f"{options.pop(_LOWER, low)}_{changes.get('threshold', high)}"
+        correction: RolloutCorrectionConfig = cls(**options)
         return correction
 
     make.__doc__ = f"The preset {name}; arguments: {', '.join(arguments) or 'none'}."

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from hone.config.checks import find_idle, find_problems, settle
 from hone.config.convert import (
     NoFit,
     Value,
@@ -23,10 +25,22 @@ from hone.config.convert import (
     to_plain,
 )
 from hone.config.errors import ConfigError
-from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of, replace, unknown_key
-from hone.config.references import named_keys, rename_references, resolve, value_in
+from hone.config.keys import (
+    block_type,
+    blocks,
+    get,
+    hints,
+    leaves,
+    named_keys,
+    owner_of,
+    rename_references,
+    replace,
+    resolve,
+    unknown_key,
+    value_in,
+)
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
-from hone.config.states import replacements_of, rule_of, scalar, topics
+from hone.config.states import new_name, replacements_of, rule_of, scalar, topics
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
@@ -63,12 +77,12 @@ def compose_settings(
     run.judge(others)
     config = run.typed()
     requested = _requested(config, run.origins)
-    for key, value, sentence in schema.settle(config):
+    for key, value, sentence in settle(config):
         if key in requested:
             run.answer(key, get(config, key), sentence)
         config = replace(config, key, value)
-    run.add_checks(schema.find_problems(config))
-    for prefix, why in schema.find_idle(config):
+    run.add_checks(find_problems(schema.name, config))
+    for prefix, why in find_idle(schema.name, config):
         for key in requested:
             if key == prefix or key.startswith(prefix + "."):
                 run.answer(key, get(config, key), why)
@@ -114,7 +128,7 @@ class _Composition:
         strange = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
         self.values |= {setting.key: setting.value for setting in strange}
         for written in self.schema.translate(settings, self.problems):
-            value = rename_references(written.value, self.schema.new_name)
+            value = rename_references(written.value, lambda key: new_name(key, tree))
             setting = dataclasses.replace(written, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
             if owner is None:
@@ -215,7 +229,8 @@ class _Composition:
                     self.answer(key, value, rule.why)
                 value = scalar(rule.becomes)
                 break
-        if value is None and self.origins.get(key) != COMMAND_LINE and not _takes_null(leaf.hint):
+        takes_null = type(None) in typing.get_args(leaf.hint)
+        if value is None and self.origins.get(key) != COMMAND_LINE and not takes_null:
             value = value_in(leaf.default, self.values)
             return to_plain(_defaults(self.root)[key]) if value is None else value
         return value
@@ -232,13 +247,6 @@ def _with(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject
     else:
         new[name] = setting.value
     return new
-
-
-def _takes_null(hint: Value) -> bool:
-    try:
-        return fit(None, hint) is None
-    except NoFit:
-        return False
 
 
 def _has_adapter(engine: JsonValue) -> bool:

@@ -10,53 +10,45 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from hone.config.convert import Value, show_value
 from hone.config.errors import did_you_mean, nearest
-from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SFTConfig
-from hone.config.states import is_one_of, read_table, scalars
+from hone.config.states import holds, read_table
 from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
-_TERM = re.compile(r"([\w.]+)(!=|<=|=|>)(.+)")
 _VALUE = re.compile(r"\{([\w.]+)\}")
 _BELONGS = re.compile(r"([a-z_]+): ")
 
 
-def find_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    """One sentence for each defect of a `ppo_trainer` tree."""
-    if ":" not in config.actor_rollout_ref.actor.strategy:
-        # Our engines make every rank a data-parallel one; another's mesh is known when it is built.
-        yield from uneven_batches(config, config.world_size)
-    yield from _rows("problems", "ppo_trainer", config)
-    yield from _unknown_names("ppo_trainer", config)
-    for check in (_rewards, _data, _shards):
-        yield from check(config)
+def find_problems(tree: str, config: Value) -> Iterator[str]:
+    """One sentence for each defect of a tree."""
+    if isinstance(config, SFTConfig):
+        yield from _indivisible(config.data.train_batch_size, config.world_size)
+    if isinstance(config, PPOTrainerConfig):
+        if ":" not in config.actor_rollout_ref.actor.strategy:
+            # Our engines make every rank a data-parallel one; another's mesh is known when it is built.
+            yield from uneven_batches(config, config.world_size)
+        for check in (_rewards, _data, _shards):
+            yield from check(config)
+    yield from _rows("problems", tree, config)
+    yield from _unknown_names(tree, config)
 
 
-def sft_problems(config: SFTConfig) -> Iterator[str]:
-    """One sentence for each defect of an `sft_trainer` tree."""
-    yield from _indivisible(config.data.train_batch_size, config.world_size)
-    yield from _rows("problems", "sft_trainer", config)
-    yield from _unknown_names("sft_trainer", config)
-
-
-def generation_problems(config: GenerationConfig) -> Iterator[str]:
-    """One sentence for each defect of a `generation` tree."""
-    return _rows("problems", "generation", config)
-
-
-def find_idle(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
+def find_idle(tree: str, config: Value) -> Iterator[tuple[str, str]]:
     """Keys or blocks without effect beside the others, and why.
 
     A docstring that begins with a name (`clip_cov: …`) says to what choice a key belongs.
     """
-    for row in _rows("idle", "ppo_trainer", config):
+    for row in _rows("idle", tree, config):
         keys, _, why = row.partition(" | ")
         yield from ((key, why) for key in keys.split())
+    if not isinstance(config, PPOTrainerConfig):
+        return
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     choices = {
         "bypass" if algorithm.rollout_correction.bypass_mode else "",
@@ -77,28 +69,18 @@ def _rows(section: str, tree: str, config: Value) -> Iterator[str]:
     """The further cells of every row whose condition holds, with the values that they name."""
     for first, *cells in read_table("checks.txt")[section]:
         owner, _, condition = first.rpartition(":")
-        if (owner or "ppo_trainer") == tree and holds(condition, config):
+        if (owner or "ppo_trainer") == tree and holds(condition, partial(get, config)):
             cells[-1] = cells[-1] or f"no effect while {condition}"
             yield _VALUE.sub(lambda match: show_value(get(config, match[1])), " | ".join(cells))
 
 
-def holds(condition: str, config: Value) -> bool:
-    """Whether every term of a condition is true of a tree."""
-    for term in condition.split(" and "):
-        match = _TERM.fullmatch(term)
-        assert match is not None, term
-        value, sign, words = get(config, match[1]), match[2], scalars(match[3])
-        if sign in ("<=", ">"):
-            true = isinstance(value, int | float) and (value > float(match[3])) == (sign == ">")
-        else:
-            true = is_one_of(value, words) == (sign == "=")
-        if not true:
-            return False
-    return True
-
-
-def settle(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, str]]:
+def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     """Key, value and sentence for what can run with another value and trains the same."""
+    if isinstance(config, SFTConfig) and config.data.max_token_len_per_gpu < config.data.max_length:
+        why = f"a rank's budget must hold data.max_length={config.data.max_length} tokens"
+        yield "data.max_token_len_per_gpu", config.data.max_length, why
+    if not isinstance(config, PPOTrainerConfig):
+        return
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
     for block in (_ACTOR, _CRITIC):
@@ -112,13 +94,6 @@ def settle(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, str]]:
     if buffer.enable and buffer.len == 0:
         key = "reward_model.reward_kwargs.overlong_buffer_cfg.enable"
         yield key, False, "a buffer of len=0 tokens penalises nothing"
-
-
-def settle_sft(config: SFTConfig) -> Iterator[tuple[str, JsonValue, str]]:
-    """Key, value and sentence for what can run with another value and trains the same."""
-    if config.data.max_token_len_per_gpu < config.data.max_length:
-        why = f"a rank's budget must hold data.max_length={config.data.max_length} tokens"
-        yield "data.max_token_len_per_gpu", config.data.max_length, why
 
 
 def multiples(value: int, unit: int) -> str:
@@ -204,8 +179,8 @@ def _unknown_names(tree: str, config: Value) -> Iterator[str]:
         for word in words.split():
             owner, _, key = word.rpartition(":")
             value = get(config, key) if (owner or "ppo_trainer") == tree else None
-            listed = value.split(",") if isinstance(value, str) else value
-            for name in map(str.strip, listed if isinstance(listed, list | tuple) else ()):
+            entries = value.split(",") if isinstance(value, str) else value
+            for name in map(str.strip, entries if isinstance(entries, list | tuple) else ()):
                 if name not in table and not (own and ":" in name):
                     advice = ", ".join([*table, *([own] if own else [])])
                     hint = did_you_mean(nearest(name, table))

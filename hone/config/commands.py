@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hone.config import config_to_dict
-from hone.config.aliases import other_names
 from hone.config.apply import Composed, Further, compose_settings
 from hone.config.convert import Value, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import Leaf, blocks, fitting, get, leaves
 from hone.config.sources import Setting, read_config
-from hone.config.states import Rule, names, new_name, replacements_of, rules
+from hone.config.states import Rule, names, new_name, other_names, replacements_of, rules
 from hone.config.trees import TREES, Tree
 
 _TREE_NAMES = "\0"
@@ -90,8 +89,8 @@ def explain(key: str, tree: str | None = None) -> str:
         if (rule.tree == "*" or mine) and names(rule.pattern, key):
             return f"{key}: {state_in_words(rule)}\n"
     where = f" in {tree}" if tree else ""
-    every = list(dict.fromkeys(known for owner in trees for known in leaves(owner.root)))
-    if same := [known for known in every if known.rpartition(".")[2] == key]:
+    every = list(dict.fromkeys(name for owner in trees for name in leaves(owner.root)))
+    if same := [name for name in every if name.rpartition(".")[2] == key]:
         return "\n  ".join([f"{len(same)} keys end in '{key}'{where}:", *same]) + "\n"
     hint = did_you_mean(*(fitting(key, every) or [nearest(key, every) or ""]))
     raise ConfigError(f"there is no key '{key}'{where}.{hint}")
@@ -99,12 +98,12 @@ def explain(key: str, tree: str | None = None) -> str:
 
 def _explain_known(key: str, tree: Tree) -> str | None:
     """The text about a leaf or a block of a tree."""
-    known = leaves(tree.root)
-    if key in known:
-        return _explain_leaf(known[key], tree)
+    every = leaves(tree.root)
+    if key in every:
+        return _explain_leaf(every[key], tree)
     if not key or key not in blocks(tree.root):
         return None
-    inside = {name[len(key) + 1 :]: known[name] for name in known if name.startswith(key + ".")}
+    inside = {name[len(key) + 1 :]: every[name] for name in every if name.startswith(key + ".")}
     width = max(map(len, inside))
     lines = [f"{key}: a block of {_TREE_NAMES}", f"  {blocks(tree.root)[key].__doc__}", ""]
     lines += [f"  {name:<{width}}  {leaf.default_in_words}" for name, leaf in inside.items()]
@@ -150,7 +149,7 @@ def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
 def _likely_tree(settings: Sequence[Setting]) -> Tree:
     """The tree with most of the settings' keys; `ppo_trainer` where two have as many."""
 
-    def known(tree: Tree) -> int:
+    def keys_of(tree: Tree) -> int:
         return sum(s.key in leaves(tree.root) for s in tree.translate(settings, []))
 
-    return max(TREES.values(), key=known)
+    return max(TREES.values(), key=keys_of)

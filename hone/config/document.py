@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from hone.config.aliases import other_names
 from hone.config.convert import show_value
 from hone.config.keys import Leaf, blocks, leaves
-from hone.config.states import Rule, rules
+from hone.config.states import Rule, other_names, rules
 from hone.config.trees import TREES, Tree
 
 _START = """# Configuration

@@ -173,17 +173,18 @@ def read_config(
     The config is the file of that name in one of the folders, or a built-in one. `overrides` are the
     command line's: choices of a group (`engine=fsdp`) select files, the others follow them.
     """
-    places = [_place(folder) for folder in folders]
+    paths = (Path(str(folder).removeprefix("file://")) for folder in folders)
+    places = [path.expanduser().resolve() for path in paths]
     folder = next((p for p in places if (p / f"{name}.yaml").is_file()), None)
     if folder is None:
         _require_built_in(name, folders, places)
     choices = [text for text in overrides if _is_choice(text, places)]
-    listed = [(name, "")]
+    entries = [(name, "")]
     if folder is not None or choices:
-        listed = _defaults_list(name, folder, places, choices)
+        entries = _defaults_list(name, folder, places, choices)
     settings: list[Setting] = []
     tree: str | None = None
-    for path, package in listed:
+    for path, package in entries:
         file = next((f for p in places if (f := p / f"{path}.yaml").is_file()), None)
         tree = BUILT_IN.get(path, tree)
         if file is not None:
@@ -194,10 +195,6 @@ def read_config(
             settings.append(Setting(f"{package}.strategy", engine[2], path))
     keys = [text for text in overrides if text not in choices]
     return tree, [*settings, *parse_overrides(keys)]
-
-
-def _place(folder: str | Path) -> Path:
-    return Path(str(folder).removeprefix("file://")).expanduser().resolve()
 
 
 def _built_in_settings(name: str) -> Iterator[Setting]:
@@ -211,18 +208,18 @@ def _built_in_settings(name: str) -> Iterator[Setting]:
 
 def _require_built_in(name: str, folders: Sequence[str | Path], places: Sequence[Path]) -> None:
     """Hydra looks for a relative folder beside its program, where the built-in configs would lie."""
-    for given, place in zip(folders, places, strict=True):
-        relative = not Path(given).is_absolute() or place.parts[-2:] == ("trainer", "config")
+    for folder, place in zip(folders, places, strict=True):
+        relative = not Path(folder).is_absolute() or place.parts[-2:] == ("trainer", "config")
         if not place.is_dir() and not (relative and name in BUILT_IN):
             hint = did_you_mean(nearest(name, BUILT_IN))
-            raise ConfigError(f"there is no config '{name}': {given} is no folder here.{hint}")
+            raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
     if name in BUILT_IN:
         return
-    known = [*(p.stem for place in places for p in place.glob("*.yaml")), *BUILT_IN]
+    names = [*(p.stem for place in places for p in place.glob("*.yaml")), *BUILT_IN]
     where = f" in {', '.join(map(str, places))}" if places else ""
     advice = "" if places else " A config of your own needs --config-path, the folder that holds it"
     raise ConfigError(
-        f"there is no config '{name}'{where}.{did_you_mean(nearest(name, known))}{advice}"
+        f"there is no config '{name}'{where}.{did_you_mean(nearest(name, names))}{advice}"
     )
 
 
@@ -254,12 +251,12 @@ def _defaults_list(
     primary = folder or Path(__file__).parent  # which holds no YAML
     search = ",".join(f"'file://{place}'" for place in places if place != folder)
     more = [f"hydra.searchpath=[{search}]"] if search else []
-    chosen = [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
+    options = [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(primary), version_base=None):
             warnings.simplefilter("ignore")  # a search path of another package's need not exist
             loader = GlobalHydra.instance().config_loader()
-            listed = loader.compute_defaults_list(name, [*more, *chosen], run_mode=RunMode.RUN)
+            result = loader.compute_defaults_list(name, [*more, *options], run_mode=RunMode.RUN)
     except YAMLError as error:
         raise ConfigError(
             f"{name}.yaml is not valid YAML: {' '.join(str(error).split())}"
@@ -269,7 +266,7 @@ def _defaults_list(
         raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {reason}") from None
     return [
         (default.config_path, default.package or "")
-        for default in listed.defaults
+        for default in result.defaults
         if default.config_path and not default.config_path.startswith("hydra/")
     ]
 
@@ -281,9 +278,9 @@ def _declare() -> None:
     store = ConfigStore.instance()
     lists = {name: _DEFAULTS_LISTS.get(tree, {}) for name, tree in BUILT_IN.items()}
     lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # files of verl without a tree
-    for name, chosen in lists.items():
-        listed = [*({group: option} for group, option in chosen.items()), "_self_"]
-        store.store(name=name, node={"defaults": listed}, provider="hone")
-    for group, options in GROUPS.items():
-        for option in options:
+    for name, options in lists.items():
+        entries = [*({group: option} for group, option in options.items()), "_self_"]
+        store.store(name=name, node={"defaults": entries}, provider="hone")
+    for group, choices in GROUPS.items():
+        for option in choices:
             store.store(name=option, group=group, node={}, provider="hone")

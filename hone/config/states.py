@@ -1,23 +1,29 @@
 """Keys and values of verl that have no field of their own here: one data table, `other_keys.txt`.
 
 A key of the table is refused, neutral (it runs; a value that asks for something else is noted at start),
-rewritten or renamed. A key in none of them is a field, and works. To make a key work, delete its row and
-write the field.
+rewritten or renamed; some are computed here. A key in none of them is a field, and works. To make a key
+work, delete its row and write the field.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 
-from hone.config.convert import same, show_value
-from hone.types import JsonValue
+from hone.config.convert import Value, same, show_value
+from hone.config.errors import nearest
+from hone.config.reward import RewardKwargs
+from hone.config.sources import Setting
+from hone.types import JsonObject, JsonValue
 
 OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
+ABSENT = object()
+"""What a condition reads of a key that was not set."""
 _WORDS = {"true": True, "false": False, "null": None}
+_TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
 _CELLS = {
     **dict.fromkeys(("refused", "neutral"), ("values", "why")),
     "values": ("values", "becomes", "why"),
@@ -169,3 +175,132 @@ def topics(answers: Iterable[tuple[str, str]], one: str = "", many: str = "") ->
         verb = one if len(keys) == 1 else many
         lines.append(f"{', '.join(keys[:shown])}{more}{verb}: {sentence}")
     return lines
+
+
+Values = Mapping[str, JsonValue]
+"""The last value of every key that was set."""
+
+
+class BadAliasValue(ValueError):
+    """The value of an old key cannot be said in the new one; the text says what it takes."""
+
+
+def _searches(key: str, value: JsonValue, values: Values) -> JsonObject:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise BadAliasValue("takes an integer")
+    return {"actor_rollout_ref.rollout.multi_turn.max_assistant_turns": value + 1}
+
+
+def _least_rate(key: str, value: JsonValue, values: Values) -> JsonObject:
+    block = key.rpartition(".")[0]
+    peak = values.get(f"{block}.lr")
+    if not (isinstance(value, float) and isinstance(peak, float) and peak > 0):
+        return {key: value}
+    return {f"{block}.min_lr_ratio": value / peak} if value else {}
+
+
+def _lower_bound(key: str, low: JsonValue, values: Values) -> JsonObject:
+    """Both bounds of verl 0.6's rejection as one `lower_upper`; each is the other's inverse by default."""
+    upper = key.removesuffix("_lower")
+    if not isinstance(low, float | int) or not low:
+        return {}
+    high = values.get(upper)
+    return {upper: f"{low:g}_{high if isinstance(high, float | int) else 1 / low:g}"}
+
+
+def _manager_extras(key: str, value: JsonValue, values: Values) -> JsonObject:
+    """A key that the managers' settings do not know goes to a manager of the user's own."""
+    block, keys = "reward_model.reward_kwargs", {field.name for field in fields(RewardKwargs)}
+    rest = key.removeprefix(block + ".")
+    name = rest.split(".")[0]
+    if rest == key or name in keys or nearest(name, keys):
+        return {key: value}
+    return {f"{block}.extra.{rest}": value}
+
+
+COMPUTED: dict[str, tuple[Callable[[str, JsonValue, Values], JsonObject], str]] = {
+    "max_turns": (
+        _searches,
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns, one more: so many searches, then "
+        "the answer",
+    ),
+    "!algorithm.rollout_correction.rollout_rs_threshold_lower": (
+        _lower_bound,
+        "the lower bound of algorithm.rollout_correction.rollout_rs_threshold, as lower_upper",
+    ),
+    "**.optim.min_lr": (_least_rate, "optim.min_lr_ratio, as a share of optim.lr"),
+    "**.optim.lr_min": (_least_rate, "optim.min_lr_ratio, as a share of optim.lr"),
+    "reward_model.reward_kwargs.**": (
+        _manager_extras,
+        "reward_model.reward_kwargs.extra.**, where the managers have no such key",
+    ),
+}
+"""Keys whose value is computed, and what they mean; a pattern that begins with `**` counts in every tree.
+A `!` marks a key that wins over what is written later, here and in the table."""
+
+
+def _moved(setting: Setting, key: str, value: JsonValue) -> Setting:
+    """The setting under another name, which its origin tells."""
+    if key == setting.key:
+        return replace(setting, value=value)
+    return replace(setting, key=key, value=value, origin=f"{setting.origin}, written {setting.key}")
+
+
+def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> list[Setting]:
+    """The settings under the names that keys have in a tree."""
+    renamed = [_moved(s, new_name(s.key, tree), s.value) for s in settings]
+    values = {s.key: s.value for s in renamed}
+    result: list[Setting] = []
+    outranking: list[Setting] = []
+    for setting in renamed:
+        try:
+            pattern, new = _new_settings(setting.key, setting.value, values, tree)
+        except BadAliasValue as error:
+            problems.append(f"{setting.key}={setting.value} {error} ({setting.origin})")
+            continue
+        moved = [_moved(setting, key, value) for key, value in new.items()]
+        (outranking if pattern.startswith("!") else result).extend(moved)
+    return [*result, *outranking]
+
+
+def _new_settings(key: str, value: JsonValue, values: Values, tree: str) -> tuple[str, JsonObject]:
+    """The pattern that names a key, and the settings in its place."""
+    for pattern, (compute, _) in COMPUTED.items():
+        if (tree == "ppo_trainer" or pattern[0] == "*") and names(pattern.lstrip("!"), key):
+            return pattern, compute(key, value, values)
+    rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
+    for rule in rows:
+        if rule.has(value) and holds(rule.where, lambda name: values.get(name, ABSENT)):
+            return rule.pattern, {k: value if v == "*" else v for k, v in rule.settings.items()}
+    if rows and value not in (None, False):
+        raise BadAliasValue("takes true or false")
+    return "", {} if rows else {key: value}
+
+
+def holds(condition: str, read: Callable[[str], Value]) -> bool:
+    """Whether every term is true: `key` was set, `!key` was not, `key=a,b`, `key!=a`, `key<=1`, `key>1`."""
+    for term in filter(None, condition.split(" and ")):
+        match = _TERM.fullmatch(term)
+        assert match is not None, term
+        value, sign = read(match[2]), match[3]
+        if sign is None:
+            true = (value is ABSENT) == bool(match[1])
+        elif sign in ("<=", ">"):
+            true = isinstance(value, int | float) and (value > float(match[4])) == (sign == ">")
+        else:
+            true = is_one_of(value, scalars(match[4])) == (sign == "=")
+        if not true:
+            return False
+    return True
+
+
+def other_names(tree: str) -> dict[str, str]:
+    """Every other name of a tree's keys, with what it comes to."""
+    meanings = {rule.pattern: rule.becomes for rule in rules("renamed", tree=tree)}
+    rows: dict[str, list[Rule]] = {}
+    for rule in rules("rewritten", tree=tree):
+        if rule.becomes != f"{(old := rule.pattern.lstrip('!'))}=*":
+            rows.setdefault(old, []).append(rule)
+    meanings |= {old: "; ".join(map(str, inside)) for old, inside in rows.items()}
+    computed = {pattern.lstrip("!"): meaning for pattern, (_, meaning) in COMPUTED.items()}
+    return meanings | (computed if tree == "ppo_trainer" else {})

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, compose, load_config
-from hone.config.aliases import COMPUTED
 from hone.config.apply import compose_settings
 from hone.config.keys import get
 from hone.config.sources import Setting
-from hone.config.states import names, new_name, rule_of, rules
+from hone.config.states import COMPUTED, names, new_name, rule_of, rules
 from hone.config.trees import TREES
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
 from hone.config import load_config
-from hone.config.checks import holds
 from hone.config.keys import blocks, get, leaves
-from hone.config.states import read_table
+from hone.config.states import holds, read_table
 from hone.config.trees import TREES
 
 TABLE = read_table("checks.txt")
@@ -33,7 +33,7 @@ TABLE = read_table("checks.txt")
     ],
 )
 def test_a_condition_compares_keys_with_values(condition: str, true: bool) -> None:
-    assert holds(condition, load_config()) is true
+    assert holds(condition, partial(get, load_config())) is true
 
 
 @pytest.mark.parametrize("row", [*TABLE["problems"], *TABLE["idle"]], ids=lambda row: row[0])
@@ -53,4 +53,4 @@ def test_no_row_speaks_of_the_defaults() -> None:
     for owner_condition, *_ in TABLE["problems"]:
         owner, _, condition = owner_condition.rpartition(":")
         defaults = load_config(config_name=owner or "ppo_trainer")
-        assert not holds(condition, defaults), condition
+        assert not holds(condition, partial(get, defaults)), condition

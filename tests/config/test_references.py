@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.config.keys import leaves
-from hone.config.references import by_omegaconf, resolve
+from hone.config.keys import by_omegaconf, leaves, resolve
 from hone.config.trees import TREES
 
 

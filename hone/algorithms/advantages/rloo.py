@@ -63,7 +63,7 @@ class RLOO(Estimator):
 
     credit_assignment: float | str | None = None
 
-    groups = "required"
+    groups = "compared"
 
     @property
     def requires(self) -> tuple[str, ...]:

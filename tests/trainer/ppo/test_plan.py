@@ -226,12 +226,6 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "temperature such as 0.1",
         ["algorithm.adv_estimator=rloo_token", f"{ROLLOUT}.n=2"],
     ),
-    "rloo needs a group": (
-        ["algorithm.adv_estimator=rloo"],
-        "algorithm.adv_estimator=rloo compares the responses of one prompt, and "
-        "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more",
-        [f"{ROLLOUT}.n=2"],
-    ),
     "maxrl needs a group": (
         ["algorithm.adv_estimator=maxrl"],
         "algorithm.adv_estimator=maxrl compares the responses of one prompt, and "
