@@ -293,7 +293,7 @@ def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> N
 
 def test_problems_of_the_tree_and_of_its_plan_are_told_at_once() -> None:
     overrides = [
-        "algorithm.adv_estimator=rloo",
+        "algorithm.adv_estimator=maxrl",
         "data.train_batch_size=100",
         "trainer.n_gpus_per_node=8",
     ]
