@@ -73,8 +73,6 @@ TESTED_ELSEWHERE = {
     "weights/collective.py",
     "weights/window.py",
     # not moved yet
-    "rollout/event_loop_engine.py",
-    "rollout/hf.py",
     "rollout/native/batch_state.py",
     "rollout/native/cache.py",
     "rollout/native/decode_graph.py",
