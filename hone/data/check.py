@@ -128,16 +128,14 @@ class _Check:
     ruled: set[str] = field(default_factory=set)
     """Sources with a row that a rule must score."""
     lengths: list[int] = field(default_factory=list)
-    overlong: list[int] = field(default_factory=list)
-    """Row numbers of prompts that are longer than the limit."""
     scores: Counter[float] = field(default_factory=Counter)
     """The scores of the ground truths themselves."""
     unscored: dict[int, str] = field(default_factory=dict)
     """Row number -> why the scorer failed on it."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Prompt -> the numbers of its rows."""
+    overlong: list[int] = field(default_factory=list)
     without_truth: list[int] = field(default_factory=list)
-    """Row numbers that a rule must score and that have nothing to compare with."""
 
     def read(self, file: FileRows) -> None:
         settings = self.kind.settings
@@ -155,16 +153,13 @@ class _Check:
             if not self.kind.supervised:
                 self._read_reward(row, number)
             try:
-                length = self._length(prompt)
+                self.lengths.append(self._length(prompt))
+                if self.lengths[-1] > settings.max_prompt_length:
+                    self.overlong.append(number)
             except PromptTooLong:
                 self.overlong.append(number)
-                continue
             except PromptError as error:
                 self.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
-                continue
-            self.lengths.append(length)
-            if length > settings.max_prompt_length:
-                self.overlong.append(number)
 
     def _answer_problem(self, row: Row) -> Problem | None:
         """What `hone sft` would report about a row with nothing to learn."""

@@ -75,10 +75,7 @@ def run_dataset(
 
 
 def create_sft_dataset(
-    data_paths: Files,
-    data_config: SFTDataConfig,
-    tokenizer: Tokenizer,
-    max_samples: int = -1,
+    data_paths: Files, data_config: SFTDataConfig, tokenizer: Tokenizer, max_samples: int = -1
 ) -> Dataset:
     """Conversations with data.multiturn.enable (unset: where the file has the column)."""
     custom, turns = data_config.custom_cls, data_config.multiturn

@@ -240,64 +240,46 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
 def token_counts(
     prompts: Iterable[Callable[[], Rendered]], tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> Iterator[int | PromptError]:
-    """For each rendering, in order, its number of tokens, or why it cannot be rendered or tokenised."""
-    rest = iter(prompts)
+    """For each rendering, in order, its number of tokens, or why it cannot be rendered or tokenised.
+
+    Prompts are rendered here and tokenised in threads, in batches: the tokenizer's own code runs
+    without the interpreter's lock.
+    """
     alone = len(tokenise(PROBE, tokenizer))  # settles the tokenizer's options at its first use
     backend = getattr(tokenizer, "backend_tokenizer", None)
 
-    def count_together(texts: Sequence[str]) -> list[int]:
+    def count_texts(texts: Sequence[str]) -> list[int]:
         assert backend is not None
         return [len(ids) for ids in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     # A tokenizer may do more than its backend: then its own method is called for each text.
-    if backend is not None and count_together([PROBE]) != [alone]:
-        backend = None
+    in_batches = backend is not None and count_texts([PROBE]) == [alone]
 
-    def count(batch: Sequence[Rendered | PromptError]) -> list[int | PromptError]:
-        counts: list[int | PromptError] = []
-        plain: dict[int, str] = {}
-        for prompt in batch:
-            if isinstance(prompt, str) and backend is not None and _is_plain(prompt, max_tokens):
-                plain[len(counts)] = prompt
-                counts.append(0)
-            else:
-                counts.append(_count_alone(prompt, tokenizer, max_tokens))
-        for index, tokens in zip(
-            plain, count_together([*plain.values()]) if plain else (), strict=True
-        ):
-            counts[index] = tokens
-        return counts
+    def start(render: Callable[[], Rendered]) -> str | int | PromptError:
+        """The count of a prompt, or its text where that can be counted in a batch."""
+        try:
+            text = render()
+            if isinstance(text, list):
+                return len(text)
+            is_far = max_tokens is not None and is_far_too_long(text, max_tokens)
+            if in_batches and not is_far and flaw_of(text, allow_nul=True) is None:
+                return text
+            return len(tokenise(text, tokenizer, max_tokens))
+        except PromptError as error:
+            return error
 
+    def finish(batch: Sequence[str | int | PromptError]) -> list[int | PromptError]:
+        texts = [item for item in batch if isinstance(item, str)]
+        counts = iter(count_texts(texts) if texts else ())
+        return [next(counts) if isinstance(item, str) else item for item in batch]
+
+    rest = map(start, prompts)
     running: deque[Future[list[int | PromptError]]] = deque()
     threads = usable_cores()
     with ThreadPoolExecutor(threads, thread_name_prefix="count tokens") as pool:
-        while batch := [_try_render(render) for render in islice(rest, BATCH)]:
-            running.append(pool.submit(count, batch))
+        while batch := list(islice(rest, BATCH)):
+            running.append(pool.submit(finish, batch))
             if len(running) > 2 * threads:
                 yield from running.popleft().result()
         while running:
             yield from running.popleft().result()
-
-
-def _try_render(render: Callable[[], Rendered]) -> Rendered | PromptError:
-    try:
-        return render()
-    except PromptError as error:
-        return error
-
-
-def _is_plain(text: str, max_tokens: int | None) -> bool:
-    """Whether a text may be tokenised in a batch: valid Unicode of a usual length."""
-    is_far = max_tokens is not None and is_far_too_long(text, max_tokens)
-    return not is_far and flaw_of(text, allow_nul=True) is None
-
-
-def _count_alone(
-    prompt: Rendered | PromptError, tokenizer: Tokenizer, max_tokens: int | None
-) -> int | PromptError:
-    if isinstance(prompt, PromptError):
-        return prompt
-    try:
-        return len(prompt if isinstance(prompt, list) else tokenise(prompt, tokenizer, max_tokens))
-    except PromptError as error:
-        return error

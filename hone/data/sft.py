@@ -58,11 +58,7 @@ def encode_single_turn(
 ) -> Encoded:
     """A prompt as rollout renders it, then the response and the end token, which are the targets."""
     prompt_ids = render_prompt(
-        prompt,
-        tokenizer,
-        prompt_format,
-        template_kwargs=template_kwargs,
-        max_tokens=max_tokens,
+        prompt, tokenizer, prompt_format, template_kwargs=template_kwargs, max_tokens=max_tokens
     )
     response_ids = tokenise(response, tokenizer, max_tokens)
     if tokenizer.eos_token_id is not None:

@@ -70,9 +70,7 @@ def draw_curve(
     return Path(out_png)
 
 
-def _labels(
-    paths: PathLike | Sequence[PathLike] | Mapping[str, PathLike],
-) -> dict[str, PathLike]:
+def _labels(paths: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> dict[str, PathLike]:
     if isinstance(paths, Mapping):
         return dict(paths)
     labelled: dict[str, PathLike] = {}

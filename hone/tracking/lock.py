@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hone.tracking.atomic import make_folder
@@ -253,13 +253,10 @@ def _read(path: Path) -> tuple[Holder | None, int]:
             content, touched = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None, 0
-    kinds = {field.name: int if field.name == "pid" else str for field in fields(Holder)}
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(content)
-        if isinstance(record, dict) and record.keys() == kinds.keys():
-            is_typed = all(isinstance(record[name], kind) for name, kind in kinds.items())
-            if is_typed and record["token"].isalnum():
-                return Holder(**record), touched
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+        holder = Holder(**json.loads(content))
+        if holder.token.isalnum() and isinstance(holder.pid, int):
+            return holder, touched
     # A file that is half written or holds no record is identified by its content.
     return Holder(token=f"unreadable{zlib.crc32(content):x}"), touched
 

@@ -17,10 +17,7 @@ _FAILURES = {
     ),
     errno.EIO: ("the disk failed (input/output error)", "check the disk"),
     errno.EROFS: ("the file system is read-only", "mount it writable or name another folder"),
-    errno.ESTALE: (
-        "the network file system lost the file (stale file handle)",
-        "check the mount",
-    ),
+    errno.ESTALE: ("the network file system lost the file (stale file handle)", "check the mount"),
 }
 """System error -> what is wrong, and what to do about it."""
 
