@@ -1,4 +1,4 @@
-"""Timers, profiler markers and loggers under verl's names; markers of profilers and traces do nothing."""
+"""The timers of a step, and verl's markers and loggers; markers of profilers and traces do nothing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,48 @@ from typing import ParamSpec, TypeVar
 
 from hone.types import Function, JsonValue, Settings
 
+TIMING = "timing_s/"
 F = TypeVar("F", bound=Function)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @contextlib.contextmanager
-def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[None]:
+def simple_timer(
+    name: str,
+    timing_raw: MutableMapping[str, float],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[None]:
     """Add the seconds inside to `timing_raw[name]`, also when it ends in an exception."""
-    started = time.perf_counter()
+    started = clock()
     try:
         yield
     finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
+        timing_raw[name] = timing_raw.get(name, 0.0) + clock() - started
+
+
+class Timers:
+    """Named stopwatches: `with timers.timer("gen"): ...`, then `timers.drain()` once per step."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return simple_timer(name, self._seconds, self._clock)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that another process measured."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def metrics(self) -> dict[str, float]:
+        return {TIMING + name: seconds for name, seconds in self._seconds.items()}
+
+    def drain(self) -> dict[str, float]:
+        """The metrics so far; the timers start from zero again."""
+        metrics = self.metrics()
+        self._seconds.clear()
+        return metrics
 
 
 def marked_timer(

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, envelope, is_unsmoothed
+from hone.tracking.markers import TIMING
 from hone.tracking.report_data import RunData, labels_of, load_run
-from hone.tracking.timing import PREFIX
 from hone.types import JsonObject, JsonValue
 
 CHARACTERS_SHOWN = 4000
@@ -201,8 +201,8 @@ class TimePart(NamedTuple):
 def time_of(run: RunData) -> tuple[list[TimePart], bool]:
     """Seconds by timer, the rest of `timing_s/step` as "other", and whether the timers overlap."""
     # Deeper names (`timing_s/agent_loop/…`) and `gen_max` are details of a part that is counted.
-    timers = [key for key in run.metric_names() if re.fullmatch(f"{PREFIX}[^/]+", key)]
-    spent = {key.removeprefix(PREFIX): run.metrics.of(key).finite().values for key in timers}
+    timers = [key for key in run.metric_names() if re.fullmatch(f"{TIMING}[^/]+", key)]
+    spent = {key.removeprefix(TIMING): run.metrics.of(key).finite().values for key in timers}
     spent.pop("gen_max", None)
     whole = float(sum(spent.pop("step", [])))
     if whole:

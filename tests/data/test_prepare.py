@@ -275,7 +275,13 @@ EXPECTED = {
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets are not at hand")
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if sum(rows) > 2500 else [])
+        for name, rows in EXPECTED.items()
+    ],
+)
 def test_real_data_give_the_known_numbers_of_rows(name: str, tmp_path: Path) -> None:
     report = prepare(name, source_dir=SHARED, local_dir=tmp_path)
     assert list(report.rows.values()) == EXPECTED[name]
