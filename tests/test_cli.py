@@ -171,8 +171,8 @@ def test_a_users_yaml_without_defaults_gets_the_programs_tree(tmp_path: Path) ->
         program="hone sft",
     )
     assert composed.config.data.max_length == 77
-    assert composed.origin("optim.lr") == "command line"
-    assert "mine.yaml" in composed.origin("data.max_length")
+    assert composed.origins["optim.lr"] == "command line"
+    assert "mine.yaml" in composed.origins["data.max_length"]
 
 
 def test_keys_without_effect_are_listed_once_at_start(capsys: pytest.CaptureFixture[str]) -> None:

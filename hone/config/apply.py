@@ -59,10 +59,6 @@ class Composed:
     notes: tuple[str, ...] = ()
     """One line per topic: keys that were set and do nothing, or not what they say, in this run."""
 
-    def origin(self, key: str) -> str:
-        """Where the value of a dotted key came from."""
-        return self.origins.get(key, "default")
-
 
 def compose_settings(
     schema: Tree, settings: Sequence[Setting], further: Further | None = None

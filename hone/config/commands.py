@@ -13,9 +13,9 @@ from hone.config import config_to_dict
 from hone.config.apply import Composed, Further, compose_settings
 from hone.config.convert import Value, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
-from hone.config.keys import Leaf, blocks, fitting, get, leaves
+from hone.config.keys import blocks, fitting, get, leaves
 from hone.config.sources import Setting, read_config
-from hone.config.states import Rule, names, new_name, other_names, replacements_of, rules
+from hone.config.states import names, new_name, other_names, replacements_of, rules
 from hone.config.trees import TREES, Tree
 
 _TREE_NAMES = "\0"
@@ -87,7 +87,9 @@ def explain(key: str, tree: str | None = None) -> str:
     for rule in rules("refused", "neutral"):
         mine = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
         if (rule.tree == "*" or mine) and names(rule.pattern, key):
-            return f"{key}: {state_in_words(rule)}\n"
+            silent = "" if "any" in rule.values else ", ".join(map(show_value, rule.values))
+            values = f" with other values than {silent}" if silent else ""
+            return f"{key}: {rule.state}{values}\n  {rule.why}\n"
     where = f" in {tree}" if tree else ""
     every = list(dict.fromkeys(name for owner in trees for name in leaves(owner.root)))
     if same := [name for name in every if name.rpartition(".")[2] == key]:
@@ -99,8 +101,14 @@ def explain(key: str, tree: str | None = None) -> str:
 def _explain_known(key: str, tree: Tree) -> str | None:
     """The text about a leaf or a block of a tree."""
     every = leaves(tree.root)
-    if key in every:
-        return _explain_leaf(every[key], tree)
+    if leaf := every.get(key):
+        lines = [key, f"  {leaf.doc}", ""]
+        lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
+        replaced = replacements_of(key)
+        lines += [f"           {show_value(list(r.values))} becomes {r.becomes}" for r in replaced]
+        if old := [old for old, new in other_names(tree.name).items() if new == key]:
+            lines.append(f"  also     {', '.join(old)}")
+        return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
     if not key or key not in blocks(tree.root):
         return None
     inside = {name[len(key) + 1 :]: every[name] for name in every if name.startswith(key + ".")}
@@ -108,23 +116,6 @@ def _explain_known(key: str, tree: Tree) -> str | None:
     lines = [f"{key}: a block of {_TREE_NAMES}", f"  {blocks(tree.root)[key].__doc__}", ""]
     lines += [f"  {name:<{width}}  {leaf.default_in_words}" for name, leaf in inside.items()]
     return "\n".join(lines) + "\n"
-
-
-def _explain_leaf(leaf: Leaf, tree: Tree) -> str:
-    lines = [leaf.key, f"  {leaf.doc}", ""]
-    lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
-    replaced = replacements_of(leaf.key)
-    lines += [f"           {show_value(list(r.values))} becomes {r.becomes}" for r in replaced]
-    if old := [old for old, new in other_names(tree.name).items() if new == leaf.key]:
-        lines.append(f"  also     {', '.join(old)}")
-    return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
-
-
-def state_in_words(rule: Rule) -> str:
-    """A neutral or refused key as one reads it."""
-    silent = ", ".join(show_value(v) for v in rule.values)
-    values = "" if "any" in rule.values or not silent else f" with other values than {silent}"
-    return f"{rule.state}{values}\n  {rule.why}"
 
 
 def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:

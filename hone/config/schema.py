@@ -53,11 +53,6 @@ class PPOTrainerConfig(RunTree):
     retriever: RetrieverConfig = block(RetrieverConfig)
 
     @property
-    def sequences_per_step(self) -> int:
-        """Responses in one step."""
-        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
-
-    @property
     def sampling_seed(self) -> int:
         """The run seed of every trajectory."""
         seed = self.actor_rollout_ref.rollout.seed

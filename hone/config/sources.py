@@ -190,20 +190,14 @@ def read_config(
         if file is not None:
             settings += read_file(file, package)
         elif path in BUILT_IN:
-            settings += _built_in_settings(path)
+            # Words of the name are the keys in which one of verl's configs differs from its tree here.
+            keys = dict.fromkeys(_ENGINES[1:], _STRATEGY.get(BUILT_IN[path], ""))
+            keys["dapo"] = "reward_model.reward_manager"
+            settings += [Setting(key, word, path) for word, key in keys.items() if word in path]
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
-    keys = [text for text in overrides if text not in choices]
-    return tree, [*settings, *parse_overrides(keys)]
-
-
-def _built_in_settings(name: str) -> Iterator[Setting]:
-    """In what one of verl's configs differs from its tree here."""
-    if name.startswith("dapo"):
-        yield Setting("reward_model.reward_manager", "dapo", name)
-    for engine in _ENGINES[1:]:
-        if name.endswith(f"_{engine}_trainer"):
-            yield Setting(_STRATEGY[BUILT_IN[name]], engine, name)
+    rest = [text for text in overrides if text not in choices]
+    return tree, [*settings, *parse_overrides(rest)]
 
 
 def _require_built_in(name: str, folders: Sequence[str | Path], places: Sequence[Path]) -> None:

@@ -169,12 +169,12 @@ def test_an_argument_that_is_no_override_is_explained() -> None:
 
 def test_origins_say_where_each_value_came_from() -> None:
     composed = compose(["trainer.seed=3", "algorithm.group_size=2"])
-    assert composed.origin("trainer.seed") == "command line"
+    assert composed.origins["trainer.seed"] == "command line"
     assert (
-        composed.origin("actor_rollout_ref.rollout.n")
+        composed.origins["actor_rollout_ref.rollout.n"]
         == "command line, written algorithm.group_size"
     )
-    assert composed.origin("data.seed") == "default"
+    assert "data.seed" not in composed.origins
 
 
 def test_neutral_keys_of_one_topic_are_noted_in_one_line() -> None:
@@ -293,8 +293,8 @@ def test_a_users_config_lies_between_schema_and_command_line(tmp_path: Path) -> 
     assert composed.config.trainer.seed == 9
     assert composed.config.trainer.total_epochs == 2
     assert composed.config.algorithm.adv_estimator == "grpo"
-    assert composed.origin("trainer.total_epochs") == "mine.yaml"
-    assert composed.origin("trainer.seed") == "command line"
+    assert composed.origins["trainer.total_epochs"] == "mine.yaml"
+    assert composed.origins["trainer.seed"] == "command line"
 
 
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     assert text == "trainer has no key 'sed'. Did you mean 'seed'? (mine.yaml)"
 
 
-def test_a_defaults_list_may_name_the_users_own_files_and_the_familys_groups(
+def test_a_defaults_list_may_name_the_users_own_files_and_verls_groups(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mine.yaml").write_text(
@@ -317,7 +317,7 @@ def test_a_defaults_list_may_name_the_users_own_files_and_the_familys_groups(
     assert composed.config.trainer.seed == 3
     assert composed.config.trainer.total_epochs == 7
     assert composed.config.actor_rollout_ref.model.path == "tiny"
-    assert composed.origin("trainer.total_epochs") == "base.yaml"
+    assert composed.origins["trainer.total_epochs"] == "base.yaml"
 
 
 def test_a_missing_file_of_a_defaults_list_is_explained(tmp_path: Path) -> None:

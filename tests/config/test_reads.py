@@ -80,6 +80,7 @@ def elsewhere(key: str) -> str | None:
     return next((p for p in READ_ELSEWHERE if names(p, key)), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", sorted(TREES))
 def test_every_key_that_works_is_read(tree: str, recorder: Recorder) -> None:
     read = read_keys(tree, recorder)
@@ -87,6 +88,7 @@ def test_every_key_that_works_is_read(tree: str, recorder: Recorder) -> None:
     assert [key for key in works if key not in read and not elsewhere(key)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", sorted(READ_ELSEWHERE))
 def test_what_cannot_run_here_is_read_in_the_source(pattern: str, recorder: Recorder) -> None:
     file, expression = READ_ELSEWHERE[pattern]

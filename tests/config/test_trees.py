@@ -104,7 +104,7 @@ def test_a_generation_run_that_cannot_start_is_refused(
     load_config([*overrides, *repair], config_name="generation")
 
 
-def test_the_familys_generation_file_needs_only_another_engine() -> None:
+def test_verls_generation_file_needs_only_another_engine() -> None:
     written = {
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 8,
@@ -156,7 +156,7 @@ def test_the_familys_generation_file_needs_only_another_engine() -> None:
     assert load_config([*overrides, "rollout.name=vllm"], config_name="generation") == config
 
 
-def test_the_familys_evaluation_file_loads() -> None:
+def test_verls_evaluation_file_loads() -> None:
     config = load_config(
         [
             "data.path=out.parquet",

@@ -74,8 +74,8 @@ def test_every_value_composes_and_knows_its_origin(given: dict[str, Any]) -> Non
     overrides = [f"{key}={value}" for key, value in given.items()]
     composed = compose(overrides, starting=starting_values)
     assert composed.config.actor_rollout_ref.rollout.n == 8
-    assert composed.origin("actor_rollout_ref.rollout.n") == "hone train"
-    assert composed.origin("data.train_files") == "command line"
+    assert composed.origins["actor_rollout_ref.rollout.n"] == "hone train"
+    assert composed.origins["data.train_files"] == "command line"
 
 
 def test_three_lines_say_what_was_chosen(given: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ def test_a_program_runs_its_own_task_runner() -> None:
 def test_a_tree_is_composed_and_a_composed_one_stays() -> None:
     tree = OmegaConf.create({"algorithm": {"gamma": 0.5, "lam": "${algorithm.gamma}"}})
     composed = composed_tree(tree)
-    assert (composed.config.algorithm.lam, composed.origin("algorithm.lam")) == (
+    assert (composed.config.algorithm.lam, composed.origins["algorithm.lam"]) == (
         0.5,
         "the given config",
     )

@@ -1,4 +1,4 @@
-"""The family's `ppo_trainer` tree, key by key with its own default, as our fixture.
+"""verl's `ppo_trainer` tree, key by key with its own default, as our fixture.
 
 Keys whose default follows another key carry the value they come to.
 """
@@ -470,7 +470,7 @@ PROFILE_RUN: dict[str, Any] = {
     },
 }
 
-FAMILY_TREE: dict[str, Any] = {
+VERL_TREE: dict[str, Any] = {
     "actor_rollout_ref": {
         "hybrid_engine": True,
         "nccl_timeout": 600,
