@@ -11,45 +11,54 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hone.data.preprocess.sources import Source, Splits
+from hone.data.preprocess import (
+    arithmetic,
+    countdown,
+    maths,
+    preferences,
+    programs,
+    search_qa,
+)
+from hone.data.preprocess.sources import MakeRow, Source, Splits, Upstream
 from hone.data.rows import DataError, write_file, write_parquet
 from hone.plugins import proposal
 from hone.types import Settings
+
+Builder = Callable[..., Splits]
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How one data set is built."""
 
-    builder: str
-    """`module:function` below hone.data.preprocess; empty for a set that is only generated."""
+    builder: Builder | None
+    """Makes the rows of a source; None for a set that is only generated."""
     summary: str
     fixed: Settings = field(default_factory=dict)
     """Arguments that make this variant."""
-    generator: str | None = None
-    """Builder that needs no source, used when none is named."""
+    generator: Builder | None = None
+    """Makes rows without a source, where none is named."""
     writes_examples: bool = False
     """Also write the first row of each split as JSON."""
 
 
+def _rows(upstream: Upstream, make: MakeRow, summary: str, examples: bool = False) -> Recipe:
+    """A data set with a row per record."""
+    return Recipe(lambda source: source.rows(upstream, make), summary, writes_examples=examples)
+
+
 def _gsm8k(kind: str, summary: str) -> Recipe:
-    return Recipe("maths:gsm8k", summary, {"kind": kind})
+    return _rows(maths.GSM8K, partial(maths.gsm8k_row, kind=kind), summary)
 
 
 def _arithmetic(name: str, operations: str, what: str) -> Recipe:
     fixed = {"name": name, "operations": tuple(operations)}
-    return Recipe("", f"{what} up to 999 (generated)", fixed, "arithmetic:tinyzero_splits")
+    return Recipe(None, f"{what} up to 999 (generated)", fixed, arithmetic.tinyzero_splits)
 
-
-_QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-_BENCHMARKS = (
-    *("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva_math"),
-    *("svamp", "asdiv", "mawps", "dapo_math"),
-)
 
 RECIPES: dict[str, Recipe] = {
     "gsm8k": _gsm8k("plain", "grade-school maths"),
@@ -57,41 +66,43 @@ RECIPES: dict[str, Recipe] = {
     "gsm8k_tool_agent_loop": _gsm8k("agent_loop", "the same, run by tool_agent"),
     "gsm8k_multiturn_w_interaction": _gsm8k("interaction", "gsm8k with a simulated user"),
     "gsm8k_multiturn_sft": _gsm8k("conversation", "gsm8k as conversations for SFT"),
-    "math": Recipe("maths:math", "competition maths", writes_examples=True),
+    "math": _rows(maths.MATH, maths.math_row, "competition maths", examples=True),
     "countdown": Recipe(
-        "countdown:splits",
+        countdown.splits,
         "make a target from numbers (generated, or upstream's)",
-        generator="countdown:generated_splits",
+        generator=countdown.generated_splits,
     ),
     "multiply": _arithmetic("multiply", "*", "products of numbers"),
     "arithmetic": _arithmetic("arithmetic", "+-*", "sums, differences, products"),
-    "hellaswag": Recipe("preferences:hellaswag", "choose the ending of a text"),
-    "full_hh_rlhf": Recipe("preferences:hh_rlhf", "preferences as sft, rm and rl rows"),
-    "geo3k": Recipe("maths:geo3k", "geometry with diagrams", {"with_tool": False}),
+    "hellaswag": _rows(
+        preferences.HELLASWAG, preferences.hellaswag_row, "choose the ending of a text"
+    ),
+    "full_hh_rlhf": Recipe(preferences.hh_rlhf, "preferences as sft, rm and rl rows"),
+    "geo3k": Recipe(maths.geo3k, "geometry with diagrams", {"with_tool": False}),
     "geo3k_multiturn_w_tool": Recipe(
-        "maths:geo3k", "geometry with the calc_geo3k_reward tool", {"with_tool": True}
+        maths.geo3k, "geometry with the calc_geo3k_reward tool", {"with_tool": True}
     ),
     **{
         name: Recipe(
-            "search_qa:splits", f"{name} questions in Search-R1's form", {"data_sources": name}
+            search_qa.splits, f"{name} questions in Search-R1's form", {"data_sources": name}
         )
-        for name in _QUESTIONS
+        for name in search_qa.SETS
     },
-    "search_r1": Recipe("search_qa:splits", "several question sets merged (--data_sources a,b)"),
+    "search_r1": Recipe(search_qa.splits, "several question sets merged (--data_sources a,b)"),
     "preprocess_search_r1_dataset": Recipe(
-        "search_qa:splits", "the same in the form of verl's search tool", {"style": "tool"}
+        search_qa.splits, "the same in the form of verl's search tool", {"style": "tool"}
     ),
     "search_qa": Recipe(
-        "search_qa:closed_world_splits", "questions answerable from the small wiki corpus"
+        search_qa.closed_world_splits, "questions answerable from the small wiki corpus"
     ),
     **{
-        name: Recipe("maths:benchmark", f"maths problems of {name}", {"name": name})
-        for name in _BENCHMARKS
+        name: Recipe(maths.benchmark, f"maths problems of {name}", {"name": name})
+        for name in maths.BENCHMARKS
     },
-    "humaneval": Recipe("programs:humaneval_splits", "complete a function"),
-    "mbpp": Recipe("programs:mbpp_splits", "write a function"),
-    "leetcode": Recipe("programs:leetcode_splits", "contest problems with assertions"),
-    "taco": Recipe("programs:taco_splits", "contest problems with input and output"),
+    "humaneval": _rows(programs.HUMANEVAL, programs.humaneval_row, "complete a function"),
+    "mbpp": Recipe(programs.mbpp_splits, "write a function"),
+    "leetcode": _rows(programs.LEETCODE, programs.leetcode_row, "contest problems with assertions"),
+    "taco": _rows(programs.TACO, programs.taco_row, "contest problems with input and output"),
 }
 
 ALIASES = {
@@ -140,10 +151,10 @@ def prepare(
     if source_dir is not None and hub:
         raise DataError("give either a source folder or the hub, not both")
     is_generated = recipe.generator is not None and source_dir is None and not hub
-    target = recipe.generator if is_generated else recipe.builder
-    if not target:
+    builder = recipe.generator if is_generated else recipe.builder
+    if builder is None:
         raise DataError("this data set is generated; leave out the source folder and the hub")
-    known = _options(recipe, target)
+    known = _options(recipe, builder)
     if unknown := [key for key in options if key not in known]:
         names = ", ".join(known) or "none"
         raise DataError(f"{name} has no option {', '.join(unknown)}; it has {names}")
@@ -153,7 +164,7 @@ def prepare(
     arguments = {**recipe.fixed, **options}
     if not is_generated:
         arguments["source"] = Source(source_dir)
-    splits = _builder(target)(**arguments)
+    splits = builder(**arguments)
     return Report(name, _write(splits, Path(local_dir).expanduser(), recipe.writes_examples))
 
 
@@ -172,17 +183,9 @@ def _write(splits: Splits, folder: Path, writes_examples: bool) -> dict[str, int
     return written
 
 
-def _builder(target: str) -> Callable[..., Splits]:
-    module, function = target.split(":")
-    builder: Callable[..., Splits] = getattr(
-        import_module(f"hone.data.preprocess.{module}"), function
-    )
-    return builder
-
-
-def _options(recipe: Recipe, target: str) -> Mapping[str, inspect.Parameter]:
+def _options(recipe: Recipe, builder: Builder) -> Mapping[str, inspect.Parameter]:
     """The builder's keyword arguments that the recipe leaves open."""
-    parameters = inspect.signature(_builder(target)).parameters.values()
+    parameters = inspect.signature(builder).parameters.values()
     open_ones = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in recipe.fixed]
     return {parameter.name: parameter for parameter in open_ones}
 
@@ -202,8 +205,8 @@ def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentP
     )
     parser.add_argument("--hub", action="store_true", help="read from the Hugging Face hub")
     options: dict[str, inspect.Parameter] = {}
-    for target in filter(None, (recipe.generator, recipe.builder)):
-        options |= _options(recipe, target)
+    for builder in filter(None, (recipe.generator, recipe.builder)):
+        options |= _options(recipe, builder)
     for option, parameter in options.items():
         parser.add_argument(
             f"--{option}",

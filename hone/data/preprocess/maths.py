@@ -62,10 +62,6 @@ def _tool_kwargs(tool: str, ground_truth: str) -> Row:
     return {"need_tools_kwargs": True, "tools_kwargs": {tool: create}}
 
 
-def gsm8k(source: Source, *, kind: str) -> Splits:
-    return source.rows(GSM8K, partial(gsm8k_row, kind=kind))
-
-
 MATH = Upstream(("math", "MATH-lighteval"), "DigitalLearningGmbH/MATH-lighteval")
 BOXED = "Let's think step by step and output the final answer within \\boxed{}."
 
@@ -91,10 +87,6 @@ def math_row(record: Row, split: str, index: int) -> Row | None:
     answer = last_boxed(record["solution"])
     prompt = f"{record['problem']} {BOXED}"
     return task_row(MATH.hub, prompt, "math", answer, split, index) if answer else None
-
-
-def math(source: Source) -> Splits:
-    return source.rows(MATH, math_row)
 
 
 ANSWER_LINE = (

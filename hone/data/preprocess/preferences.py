@@ -34,10 +34,6 @@ def hellaswag_row(record: Row, split: str, index: int) -> Row:
     return row
 
 
-def hellaswag(source: Source) -> Splits:
-    return source.rows(HELLASWAG, hellaswag_row)
-
-
 HH_RLHF = Upstream(
     ("full_hh_rlhf", "hh_rlhf"),
     "Dahoas/full-hh-rlhf",

@@ -52,10 +52,6 @@ def humaneval_row(record: Row, split: str, index: int) -> Row:
     return _row("humaneval", prompt, tests, split, index, task_id=str(record["task_id"]))
 
 
-def humaneval_splits(source: Source) -> Splits:
-    return source.rows(HUMANEVAL, humaneval_row)
-
-
 def mbpp_row(record: Row, split: str, index: int) -> Row:
     asserts = record["test_list"]
     setup = [*(record.get("test_imports") or ()), record.get("test_setup_code") or ""]
@@ -87,9 +83,5 @@ def leetcode_row(record: Row, split: str, index: int) -> Row:
     return _row("leetcode", prompt, tests, split, index, task_id=str(record["task_id"]))
 
 
-def leetcode_splits(source: Source) -> Splits:
-    return source.rows(LEETCODE, leetcode_row)
-
-
-def taco_splits(source: Source) -> Splits:
-    return source.rows(TACO, lambda r, split, i: _row("taco", r["prompt"], r["tests"], split, i))
+def taco_row(record: Row, split: str, index: int) -> Row:
+    return _row("taco", record["prompt"], record["tests"], split, index)

@@ -4,18 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hone.data.preprocess.programs import (
-    humaneval_splits,
-    leetcode_splits,
-    mbpp_splits,
-    taco_splits,
-)
-from hone.data.preprocess.sources import Source
+from hone.data.prepare import RECIPES
+from hone.data.preprocess.sources import Source, Splits
 
 
 def write(path: Path, rows: list[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows_of(name: str, folder: Path) -> Splits:
+    builder = RECIPES[name].builder
+    assert builder is not None
+    return builder(source=Source(folder))
 
 
 def truth_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def test_humanevals_check_is_called_with_the_entry_point(tmp_path: Path) -> None
         "test": "def check(f):\n    assert f() == 1\n",
     }
     write(tmp_path / "humaneval/test.jsonl", [record])
-    (row,) = humaneval_splits(Source(tmp_path))["test"]
+    (row,) = rows_of("humaneval", tmp_path)["test"]
     run("def one():\n    return 1\n" + truth_of(row)["functional"])
     assert row["data_source"] == "humaneval"
     assert "def one():" in row["prompt"][0]["content"]
@@ -51,7 +52,7 @@ def test_mbpps_records_go_to_the_split_they_name(tmp_path: Path) -> None:
     for record, split in zip(records, ["train", "val", "test", "prompt"], strict=True):
         record["split"] = split
     write(tmp_path / "mbpp/mbpp.jsonl", records)
-    made = mbpp_splits(Source(tmp_path))
+    made = rows_of("mbpp", tmp_path)
     assert {split: len(rows) for split, rows in made.items()} == {
         "train": 1,
         "validation": 1,
@@ -71,7 +72,7 @@ def test_leetcodes_test_has_a_place_for_the_program(tmp_path: Path) -> None:
         "test": "def check(f):\n    assert f() == [2]\n",
     }
     write(tmp_path / "leetcode/test_v0.3.1.jsonl", [record])
-    (row,) = leetcode_splits(Source(tmp_path))["test"]
+    (row,) = rows_of("leetcode", tmp_path)["test"]
     program = "class Solution:\n    def two(self) -> List[int]:\n        return [2]\n"
     run(truth_of(row)["functional"].replace("__CODE__", program))
     assert "class Solution" in row["prompt"][0]["content"]
@@ -80,4 +81,4 @@ def test_leetcodes_test_has_a_place_for_the_program(tmp_path: Path) -> None:
 def test_tacos_tests_are_kept_as_json_whatever_their_shape(tmp_path: Path) -> None:
     shapes = [{"inputs": ["1"], "outputs": ["2"]}, {"functional": "assert True"}]
     write(tmp_path / "taco/test.jsonl", [{"prompt": "p", "tests": tests} for tests in shapes])
-    assert [truth_of(row) for row in taco_splits(Source(tmp_path))["test"]] == shapes
+    assert [truth_of(row) for row in rows_of("taco", tmp_path)["test"]] == shapes

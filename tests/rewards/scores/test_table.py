@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -200,11 +199,9 @@ def test_every_source_that_a_preparer_writes_has_a_rule(
     recipe = RECIPES[name]
     builders = [b for b in (recipe.builder, recipe.generator) if b]
     for builder in builders:
-        module, function = builder.split(":")
-        build = getattr(import_module(f"hone.data.preprocess.{module}"), function)
         sizes = {"train_size": 4, "test_size": 2} if builder == recipe.generator else {}
         arguments = {"source": Source()} if builder == recipe.builder else sizes
-        splits = build(**arguments, **recipe.fixed)
+        splits = builder(**arguments, **recipe.fixed)
         rows = [row for split in splits.values() for row in split if "data_source" in row]
         assert rows or name in ("gsm8k_multiturn_sft",), name
         check_sources(rows)
