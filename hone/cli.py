@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hone import __version__
-from hone.trainer.data_verbs import add_data_verbs
-from hone.trainer.verbs import Options, Verbs, add_verb, say
+from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, say
 
 PROGRAMS = {
     "train": ("hone.trainer.main_ppo:train", "RL training: PPO, GRPO and their kin"),

@@ -276,7 +276,6 @@ def finish(program: Callable[[], int | None]) -> int:
 
 
 def _write_traceback(error: BaseException) -> Path | None:
-    """Append the traceback to the run folder's log, where there is one."""
     run = getattr(_latest[0].config, "trainer", None) if _latest else None
     folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
     if folder == Path() or not folder.is_dir() or getattr(error, "changes_nothing", False):

@@ -169,7 +169,6 @@ def _with_code(
 
 
 def _dtype(source: Path) -> torch.dtype:
-    """The dtype in which the weights were saved."""
     for name, saved in _saved_tensors(source).items():
         if name.startswith("model.") and hasattr(saved, "properties"):
             return saved.properties.dtype
@@ -177,7 +176,6 @@ def _dtype(source: Path) -> torch.dtype:
 
 
 def _model_config(source: Path) -> ModelConfig:
-    """The model block of the run the checkpoint belongs to."""
     for folder in source.parents[:3]:
         try:
             config = RunFolder(folder).read_config()

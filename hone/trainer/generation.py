@@ -303,7 +303,6 @@ class Generation:
     def _check_positions(
         self, rows: Sequence[int], prompts: Sequence[list[int]], positions: int | None
     ) -> None:
-        """The longest prompt and its response fit the model."""
         number, ids = max(zip(rows, prompts, strict=True), key=lambda pair: len(pair[1]))
         reach = len(ids) + self._samplings(number, len(ids))[0].max_tokens
         if positions is None or reach <= positions:

@@ -58,7 +58,10 @@ def _card(
     way = f"by reinforcement learning (`{how}`)" if how else "by supervised fine-tuning"
     steps = f", {rows[-1]['step']} steps" if rows else ""
     yield f"Trained{base} {way}{steps}, with hone {__version__}." if config else "Exported by hone."
-    yield from _data(config)
+    files = {key: _at(config, f"data.{key}_files") for key in ("train", "val")}
+    if any(files.values()):
+        yield from ("", "## Data", "", "| | files |", "|---|---|")
+        yield from (f"| {key} | {_without_folder(n)} |" for key, n in files.items() if n)
     keys = [key for key in sorted(origins) if not _SECRET.search(key)]
     if keys:
         yield from (
@@ -73,26 +76,13 @@ def _card(
         yield "```"
     if has_curves:
         yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")
-    yield from _evaluation(rows)
-
-
-def _data(config: Row) -> Iterator[str]:
-    files = {key: _at(config, f"data.{key}_files") for key in ("train", "val")}
-    if any(files.values()):
-        yield from ("", "## Data", "", "| | files |", "|---|---|")
-        yield from (
-            f"| {key} | {_without_folder(names)} |" for key, names in files.items() if names
-        )
-
-
-def _evaluation(rows: list[Row]) -> Iterator[str]:
-    keys = sorted({key for row in rows for key in row if _RESULTS.fullmatch(key)})
-    if keys:
+    metrics = sorted({key for row in rows for key in row if _RESULTS.fullmatch(key)})
+    if metrics:
         yield from ("", "## Evaluation", "", "| metric | first | last |", "|---|---|---|")
-    for key in keys:
-        steps, values = series(rows, key)
-        if steps:
-            yield f"| `{key}` | {values[0]:.4g} (step {steps[0]}) | {values[-1]:.4g} (step {steps[-1]}) |"
+    for key in metrics:
+        at, values = series(rows, key)
+        if at:
+            yield f"| `{key}` | {values[0]:.4g} (step {at[0]}) | {values[-1]:.4g} (step {at[-1]}) |"
 
 
 def _at(config: Row, key: str) -> JsonValue:

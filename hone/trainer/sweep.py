@@ -6,6 +6,7 @@ Every combination is composed before the first run starts. A run that fails does
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,8 @@ def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
     stopped = False
     for number, run in enumerate(runs, start=1):
         screen().line(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
-        words = [f"{key}={_quoted(value)}" for key, value in run.outputs.items()]
+        quoted = {k: v.replace("\\", "\\\\").replace("'", "\\'") for k, v in run.outputs.items()}
+        words = [f"{key}='{value}'" for key, value in quoted.items()]
         run.code, stopped = run_alone([*command, *shared, *run.overrides, *words])
         if stopped:
             break
@@ -100,23 +102,16 @@ def _outputs(shared: Sequence[str], overrides: Sequence[str], tree: str) -> dict
 def _apart(path: str, overrides: Sequence[str]) -> str:
     """The path with the values of a run in its name: below a folder, before the suffix of a file."""
     pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
-    last = [key.rpartition(".")[2] for key, _ in pairs]
-    label = ",".join(
-        f"{name if last.count(name) == 1 else key}={_plain(value)}"
-        for (key, value), name in zip(pairs, last, strict=True)
-    )
+    names = [key.rpartition(".")[2] for key, _ in pairs]
+    keys = [
+        name if names.count(name) == 1 else key for (key, _), name in zip(pairs, names, strict=True)
+    ]
+    values = [re.sub(r"[^\w.-]", "_", value) for _, value in pairs]
+    label = ",".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
     place = Path(path)
     if place.suffix in (".parquet", ".json", ".jsonl", ".png"):
         return str(place.with_name(f"{place.stem}-{label}{place.suffix}"))
     return str(place / label)
-
-
-def _plain(value: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in value)
-
-
-def _quoted(path: str) -> str:
-    return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _show(runs: Sequence[Run]) -> None:
@@ -124,22 +119,21 @@ def _show(runs: Sequence[Run]) -> None:
 
     from hone.tracking.console import screen
 
-    names = list(dict.fromkeys(name for run in runs for name in _results(run)))
+    results = [_results(run) for run in runs]
+    names = list(dict.fromkeys(name for of_run in results for name in of_run))
     table = Table(title=f"{len(runs)} runs")
     for column in ("run", "values", "exit code", *names, "written to"):
         table.add_column(column, overflow="fold")
-    for number, run in enumerate(runs, start=1):
-        results = _results(run)
+    for number, (run, of_run) in enumerate(zip(runs, results, strict=True), start=1):
         code = "not started" if run.code is None else str(run.code)
-        cells = [show_value(results.get(name)) if name in results else "" for name in names]
-        table.add_row(
-            str(number), "\n".join(run.overrides), code, *cells, "\n".join(run.outputs.values())
-        )
+        cells = [show_value(of_run[name]) if name in of_run else "" for name in names]
+        files = "\n".join(run.outputs.values())
+        table.add_row(str(number), "\n".join(run.overrides), code, *cells, files)
     screen().say(table)
 
 
 def _results(run: Run) -> dict[str, float]:
-    """The step that a run came to, and its last validation, or the score or loss of its last step."""
+    """The last step of a run, and its last validation, or the score or loss of that step."""
     from hone.tracking.metrics_file import MetricsFile
 
     folder = run.outputs.get("trainer.default_local_dir")

@@ -1,10 +1,16 @@
-"""How the verbs of `hone` are declared, and where they write."""
+"""How the verbs of `hone` are declared, and those of `hone data`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hone.config.data import DataConfig
+
 
 Parser: TypeAlias = argparse.ArgumentParser
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -25,3 +31,134 @@ def say(text: str) -> None:
     from hone.tracking.console import screen
 
     screen().line(text.rstrip("\n"))
+
+
+def add_data_verbs(verbs: Verbs) -> None:
+    """Declare the verbs of `hone data`."""
+    data = verbs.add_parser("data", help="prepare or check data files")
+    of_data = data.add_subparsers(dest="what", metavar="VERB", required=True)
+    text = "write a data set's parquet files"
+    prepare = of_data.add_parser(
+        "prepare",
+        help=text,
+        description=text,
+        epilog="`hone data prepare NAME --help` shows the options of a data set: --local_dir, "
+        "--source_dir, --hub and its own.",
+        usage="hone data prepare [NAME] [options of the data set]",
+        add_help=False,  # a data set has a help of its own
+        allow_abbrev=False,
+    )
+    prepare.set_defaults(run=_data_prepare, takes_more=True, own_parser=prepare)
+    prepare.add_argument("name", nargs="?", help="the data set; none lists them")
+    check = add_verb(of_data, "check", _data_check, "what is in a file, and what would go wrong")
+    check.add_argument("files", nargs="+", metavar="FILE")
+    check.add_argument(
+        "--reward",
+        metavar="FILE.py",
+        help="your score function (FILE.py:NAME), called on every row",
+    )
+    check.add_argument(
+        "--max-prompt-length", type=int, metavar="N", help="longer prompts are errors (in tokens)"
+    )
+    _add_rendering(check)
+    check.add_argument(
+        "--agent-loop",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an agent loop of your own that rows may name (repeat for more)",
+    )
+
+    show = add_verb(of_data, "show", _data_show, "rows as the model will see them")
+    show.add_argument("file", metavar="FILE")
+    show.add_argument(
+        "--rows", metavar="LIST", help="which, as in 0,3-5; the first three if left out"
+    )
+    show.add_argument("--tools", metavar="FILE", help="tools of the run, a YAML list or a .py file")
+    _add_rendering(show)
+
+
+def _add_rendering(parser: Parser) -> None:
+    parser.add_argument("--tokenizer", metavar="MODEL", help="render and count with its tokenizer")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="the prompt's column (prompt)")
+    parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
+
+
+def _data_prepare(options: Options, rest: list[str]) -> None:
+    from hone.data.prepare import RECIPES, prepare_from_arguments
+
+    if options.name is None and {"-h", "--help"} & set(rest):
+        options.own_parser.print_help()
+    elif options.name is None and rest:
+        options.own_parser.error(f"{rest[0]}: name the data set first")
+    elif options.name is None:
+        width = max(map(len, RECIPES))
+        say("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
+    else:
+        program = f"hone data prepare {options.name}"
+        say(str(prepare_from_arguments(options.name, rest, program)))
+
+
+def _rendering(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
+    """The tokenizer and the data settings that a verb's options name."""
+    from dataclasses import replace
+
+    from hone.config.data import DataConfig
+
+    tokenizer = None
+    if options.tokenizer:
+        from hone.models.load import load_tokenizer
+
+        tokenizer = load_tokenizer(options.tokenizer)
+    settings = {"prompt_key": options.prompt_key, "prompt_format": options.prompt_format}
+    return tokenizer, replace(DataConfig(), **{k: v for k, v in settings.items() if v is not None})
+
+
+def _data_check(options: Options, rest: list[str]) -> int:
+    from hone.config import ConfigError
+    from hone.config.rollout import BUILT_IN_LOOPS
+    from hone.data.check import check_file
+    from hone.rewards.scores.table import find
+
+    if options.max_prompt_length is not None and not options.tokenizer:
+        raise ConfigError(
+            f"--max-prompt-length {options.max_prompt_length} counts tokens; give --tokenizer MODEL too"
+        )
+    tokenizer, config = _rendering(options)
+    score = None
+    if options.reward:
+        from hone.rewards.trial import ground_truth_scorer
+
+        score = ground_truth_scorer(options.reward, config.reward_fn_key, config.prompt_key)
+    worst = 0
+    for file in options.files:
+        status, text = check_file(
+            file,
+            tokenizer=tokenizer,
+            known_sources=None if score else lambda source: find(source) is not None,
+            known_loops=[*BUILT_IN_LOOPS, *options.agent_loop],
+            config=config,
+            score=score,
+            max_prompt_length=options.max_prompt_length,
+        )
+        worst = max(worst, status)
+        say(text)
+    return worst
+
+
+def _data_show(options: Options, rest: list[str]) -> None:
+    from hone.data.show import show_file
+
+    tokenizer, config = _rendering(options)
+    schemas = None
+    if options.tools:
+        from hone.agents.tools.listing import load_all_tools
+
+        is_code = options.tools.endswith(".py")
+        tools = load_all_tools(*((None, options.tools) if is_code else (options.tools, None)))
+        schemas = [tool.tool_schema.model_dump() for tool in tools]
+    say(
+        show_file(
+            options.file, rows=options.rows, tokenizer=tokenizer, config=config, tools=schemas
+        )
+    )

@@ -54,7 +54,6 @@ def balance(
 
 
 def _parts(lengths: torch.Tensor, ranks: int, by_length: bool) -> list[list[int]]:
-    """Rows of one mini-batch for each rank."""
     if not by_length:
         return [part.tolist() for part in torch.arange(len(lengths)).tensor_split(ranks)]
     work = calculate_workload(lengths.tolist())

@@ -13,11 +13,12 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from hone.config.convert import show_value
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
@@ -32,6 +33,22 @@ log = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
 _UNFINISHED = ".tmp"
+MAX_LINES = 6
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PPO_KEYS = (
+    *("algorithm", "custom_reward_function", "reward_model", "critic.optim", "trainer.seed"),
+    *(f"{_ACTOR}.{name}" for name in ("optim", "policy_loss", "loss_agg_mode", "entropy_coeff")),
+    *(f"{_ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
+    *(f"{_ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type")),
+    *(f"{_ACTOR}.{name}" for name in ("ppo_epochs", "ppo_mini_batch_size", "grad_clip")),
+    *(f"{_ROLLOUT}.{name}" for name in ("n", "temperature", "top_k", "top_p", "min_p")),
+    *(f"{_ROLLOUT}.{name}" for name in ("multi_turn", "agent.default_agent_loop")),
+    *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
+    *(f"data.{name}" for name in ("truncation", "prompt_format", "apply_chat_template_kwargs")),
+)
+SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
+_DERIVED = ("total_training_steps", "input_tokenizer")
+"""Keys that follow from the length of the run, which a resumed one may change, and from the model."""
 
 
 class CheckpointError(RuntimeError):
@@ -209,6 +226,39 @@ def _plain(value: T) -> JsonValue:
         f"a checkpoint cannot hold a {type(value).__name__}; rows, samplers and data generators must "
         "give plain values (numbers, text, lists, dicts) in their state"
     )
+
+
+def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> list[str]:
+    """`key=value, before value` for each setting below `keys` that a resumed run changes, a few at most.
+
+    `keys` are those that decide what is computed.
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    below = tuple(f"{key}." for key in keys)
+    changed = [
+        f"{key}={show_value(new[key])}, before {show_value(old[key])}"
+        for key in new
+        if f"{key}.".startswith(below)
+        and not key.endswith(_DERIVED)
+        and key in old
+        and _lists(old[key]) != _lists(new[key])
+    ]
+    if len(changed) > MAX_LINES:
+        changed[MAX_LINES - 1 :] = [f"and {len(changed) - MAX_LINES + 1} settings more"]
+    return changed
+
+
+def _leaves(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _lists(value: JsonValue) -> JsonValue:
+    """YAML has lists where a config has tuples."""
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _not_saved(run: RunFolder, step: int, number: int) -> str:

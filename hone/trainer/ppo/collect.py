@@ -140,7 +140,6 @@ class DynamicSampling:
         return all(number in self._groups for number in one.numbers)
 
     def _joined(self, numbers: Sequence[int]) -> DataProto:
-        """These groups one below the other, in this order."""
         groups = [self._groups[number] for number in numbers]
         used = sorted({group.chunk for group in groups})
         starts: dict[int, int] = {}

@@ -13,7 +13,6 @@ from hone.config import PPOTrainerConfig, config_to_dict
 from hone.data.loader import Dataset
 from hone.data.samplers import Stateful
 from hone.tracking import RunFolder
-from hone.trainer.earlier_config import PPO_KEYS, changed_settings
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.plan import Plan
 from hone.types import Settings
@@ -74,5 +73,7 @@ class EarlierRun:
                 f"{self.checkpoint}: its weights go back to {MODEL}={first}, not to {path}; to train "
                 "that one, set another trainer.default_local_dir"
             )
-        for change in changed_settings(before, config_to_dict(self.config), PPO_KEYS):
+        for change in checkpoint.changed_settings(
+            before, config_to_dict(self.config), checkpoint.PPO_KEYS
+        ):
             yield f"from {self.checkpoint.name} on: {change}"

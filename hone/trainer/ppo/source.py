@@ -108,7 +108,6 @@ class TrajectorySource:
         return range(first, self._submitted)
 
     def _deal(self, rows: DataProto, samples: int) -> None:
-        """Whole groups to the ranks, as evenly as they go."""
         ranks = self._workers.world_size
         shares: list[DataProto | None] = [None] * ranks
         for rank, groups in enumerate(np.array_split(np.arange(len(rows) // samples), ranks)):

@@ -26,7 +26,6 @@ from hone.models.from_config import adapters_of, build_tokenizer
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_folder
-from hone.trainer.earlier_config import SFT_KEYS, changed_settings
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
@@ -87,7 +86,6 @@ class SFTRun:
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-        """A progress bar on the first rank."""
         if not self.ranks.is_first:
             yield None
             return
@@ -169,7 +167,6 @@ class SFTRun:
 
     @contextmanager
     def _tracking(self) -> Iterator[Tracking | None]:
-        """The trackers, on the first rank."""
         if not self.ranks.is_first:
             yield None
             return
@@ -259,5 +256,7 @@ class SFTRun:
                 "set another trainer.default_local_dir"
             )
         before = RunFolder(folder.parent).earlier_config()
-        for change in changed_settings(before, config_to_dict(self.config), SFT_KEYS):
+        for change in checkpoint.changed_settings(
+            before, config_to_dict(self.config), checkpoint.SFT_KEYS
+        ):
             screen().line(f"from {folder.name} on: {change}")

@@ -11,8 +11,7 @@ import pytest
 
 from hone import cli
 from hone.config import config_to_dict, load_config
-from hone.trainer.earlier_config import PPO_KEYS, changed_settings
-from hone.trainer.ppo.checkpoint import STATE
+from hone.trainer.ppo.checkpoint import PPO_KEYS, STATE, changed_settings
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from ..runs import Task
