@@ -25,14 +25,13 @@ from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
 from hone.data.rows import BadRows, DataError, read_rows
 from hone.tracking import RunFolder, read_metrics
-from hone.tracking.console import screen
 from hone.trainer import main_eval, main_ppo, main_sft
-from hone.trainer.command_line import announce, plan_checks, require_folder
+from hone.trainer.command_line import STARTING_VALUES, announce, plan_checks, require_folder
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
 from hone.trainer.interrupt import Interrupted
 from hone.trainer.ranks import launch, must_launch
-from hone.trainer.starting_values import ORIGIN, announcement, starting_values
+from hone.trainer.starting_values import starting_values
 from hone.types import Function, Row
 
 Model: TypeAlias = Union[Name, "Trained", LLM]
@@ -148,7 +147,7 @@ def train(
         if validation is not None:
             call.set({"data.val_files": scorer.stage(validation, folder, "validation")})
         composed = call.composed(starting_values, plan_checks)
-        _announce(composed)
+        announce(composed)
         main_ppo.run(composed.config, composed.origins, compute_score=scorer.function)
     return Trained(folder, composed, validation, reward)
 
@@ -175,7 +174,7 @@ def sft(
             if rows is not None:
                 _stage_responses(call, rows, folder, name, named)
         composed = call.composed(_whole_batch)
-        _announce(composed)
+        announce(composed)
         if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
             RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
             of_ranks = ["--config-path", str(folder), "--config-name", "config"]
@@ -257,12 +256,6 @@ def _new_folder(name: str) -> Path:
     raise AssertionError("count() has no end")
 
 
-def _announce(composed: Composed) -> None:
-    for line in announcement(composed):
-        screen().line(line)
-    announce(composed)
-
-
 def _stage_responses(call: CallSettings, data: Data, folder: Path, name: str, named: bool) -> None:
     """Set the files of supervised rows; their columns get our names where the user named none."""
     files, rows = files_of(data), items_of(data)
@@ -278,4 +271,4 @@ def _whole_batch(values: Values) -> list[Setting]:
     """All rows are one batch where they are fewer than a batch has by default."""
     rows, key = len(items_of(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
     small = key not in values and rows < SFTDataConfig.train_batch_size
-    return [Setting(key, rows, ORIGIN)] if small else []
+    return [Setting(key, rows, STARTING_VALUES)] if small else []

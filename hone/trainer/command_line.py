@@ -19,6 +19,7 @@ from traceback import format_exception
 from hone.config import Composed, compose
 from hone.config.apply import Further
 from hone.config.block import Block
+from hone.config.convert import show_value
 from hone.config.errors import ConfigError, nearest
 from hone.config.generation import GenerationConfig
 from hone.config.keys import get, keys_meant, leaves
@@ -40,6 +41,8 @@ from hone.trainer.ranks import Ranks, die_with_launcher, launch, must_launch
 from hone.types import Settings
 
 EXIT_CODE = 2
+STARTING_VALUES = "hone train"
+"""The origin of the values that `hone train` chooses (starting_values.py)."""
 ERROR_LOG = "error.log"
 _latest: list[Composed] = []
 """The last configuration of this process, to name the key behind a mistake."""
@@ -173,10 +176,17 @@ def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], l
 
 
 def announce(composed: Composed) -> None:
-    """Say once which of the given keys have no effect here, and why."""
-    if composed.notes:
-        from hone.tracking.console import screen
+    """Print the starting values, and which of the given keys have no effect here, and why."""
+    from hone.tracking.console import screen
 
+    keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES]
+    words = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
+    if words:
+        half = (len(words) + 1) // 2
+        screen().line("starting values for this data, model and device (give a key to change it):")
+        for part in (words[:half], words[half:]):
+            screen().line("  " + " ".join(part))
+    if composed.notes:
         screen().line("set, but without effect here:")
         for note in composed.notes:
             screen().line(f"  {note}")

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(arguments: Sequence[str]) -> None:
     """`hone train`: the same program, with starting values for what the command line leaves out."""
     with progress("load libraries"):
-        from hone.trainer.starting_values import MUST_BE_GIVEN, announcement, starting_values
+        from hone.trainer.starting_values import MUST_BE_GIVEN, starting_values
 
         composed = composed_of(
             [word for word in arguments if word != DRY_RUN],
@@ -47,8 +47,6 @@ def train(arguments: Sequence[str]) -> None:
             further=plan_checks,
         )
     require_given(composed, MUST_BE_GIVEN)
-    for line in announcement(composed):
-        screen().line(line)
     announce(composed)
     run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 

@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hone.algorithms.advantages import groups_of
-from hone.config import Composed
-from hone.config.convert import show_value
-from hone.config.keys import get
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
+from hone.trainer.command_line import STARTING_VALUES
 from hone.trainer.threads import uses_gpu
 from hone.types import JsonValue, Row, Settings
 
-ORIGIN = "hone train"
 MUST_BE_GIVEN = {
     "actor_rollout_ref.model.path": "the model's folder or hub name",
     "data.train_files": "the files to train on",
@@ -51,19 +48,8 @@ def starting_values(settings: Settings) -> list[Setting]:
     if model.parameters is not None:
         size = model.parameters
         values[f"{ACTOR}.optim.lr"] = next(lr for least, lr in LEARNING_RATES if size >= least)
-    return [Setting(key, value, ORIGIN) for key, value in values.items() if key not in settings]
-
-
-def announcement(composed: Composed) -> list[str]:
-    """Three lines at most: the starting values, and how to change them."""
-    keys = [key for key, origin in composed.origins.items() if origin == ORIGIN]
-    if not keys:
-        return []
-    words = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
-    half = math.ceil(len(words) / 2)
     return [
-        "starting values for this data, model and device (give a key to change it):",
-        *("  " + " ".join(part) for part in (words[:half], words[half:]) if part),
+        Setting(key, value, STARTING_VALUES) for key, value in values.items() if key not in settings
     ]
 
 

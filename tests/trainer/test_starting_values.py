@@ -10,8 +10,10 @@ import pytest
 
 from hone.config import compose
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.tracking.console import screen
 from hone.trainer import main_ppo
-from hone.trainer.starting_values import LEARNING_RATES, announcement, starting_values
+from hone.trainer.command_line import announce
+from hone.trainer.starting_values import LEARNING_RATES, starting_values
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +80,18 @@ def test_every_value_composes_and_knows_its_origin(given: dict[str, Any]) -> Non
     assert composed.origins["data.train_files"] == "command line"
 
 
-def test_three_lines_say_what_was_chosen(given: dict[str, Any]) -> None:
+def test_three_lines_say_what_was_chosen(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = [f"{key}={value}" for key, value in given.items()]
-    lines = announcement(compose(overrides, starting=starting_values))
-    assert len(lines) == 3
-    assert "actor_rollout_ref.rollout.n=8" in "\n".join(lines)
-    assert announcement(compose(overrides)) == []
+    screen.cache_clear()
+    announce(compose(overrides))
+    assert capsys.readouterr().out == ""
+    announce(compose(overrides, starting=starting_values))
+    said = capsys.readouterr().out
+    screen.cache_clear()
+    assert said.startswith("starting values for this data, model and device")
+    assert "actor_rollout_ref.rollout.n=8" in said
 
 
 def test_main_ppo_keeps_the_defaults_of_verl(
