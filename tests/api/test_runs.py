@@ -176,6 +176,7 @@ def test_a_loaded_model_is_evaluated_as_it_is(tiny: Path, here: Path) -> None:
     assert not list(here.iterdir())
 
 
+@pytest.mark.slow
 def test_every_example_of_the_page_runs(tiny: Path, here: Path) -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.S)

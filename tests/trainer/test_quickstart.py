@@ -107,6 +107,7 @@ def test_a_command_it_proposes_would_start_and_reads_only_its_own_files(command:
     assert "gsm8k" not in str((data.train_files, data.val_files))
 
 
+@pytest.mark.slow
 def test_the_run_of_ones_own_that_it_proposes_starts_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

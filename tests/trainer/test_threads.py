@@ -38,6 +38,7 @@ def threads_of(run: Run) -> int:
     return yaml.safe_load((run.folder / "config.yaml").read_text())["trainer"]["num_threads"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_threads_of_its_first_steps_unless_told_otherwise(
     train: Callable[..., Run],
     monkeypatch: pytest.MonkeyPatch,

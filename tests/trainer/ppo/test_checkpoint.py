@@ -40,15 +40,14 @@ def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
         [],
         ["algorithm.adv_estimator=gae"],
         ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
-         "algorithm.kl_ctrl.horizon=20", "algorithm.kl_ctrl.target_kl=0.001"],
-        ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2",
+         "algorithm.kl_ctrl.horizon=20", "algorithm.kl_ctrl.target_kl=0.001",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2",
          "actor_rollout_ref.actor.shuffle=true"],
-        ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", FIXED_SCHEDULE],
-        ["actor_rollout_ref.model.lora_rank=4"],
-        ["actor_rollout_ref.actor.fsdp_config.dtype=bf16"],
-        ["algorithm.use_pf_ppo=true"],
+        ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", FIXED_SCHEDULE,
+         "actor_rollout_ref.model.lora_rank=4"],
+        ["actor_rollout_ref.actor.fsdp_config.dtype=bf16", "algorithm.use_pf_ppo=true"],
     ],
-    ids=["grpo", "critic", "adaptive-kl", "epochs", "cosine", "lora", "bf16", "pf-ppo"],
+    ids=["grpo", "critic", "adaptive-kl-epochs", "cosine-lora", "bf16-pf-ppo"],
 )  # fmt: skip
 def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(
     train: Callable[..., Run], overrides: list[str]
@@ -175,24 +174,22 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize(
-    ("harm", "which"),
-    [
-        (truncate, "trainer_state.json"),
-        (delete, "actor/huggingface/model.safetensors"),
-        (flip, "actor/__0_0.distcp"),
-        (truncate, "manifest.json"),
-        (delete, "manifest.json"),
-    ],
-)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    train: Callable[..., Run],
-    whole: Run,
-    caplog: pytest.LogCaptureFixture,
-    harm: Any,
-    which: str,
+    train: Callable[..., Run], whole: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harm(train(*TWO).checkpoint(2) / which)
+    first = train(*TWO)
+    for number, (harm, which) in enumerate(
+        [
+            (delete, "actor/huggingface/model.safetensors"),
+            (flip, "actor/__0_0.distcp"),
+            (truncate, "manifest.json"),
+            (delete, "manifest.json"),
+        ]
+    ):
+        copy = RunFolder(shutil.copytree(first.folder, tmp_path / f"copy-{number}"))
+        harm(copy.checkpoint(2) / which)
+        assert checkpoint.newest_sound(copy) == (1, copy.checkpoint(1)), which
+    truncate(first.checkpoint(2) / "trainer_state.json")
     with caplog.at_level(logging.WARNING):
         run = train(*FOUR)
     assert any("global_step_2 is damaged" in r.getMessage() for r in caplog.records)
