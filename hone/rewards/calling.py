@@ -28,15 +28,15 @@ FORMAT_ARGUMENTS = (
 """Credit for form; config keys under `reward_model` that only some scorers know."""
 _RUN_ARGUMENTS = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb")
 AMBIENT_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_RUN_ARGUMENTS, "score_observations"})
-"""Offered to every scorer; those that do not know them are not given them."""
+"""Passed to every scorer that accepts them; other scorers are called without."""
 
 
 class ScorerSignatureError(SetupError, TypeError):
-    """A scorer cannot be called with what it would be given."""
+    """A scorer's signature does not fit the arguments that the manager passes."""
 
 
 def accepted_names(function: Function) -> frozenset[str] | None:
-    """The keyword names `function` takes; None when it takes any, or does not tell (a builtin)."""
+    """The keyword names `function` accepts; None if it accepts any, or has no signature (a builtin)."""
     try:
         return _accepted_names(function)
     except TypeError:  # an object that cannot be hashed
@@ -56,7 +56,7 @@ def _accepted_names(function: Function) -> frozenset[str] | None:
 
 
 def explicit_names(cls: type) -> frozenset[str]:
-    """The keyword names that a class's own and inherited `__init__` spell out."""
+    """The parameter names of the `__init__` of a class and of its bases."""
     names: set[str] = set()
     for ancestor in cls.__mro__:
         if "__init__" in vars(ancestor) and ancestor is not object:
@@ -65,15 +65,15 @@ def explicit_names(cls: type) -> frozenset[str]:
 
 
 def call_scorer(function: Function, arguments: Settings, options: Settings) -> Any:
-    """Call with what `taken_arguments` says, awaiting a coroutine."""
+    """Call a scorer with the arguments it accepts; a coroutine is awaited."""
     result = function(**taken_arguments(function, arguments, options))
     return run_coroutine(result) if inspect.iscoroutine(result) else result
 
 
 def taken_arguments(function: Function, arguments: Settings, options: Settings) -> Row:
-    """The row's arguments that the scorer takes, and every option.
+    """The row's arguments that the scorer accepts, and every option.
 
-    An option the scorer does not take is an error, so that no setting is lost in silence.
+    An option that the scorer does not accept is an error, so that no setting is lost silently.
     """
     names = accepted_names(function)
     if names is None:
@@ -89,7 +89,7 @@ def taken_arguments(function: Function, arguments: Settings, options: Settings) 
 
 
 def check_signature(function: Function, arguments: Sequence[str], options: Settings) -> None:
-    """Raise where a call with `arguments` (names) and options could not be made, whatever the row."""
+    """Raise if the scorer cannot be called with arguments of these names and these options."""
     if not callable(function):
         raise ScorerSignatureError(
             f"the score function is {function!r:.80}, which cannot be called; "
@@ -126,7 +126,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
 
 
 def _hint(names: set[str], arguments: Sequence[str]) -> str:
-    """What the signature looks like, where it is one of a known kind."""
+    """Advice for a signature of a well-known kind."""
     if names & {"completion", "completions", "prompt", "prompts"}:
         return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
     if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:

@@ -59,7 +59,7 @@ def evaluate(text: str) -> Evaluated:
 
 
 def evaluate_compat(text: str) -> float:
-    """What upstream's whitelisted `eval` gave: floats, `**`, `//` too. Huge powers are refused."""
+    """The value that TinyZero's whitelisted `eval` gives: floats, `**`, `//` too. Huge powers are refused."""
     if not _COMPAT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
         raise ExpressionError("not in the whitelist of characters")
     more: dict[Any, Callable[..., Any]] = {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos}

@@ -30,9 +30,9 @@ def decode(value: JsonValue) -> JsonValue:
 
 
 def is_missing(value: JsonValue) -> bool:
-    """Whether a ground truth says nothing: null, NaN, blank text, `[INVALID]`, or empty all the way in.
+    """Whether a ground truth is null, NaN, blank text, `[INVALID]`, or a container of only these.
 
-    A scorer that compared a response with it would credit responses that say nothing either.
+    Compared with it, an empty response would be right.
     """
     value = decode(plain(value))
     if isinstance(value, Mapping):
@@ -72,7 +72,7 @@ def integers(value: JsonValue, name: str) -> list[int]:
 
 
 def mapping(value: JsonValue, *keys: str) -> JsonObject:
-    """`value` as a mapping that holds `keys`, or GroundTruthError that says what was got."""
+    """`value` as a mapping that holds `keys`, or GroundTruthError."""
     decoded = decode(plain(value))
     if isinstance(decoded, dict) and all(key in decoded for key in keys):
         return decoded

@@ -55,7 +55,7 @@ def load_reward_manager(
     model = config.reward_model
     for source, target in model.scores.items():
         register_score(source, target)
-        # Its own options are told from other rules' when rows are scored.
+        # Its options are checked when rows are scored: until then other rules may own them.
         check_signature(load_object(target), ROW_ARGUMENTS, {})
     if model.score_observations:
         _warn_of_observations()

@@ -22,7 +22,7 @@ Comparisons = dict[symbolic.Pair, bool | Failed]
 
 @dataclass(frozen=True)
 class Response:
-    """What a scorer is told about one response."""
+    """The arguments of a scorer for one response."""
 
     data_source: str
     solution_str: str
@@ -97,7 +97,7 @@ def compare_ahead(
     """Make the symbolic comparisons that our own rules will need, together and in one budget.
 
     Returns each row's comparisons, for another process. A user's own score function is not called:
-    it may not bear to be called twice.
+    it may have side effects.
     """
     pairs: list[list[symbolic.Pair]] = []
     for row in rows:

@@ -47,7 +47,7 @@ def place_of_error(error: BaseException, function: Function) -> str | None:
 
 
 def unbound(function: Function) -> Function:
-    """What stands behind `functools.partial` and `functools.wraps`."""
+    """The function inside `functools.partial` and `functools.wraps`."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func

@@ -91,7 +91,7 @@ class DeadlinePool(Generic[T]):
         _open_pools.add(self)
 
     def run(self, jobs: Sequence[Settings], timeout_s: float) -> list[T | Failed]:
-        """What each job returned, or Failed with reason `timeout`, `crash` or `exception`."""
+        """The return value of each job, or Failed with reason `timeout`, `crash` or `exception`."""
         with self._lock:
             if self._closed:
                 raise PoolError("the pool is closed; make a new one")
@@ -140,7 +140,7 @@ class DeadlinePool(Generic[T]):
         return answer
 
     def _start(self) -> _Worker:
-        """A worker that is ready; one that does not come up is replaced a few times."""
+        """Start a worker and wait until it is ready; one that dies meanwhile is replaced a few times."""
         for _ in range(START_RETRIES + 1):
             try:
                 worker = _Worker(self.factory, self.keywords)
@@ -168,7 +168,7 @@ class DeadlinePool(Generic[T]):
         )
 
     def _drop_if_stopping(self, worker: _Worker) -> None:
-        """A worker that `run` did not see when it killed the busy ones."""
+        """Drop a worker that came too late to be killed by an interrupted `run`."""
         if self._stopping:
             self._drop(worker)
             raise PoolError("the run of this pool was stopped")

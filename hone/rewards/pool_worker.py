@@ -19,7 +19,7 @@ GRACE_S = 10.0
 
 
 def serve(link: Connection) -> None:
-    """Answer `(keywords, timeout_s)` messages with what the made object returns."""
+    """Answer each `(keywords, timeout_s)` message with the return value of the callable."""
     factory, keywords = link.recv()
     module, _, name = factory.partition(":")
     try:
@@ -40,7 +40,7 @@ def serve(link: Connection) -> None:
 
 
 def _call(function: Function, arguments: Row) -> object:
-    """The result, an error of the set-up as it is, any other exception as a failure."""
+    """The result; a SetupError is returned as it is, any other exception as Failed."""
     try:
         return function(**arguments)
     except SetupError as error:

@@ -33,7 +33,7 @@ CODE_MARK = "__CODE__"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of a program may use, and where it runs."""
+    """The resources of one run of a program, and where it runs."""
 
     timeout_s: float
     memory_mb: int | None = None
@@ -96,7 +96,7 @@ def extract_code(text: str) -> str:
 
 
 def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Test]:
-    """The tests of a row, from its ground truth or from `extra_info["test_cases"]`."""
+    """The tests of a row: its ground truth, or `extra_info["test_cases"]`."""
     content = truth.decode(truth.plain(ground_truth))
     if not content and extra_info:
         content = truth.decode(truth.plain(extra_info.get("test_cases")))
@@ -202,7 +202,7 @@ _hone_call()
 
 
 def _holds(code: str, test: SourceTest, limits: Limits) -> bool:
-    """Whether the assertions hold, as a judge in a box of its own decides."""
+    """Whether the assertions hold; a judge in a second box decides."""
     from hone.sandbox.judging import judge
 
     preamble, tests = test.parts()

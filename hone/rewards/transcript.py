@@ -21,7 +21,7 @@ def policy_text(segments: Segments) -> str:
 
 
 def of_policy(text: str) -> JsonObject:
-    """What `extra_info` says of a response that is the policy's from end to end."""
+    """The `extra_info` of a response that the policy wrote from end to end."""
     return {"transcript": text, "transcript_segments": [{"role": POLICY, "text": text}]}
 
 

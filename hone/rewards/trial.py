@@ -37,7 +37,7 @@ FAULTS_OF_TEXT = {"ValueError", "LookupError", "TypeError", "AttributeError", "A
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A row of the data, where it stands, and what a scorer would be told of it."""
+    """A row of the data, its place in the file, and a scorer's arguments for it."""
 
     where: str
     data_source: str
@@ -65,14 +65,14 @@ class TrialRow:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a trial: why training cannot work, or what is odd."""
+    """The outcome of a trial: a problem that stops training, or a warning."""
 
     problem: str | None = None
     warning: str | None = None
 
 
 def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
-    """Call the scorer where the run will call it; `rows` are of one data source."""
+    """Call the scorer in the process in which the run will; `rows` are of one data source."""
     failures: list[Failed] = []
     for row in rows:
         for response in row.responses():
@@ -114,7 +114,7 @@ def _is_certain(failed: Failed) -> bool:
 
 
 def _text_of(value: JsonValue) -> str:
-    """The plainest text of a ground truth or prompt: the first that is in it."""
+    """The text of a ground truth or prompt; of a container, one text in it."""
     if isinstance(value, Mapping):
         return _text_of(value.get("content") or next(iter(value.values()), ""))
     if isinstance(value, (list, tuple)):
@@ -125,8 +125,8 @@ def _text_of(value: JsonValue) -> str:
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
 ) -> Callable[[Settings], float | str]:
-    """From a row to what the score function of `file.py` or `file.py:name` gives to its ground truth,
-    or to why it fails on every text that holds it."""
+    """A function from a row to the score of its ground truth, by the score function of `file.py` or
+    `file.py:name`; or to the reason why it fails on every text with the ground truth in it."""
     path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
     function = load_extern_object(path, name or CustomRewardFunctionConfig.name)
     manager = NaiveRewardManager(None, 0, function)

@@ -33,7 +33,7 @@ _OWN_MEMORY = 8 << 20
 
 
 class Box(Descriptors):
-    """A program that runs, or is about to."""
+    """One run: the state of its processes, limits and output."""
 
     def __init__(self, order: Order, number: int, selector: selectors.BaseSelector) -> None:
         super().__init__(selector)
@@ -68,7 +68,7 @@ class Box(Descriptors):
     # ---- start ----
 
     def start(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
-        """Fork. staged: see Stage.bind. OSError leaves nothing behind but what release() takes away."""
+        """Start the processes. staged: see Stage.bind. After an OSError, release() cleans up."""
         self._limit_group()
         stdin = self._open_channel() if self.order.channel else stdin
         if self.order.plan.bwrap is None:
@@ -78,7 +78,7 @@ class Box(Descriptors):
             self._launch(stdin, [self._open_feed(), *files[1:]], staged)
 
     def prepare(self, staged: dict[str, str]) -> None:
-        """Build a box that waits for its program; order says which kind. bubblewrap only."""
+        """Build a box that waits for its program, with bubblewrap; `order` has its kind."""
         self._limit_group()
         self._waiting, self._deadline = True, math.inf
         if self.order.channel:
@@ -88,7 +88,7 @@ class Box(Descriptors):
         self._launch(stdin, [self._open_feed()], staged)
 
     def hand_over(self, order: Order, stdin: int, program: int) -> None:
-        """Give a waiting box its order; what it sees is what a box built for it alone would see."""
+        """Give a waiting box its order: limits, standard input and program."""
         self._waiting = False
         self.order, self._deadline = order, time.monotonic() + SETUP_S
         self._limit_group()
@@ -100,7 +100,7 @@ class Box(Descriptors):
             self._open_gate()
 
     def _open_channel(self) -> int:
-        """The box's end; it is closed here as soon as the box has it."""
+        """Make a socket pair; returns the box's end, which is closed here once the box has it."""
         ours, theirs = socket.socketpair()
         self._channel = self._own(ours.detach())
         return self._own(theirs.detach())
@@ -112,7 +112,7 @@ class Box(Descriptors):
 
     @property
     def ready(self) -> bool:
-        """Waiting for an order, and alive at this moment: its end may not have been seen yet."""
+        """Whether it waits for an order and is alive at this moment."""
         if not self._waiting or "process" not in self._events:
             return False
         poll = select.poll()
@@ -192,7 +192,7 @@ class Box(Descriptors):
         self._events.discard(event)
 
     def _on_status(self, descriptor: int) -> None:
-        """bubblewrap says who the box's first process is; it waits until its limit is set."""
+        """Read the pid of the box's first process, which bubblewrap blocks until its limits are set."""
         data = os.read(descriptor, _CHUNK)
         if not data:
             self._over("status", descriptor)
@@ -234,7 +234,7 @@ class Box(Descriptors):
             self._channel = None
 
     def _feed_program(self) -> None:
-        """The program goes in when its limits stand: a box whose warden dies earlier runs nothing."""
+        """Write the program into the box once its limits are set: a box without a warden runs nothing."""
         feed = self._feed
         assert feed is not None
         try:
@@ -302,7 +302,7 @@ class Box(Descriptors):
 
     @property
     def wake_at(self) -> float:
-        """When check() is due at the latest; the end of time for a box that is already ending."""
+        """When check() is due; never for a box that is already ending."""
         if self._limit is not None or self._ended is not None:
             return math.inf
         return min(self._deadline, self._next_look)
@@ -332,7 +332,7 @@ class Box(Descriptors):
         return not self._events
 
     def reply(self) -> SandboxResult | SandboxError:
-        """What goes back to the caller."""
+        """The verdict, or the error of the box."""
         stdout, stderr = (bytes(self._output[name]) for name in ("stdout", "stderr"))
         if self._error is None and self._limit is None:
             self._error = self._setup_error(stderr)
@@ -366,7 +366,7 @@ class Box(Descriptors):
         return Status.MEMORY if last_line.startswith(b"MemoryError") else Status.ERROR
 
     def _setup_error(self, stderr: bytes) -> str | None:
-        """Why the program never started; None when it did."""
+        """The reason why the program did not start; None if it did."""
         if self._report is not None:  # without bubblewrap: what the child said before exec
             return os.read(self._report, _CHUNK).decode(errors="replace").strip() or None
         if self._started is not None and (self._completed or (self._exit or 0) <= 0):
@@ -374,7 +374,7 @@ class Box(Descriptors):
         return stderr.decode(errors="replace") or f"exit {self._exit}"
 
     def release(self) -> bool:
-        """Give everything back; False while the cgroup has a member on its way out."""
+        """Free all resources; False while the cgroup still has a dying member."""
         for descriptor in list(self._fds):
             self._forget(descriptor)
         if self._home is not None:

@@ -66,7 +66,7 @@ def options(order: Order, staged: dict[str, str], files: list[int]) -> list[str]
 
 
 def command(order: Order, options_fd: int) -> list[str]:
-    """What is executed; the options are read from a descriptor."""
+    """The command line; its options are read from a descriptor."""
     assert order.plan.bwrap is not None
     program = [order.plan.interpreter.executable, f"{BOX}/main.py", *order.job.argv]
     return [order.plan.bwrap, "--args", str(options_fd), "--", *program]

@@ -31,7 +31,7 @@ class Parents:
 
 
 def find_parents(proc: Path = Path("/proc/self")) -> tuple[Parents | None, str]:
-    """The place to make groups in, or None; and a sentence that says where, or why not."""
+    """The directories to make groups in, or None; and a sentence with the controllers or the reason."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -140,7 +140,7 @@ class Group:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """What this thread starts meanwhile is a member from birth (version 1).
+        """Processes that this thread starts inside the block are born as members (version 1).
 
         Moving oneself costs nothing; moving another process stops forks on the whole machine for
         an RCU grace period, many milliseconds on a busy one.
@@ -174,7 +174,7 @@ class Group:
         return homes
 
     def admit(self, pid: int) -> None:
-        """Move a process into the group, if it was not born there; what it starts follows it."""
+        """Move a process into the group, unless it was born there."""
         for directory in () if self._members_start_inside else self._unique:
             (directory / "cgroup.procs").write_text(str(pid))
 

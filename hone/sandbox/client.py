@@ -36,7 +36,7 @@ _BOOT = (
 
 
 class HungUp(SandboxError):
-    """The caller for whom the run was made has gone: its result has no reader."""
+    """The client of the run closed its connection."""
 
 
 def wait_for(connection: socket.socket, timeout_s: float, caller: socket.socket | None) -> None:
@@ -83,7 +83,7 @@ class WardenHandle:
             self._drop()
 
     def drop_if_dead(self) -> None:
-        """After a reply that never came: if the warden has died, take down what it was building."""
+        """If the warden has died, kill the boxes that it was building."""
         with self._lock:
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -134,7 +134,7 @@ _warden = WardenHandle(KEEP_S)
 
 
 def run_job(job: Job, plan: Plan, caller: socket.socket | None = None) -> SandboxResult:
-    """One run under a given plan. SandboxError when the box, not the program, failed.
+    """Run one job. SandboxError when the box, not the program, failed.
 
     caller: a connection whose end ends the run (HungUp).
     """
@@ -210,7 +210,7 @@ class Run:
                 os.close(descriptor)
 
     def _receive(self) -> bool:
-        """Take what has come; False at the end of the reply.
+        """Receive a part of the reply; False at its end.
 
         The kernel takes a box down with its warden, but for the moment in which the box is being
         built: so the warden lends us its first process before the program may start.

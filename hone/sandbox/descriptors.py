@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Descriptors(ABC):
-    """What is open for one run, and what the warden's loop calls when something happens there."""
+    """The open descriptors of one run, with their callbacks in the warden's loop."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -31,7 +31,7 @@ class Descriptors(ABC):
         return descriptor
 
     def guard(self, action: Callable[[], None]) -> None:
-        """Do it; what it raises ends this run alone, never the warden and the other runs."""
+        """Call it; an exception ends this run alone, never the warden and the other runs."""
         try:
             action()
         except Exception as error:

@@ -50,8 +50,7 @@ def make_home(order: Order, files: list[int]) -> str:
 
 
 def remove_home(home: str) -> None:
-    """Remove it, however deep the program nested it and whatever it locked: by the system's tools,
-    which know no recursion limit and never follow a link."""
+    """Remove it with the system's tools, which have no recursion limit and never follow a link."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf", "--one-file-system"]):
         tools = {"PATH": "/usr/bin:/bin"}
         subprocess.run([*command, "--", home], stderr=subprocess.DEVNULL, env=tools)

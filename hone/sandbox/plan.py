@@ -1,4 +1,4 @@
-"""How boxes are built on this machine, and the order for one run: what a warden is told.
+"""How boxes are built on this machine, and the order for one run.
 
 Decided once by layers.py, carried out by the warden. Holds no state and starts nothing.
 """

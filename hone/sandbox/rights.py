@@ -19,7 +19,7 @@ def lower(uid: int) -> None:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Root again for a few lines, where we have it in reserve."""
+    """Become root inside the block, if root is the saved user id."""
     effective, saved = os.getresuid()[1:]
     if saved != 0 or effective == 0:
         yield
@@ -32,7 +32,7 @@ def raised() -> Iterator[None]:
 
 
 def drop() -> None:
-    """Give up the reserve for good; in a child, before anything untrusted."""
+    """Give up the saved root id for good; called in a child before untrusted code runs."""
     effective, saved = os.getresuid()[1:]
     if saved == 0 and effective != 0:
         group = os.getegid()

@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, answer)
 
     def _order(self) -> Callable[[], JsonObject]:
-        """What is to be run; Refused for anything that is no order of ours."""
+        """The run that the request asks for; Refused if it is malformed."""
         if self.path not in (RUN_PATH, JUDGE_PATH):
             raise Refused(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
         self._check_sender()
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         return limits
 
     def _check_sender(self) -> None:
-        """No web page sends JSON to a foreign host unasked, and none can hide its Origin."""
+        """Refuse what a web page could send: another Host, a foreign Origin, or a body that is no JSON."""
         header = self.headers.get("Host", "")
         host = header.strip().lower()
         host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

@@ -43,7 +43,7 @@ class SandboxServiceError(SandboxError):
 
 
 class SandboxService:
-    """One service, and how much of it we use at a time."""
+    """One service, with a limit on concurrent requests."""
 
     def __init__(self, url: str, *, max_concurrent: int, memory_limit_mb: int) -> None:
         if not url.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""From the warden to a new process by posix_spawn, which copies no memory; and its rlimits."""
+"""Starts processes by posix_spawn, which copies no memory, and sets their rlimits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Standard = tuple[int, int, int]
 
 
 def execute(argv: list[str], *, standard: Standard, keep: Sequence[int]) -> int:
-    """Start argv with no environment; its pid. keep: descriptors it inherits beside standard ones.
+    """Start argv without environment and return its pid. keep: descriptors that it inherits.
 
     The caller closes those of keep at once: until then any child would inherit them.
     """

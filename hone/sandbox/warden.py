@@ -174,7 +174,7 @@ class Warden:
         return Box(order, self._number, self._selector), staged
 
     def _or_abandon(self, box: Box, action: Callable[[], None]) -> Box:
-        """The box after the action; one on which it fails is taken down."""
+        """Return the box after the action; take it down if the action fails."""
         try:
             action()
         except BaseException:
@@ -199,7 +199,7 @@ class Warden:
             self._leaving.append(box)
 
     def _reap(self) -> None:
-        """Orphans of a box come to us: let none stay a zombie. Our own children are left alone."""
+        """Reap orphans of boxes, which become our children; the boxes' own processes are left alone."""
         ours = {box.pid for box in self._boxes} | self._spares.pids
         while True:
             try:

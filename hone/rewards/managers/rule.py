@@ -43,7 +43,7 @@ class RuleRewardManager(AbstractRewardManager):
     """
 
     arguments: tuple[str, ...] = ROW_ARGUMENTS
-    """The names by which a user's score function is given its arguments."""
+    """The argument names of a user's score function."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class RuleRewardManager(AbstractRewardManager):
         return on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
 
     def score_known(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Score the rows that have what their rule needs; the others fail without a call."""
+        """Score the rows; one that lacks the ground truth its rule needs fails without a call."""
         lacking = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
         scorable = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
         scored = iter(self.score_rows(scorable))
@@ -126,7 +126,7 @@ class RuleRewardManager(AbstractRewardManager):
         ]
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
-        """Whether a built-in rule would compare the response with nothing."""
+        """Whether a built-in rule needs a ground truth and the row has none."""
         return self.uses_table and table.lacks_ground_truth(data_source, ground_truth)
 
     def knows(self, data_source: str) -> bool:
@@ -218,6 +218,6 @@ class RuleRewardManager(AbstractRewardManager):
 
 
 def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:
-    """One list for each extra name; None in the rows that did not give it."""
+    """One list per extra name; None for the rows without it."""
     names = dict.fromkeys(name for result in results for name in result.extras)
     return {name: [result.extras.get(name) for result in results] for name in names}

@@ -37,7 +37,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(boxed: str) -> str:
-    r"""What stands inside a string that `last_boxed_only_string` returned."""
+    r"""The content of a box that `last_boxed_only_string` returned."""
     inner = re.sub(r"^\\(?:boxed|fbox)\s*", "", boxed)
     return inner[1:-1] if inner.startswith("{") and inner.endswith("}") else inner
 
@@ -124,7 +124,7 @@ def without_unit(text: str) -> str:
 
 
 def has_one_reading(string: str) -> bool:
-    r"""False for what a symbolic reader would read in part: `42\text{ or 43}`, `4 2`, `4'2`."""
+    r"""False for text that a symbolic parser reads only in part: `42\text{ or 43}`, `4 2`, `4'2`."""
     words = [text.strip() for text in _TEXT.findall(without_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False

@@ -40,7 +40,7 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> tuple[bool, str]:
-    """Whether the response gives `answer`, and what it gave."""
+    """Whether the response's answer is `answer`, and the response's answer."""
     if strict_box_verify:
         boxed = boxed_answer(solution_str[-BOX_TAIL_CHARS:])
         pred = INVALID if boxed is None else boxed

@@ -55,7 +55,7 @@ def compute_score_batched(
 
 
 def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bool:
-    """Whether answer `str1` equals reference `str2`; what is empty equals nothing."""
+    """Whether answer `str1` equals reference `str2`; empty text equals nothing."""
     if str1 is None or str2 is None:
         return False
     answer, truth = strip_string(str1), strip_string(str2)

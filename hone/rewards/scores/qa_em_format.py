@@ -41,7 +41,7 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
-    """As `is_valid_sequence`, where it is known who wrote what."""
+    """As `is_valid_sequence`, for segments with authors."""
     parts = []
     for segment in segments:
         text = segment["text"]
@@ -93,7 +93,7 @@ def extract_information_blocks(text: str) -> list[str]:
 
 
 def observed_passages(segments: Segments) -> list[str]:
-    """What the searches returned."""
+    """The passages that searches returned."""
     passages = [_passage(s["text"]) for s in segments if s["role"] != POLICY]
     return [passage for passage in passages if passage is not None]
 
@@ -120,7 +120,7 @@ def judge(
     extra_info: Settings | None = None,
     score_observations: bool = False,
 ) -> dict[str, float]:
-    """The score and what it is made of.
+    """The score and its parts.
 
     `extra_info["transcript_segments"]` tells a retrieved passage from one that the policy made up;
     with `score_observations` the text alone is read, as upstream does.

@@ -61,7 +61,7 @@ _noted: ContextVar[list[Pair] | None] = ContextVar("noted", default=None)
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Whether math-verify takes `answer` for `truth`; False when it is not installed or is late."""
+    """Whether math-verify finds `answer` equal to `truth`; False when it is absent or out of time."""
     if not available() or max(len(answer), len(truth)) > MAX_CHARS:
         return False
     pair = (answer, truth)
@@ -92,7 +92,7 @@ def available() -> bool:
 
 @contextmanager
 def noting() -> Iterator[list[Pair]]:
-    """Inside, comparisons are noted in the list and not made (each is False)."""
+    """Inside the block, comparisons are recorded in the list instead of made (each is False)."""
     pairs: list[Pair] = []
     token = _noted.set(pairs)
     try:
@@ -115,7 +115,7 @@ def compare_all(pairs: Iterable[Pair]) -> None:
 
 
 def too_large(text: str) -> str | None:
-    """Why an expression is not handed to the symbolic check; None when it may be."""
+    """The reason to refuse an expression; None for one that may be compared."""
     numbers = [match.group().lstrip("0") for match in _NUMBER.finditer(text)]
     if any(len(number) > MAX_DIGITS for number in numbers):
         return f"a number of more than {MAX_DIGITS} digits"

@@ -105,7 +105,7 @@ def register_score(
 
 
 def registered_scores() -> dict[str, dict[str, Entry]]:
-    """What `register_score` added, to repeat it in a scoring process."""
+    """The entries that `register_score` added, for a scoring process."""
     return {match: dict(entries) for match, entries in _registered.items()}
 
 
@@ -131,7 +131,7 @@ def find(data_source: str) -> Entry | None:
 
 
 def lacks_ground_truth(data_source: str, ground_truth: JsonValue) -> bool:
-    """Whether the rule of `data_source` would compare a response with nothing."""
+    """Whether the rule of `data_source` needs a ground truth and the row has none."""
     entry = find(data_source)
     return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
 
@@ -155,7 +155,7 @@ def default_compute_score(
 ) -> float | Row:
     """Score one response by the rule of its data source; `options` go to that rule.
 
-    A number where verl gives one; the parts of such a score are what `compute_in_detail` gives.
+    Returns a number where verl does; `compute_in_detail` returns the parts of the score as well.
     """
     result = compute_in_detail(data_source, solution_str, ground_truth, extra_info, **options)
     target = scorer_of(data_source)[0].target
@@ -170,7 +170,7 @@ def compute_in_detail(
     extra_info: Settings | None = None,
     **options: JsonValue,
 ) -> float | Row:
-    """`default_compute_score` with the parts of the score where the rule has some."""
+    """As `default_compute_score`, with the parts of the score where the rule has some."""
     _, scorer = scorer_of(data_source)
     if lacks_ground_truth(data_source, ground_truth):
         raise GroundTruthError(
@@ -190,7 +190,7 @@ def compute_in_detail(
 
 
 def in_detail(function: Function) -> Function:
-    """`compute_in_detail` for the table's function, perhaps with bound arguments; any other as it is."""
+    """The function, with `compute_in_detail` in place of `default_compute_score`."""
     if isinstance(function, partial) and is_table(function):
         return partial(in_detail(function.func), *function.args, **function.keywords)
     return compute_in_detail if function is default_compute_score else function

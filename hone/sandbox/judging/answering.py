@@ -58,7 +58,7 @@ _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", Fal
 
 
 class Request:
-    """A request of the judge: `words` natively, shared objects rebuilt and numbered as the judge does."""
+    """A decoded request of the judge: its words, and the shared objects in it by number."""
 
     def __init__(self, answers: Answers, data: bytes) -> None:
         self.objects: list[Value] = []
@@ -184,7 +184,7 @@ class Answers:
         return [[place, encoder.encode(now)] for place, now in mutable]
 
     def call_back(self, number: int) -> Callable[..., Value]:
-        """A function of the tests, called where it lives."""
+        """A function that calls a function of the tests, in the judge's box."""
 
         def callback(*arguments: Value, **named: Value) -> Value:
             encoder = Encoder(self, [], False)

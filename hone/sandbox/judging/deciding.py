@@ -44,7 +44,7 @@ def main() -> None:
     verdicts: dict[int, int] = {}  # child → where its verdict goes
 
     def on_child(number: int, frame: FrameType | None) -> None:
-        """A child that ended without a verdict still has one: the second line is not read."""
+        """Write a verdict for a child that ended without one; of two verdicts the first is read."""
         while verdicts:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

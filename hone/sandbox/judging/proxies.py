@@ -90,7 +90,7 @@ class Session:
             return value
 
     def value(self, verb: str, *words: Value, arguments: Value = ((), {})) -> Value:
-        """ask(), counted: the tests have learned something about the program."""
+        """As `ask`, and counts the answer: the tests have learned something about the program."""
         value = self.ask(verb, *words, arguments=([*arguments[0]], arguments[1]))
         self.answers += not isinstance(value, Remote)
         return value
@@ -134,7 +134,7 @@ class Session:
         return RemoteIterator(self, number) if kind == "iterator" else Remote(self, number)
 
     def _exception(self, names: list[str]) -> type:
-        """A class of ours for one of the program's: its name, below its nearest built-in base."""
+        """A local class with the name of the program's exception, below its nearest built-in base."""
         base = _builtin_exception(names)
         if names and names[0] != base.__name__ and names[0] not in self._exceptions:
             self._exceptions[names[0]] = type(names[0], (base,), {})
@@ -287,8 +287,8 @@ class Names(dict[str, Value]):
         self._codes: list[CodeType] = []
 
     def resolve(self, code: CodeType) -> None:
-        """The names are those of this code. A class body looks names up without __missing__, so what
-        it may mean is looked up now."""
+        """Set the code whose names these are. A class body looks names up without __missing__, so its
+        names are looked up now."""
         self._codes = [code]
         for body in self._codes:  # grows meanwhile
             self._codes += [part for part in body.co_consts if isinstance(part, CodeType)]
