@@ -38,6 +38,11 @@ class Turn:
     text: str
     score: float | None = None
     calls: tuple[ToolCall, ...] = ()
+    reward: float | None = None
+    """What tools and interactions gave the turn."""
+    tokens: float | None = None
+    is_learned: bool = True
+    """Its tokens carry mask 1."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,9 @@ def _turns(turns: JsonValue, outputs: JsonValue) -> tuple[Turn, ...]:
             calls=tuple(
                 islice(calls, int(min(max(_number(turn.get("calls")) or 0, 0), len(made))))
             ),
+            reward=_number(turn.get("reward")),
+            tokens=_number(turn.get("tokens")),
+            is_learned=turn.get("mask", turn.get("role") == "assistant") in (1, True),
         )
         for turn in _objects(turns)
     )

@@ -157,7 +157,7 @@ TALK = Sample(
     turns=(
         Turn("assistant", "let me <look>", None, (ToolCall('find(x="</pre>")', -0.05),)),
         Turn("tool", "41"),
-        Turn("assistant", "42", 0.5),
+        Turn("assistant", "42", 0.5, reward=0.25, tokens=2),
         Turn("<judge>", "well done"),
     ),
     trajectory_scores={"find": 0.25},
@@ -169,7 +169,8 @@ def test_a_response_of_several_turns_says_who_wrote_what_and_what_it_earned() ->
     for html in (section("best-and-worst-responses", [run]), section("validation-samples", [run])):
         assert (
             'assistant let me <look> called find(x="</pre>") · reward -0.05 tool 41 '
-            "assistant · score 0.5 42 <judge> well done score of the trajectory: find 0.25"
+            "assistant · 2 tokens, mask 1 · reward 0.25 · score 0.5 42 <judge> well done "
+            "score of the trajectory: find 0.25"
         ) in text_of(html)
         assert "all of it" not in html
         looks = re.findall('class="turn (\\w+)"', html)

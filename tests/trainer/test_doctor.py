@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hone import sandbox
@@ -92,3 +94,17 @@ def test_a_sandbox_that_cannot_run_is_missing_and_not_broken(
     found = findings(self_test=True)["self-test"]
     assert found.state is State.MISSING
     assert found.detail == "code rewards cannot run: no bubblewrap"
+
+
+def test_a_chat_template_is_compared_with_what_a_loop_appends(tmp_path: Path) -> None:
+    from agents.chat_templates import FAMILIES, characters
+
+    from hone.models.tiny import save_pretrained, tiny_lm
+
+    tokenizer = characters(FAMILIES["qwen3"])
+    save_pretrained(tiny_lm(len(tokenizer), hidden=32, mlp=48), tokenizer, tmp_path)
+    lines: list[str] = []
+    assert report(lines.append, doctor.chat_template(str(tmp_path))) == 0
+    ok = [line.split()[0] for line in lines if " answers " in line]
+    assert ok == ["ok", "ok", "ok", "--"]
+    assert "the loop has '<think>" in lines[4]

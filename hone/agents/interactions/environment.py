@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +18,8 @@ from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.agents.tools.answers import response_of
 from hone.agents.tools.contract import ToolError
 from hone.types import Function, JsonValue, Row, Settings
+
+_TEXT_FIELDS = ("text", "message", "prompt", "content", "output", "echoed_message")
 
 
 class EnvironmentInteraction(BaseInteraction):
@@ -78,10 +80,33 @@ def _result(step: Any) -> tuple[Any, float, bool]:
 
 def _text(observation: Any) -> str:
     """An observation as the model reads it; typed ones have their text in one of the usual fields."""
-    for name in ("text", "message", "prompt", "content", "output", "echoed_message"):
-        if isinstance(value := getattr(observation, name, None), str):
+    fields = (
+        observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
+    )
+    for name in _TEXT_FIELDS:
+        if isinstance(value := fields.get(name), str):
             return value
     return response_of(observation).text or ""
+
+
+class OpenEnvEnvironment:
+    """A server of OpenEnv (`pip install openenv-core`) at `base_url`; an action is `{field: text}`."""
+
+    def __init__(self, base_url: str, field: str = "message", **options: JsonValue) -> None:
+        try:
+            from openenv.core.generic_client import GenericEnvClient
+        except ModuleNotFoundError as error:
+            raise ToolError("OpenEnv is not installed: pip install openenv-core") from error
+        self._client, self._field = GenericEnvClient(base_url=base_url, **options), field
+
+    async def reset(self, **kwargs: JsonValue) -> Any:
+        return await self._client.reset(**kwargs)
+
+    async def step(self, text: str) -> Any:
+        return await self._client.step({self._field: text})
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 class ReasoningGymEnvironment:

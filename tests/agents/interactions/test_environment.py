@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,3 +106,60 @@ def test_a_data_set_of_reasoning_gym_is_an_environment_by_its_name(
     prompt, _, facts = play(f"  - name: {name}\n", [entry["answer"]], name=name, index=3)
     assert entry["question"] in prompt
     assert facts["reward_scores"] == {name: 1.0}
+
+
+OPENENV_SERVER = """
+import sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+class Say(Action):
+    message: str
+
+class Heard(Observation):
+    text: str
+
+class Parrot(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, word="hi", **kwargs):
+        self.word = word
+        return Heard(text=f"say {word}", done=False, reward=0.0)
+
+    def step(self, action, **kwargs):
+        right = action.message == self.word
+        return Heard(text="again", done=right, reward=float(right))
+
+    @property
+    def state(self):
+        return State()
+
+uvicorn.run(create_app(Parrot, Say, Heard, max_concurrent_envs=4), port=int(sys.argv[1]), log_level="error")
+"""
+
+
+@pytest.mark.slow
+def test_a_server_of_openenv_is_an_environment(play: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("openenv.core.env_server", reason="pip install openenv-core fastmcp")
+    (tmp_path / "server.py").write_text(OPENENV_SERVER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)])
+    try:
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        listed = (
+            "  - name: parrot\n    class_name: hone.agents.interactions.environment.OpenEnvEnvironment\n"
+            f"    config: {{base_url: 'http://127.0.0.1:{port}'}}\n"
+        )
+        prompt, response, facts = play(listed, ["no", "ho", "never"], name="parrot", word="ho")
+    finally:
+        process.kill()
+        process.wait()
+    assert "u:say ho" in prompt
+    assert "no</s>\nu:again\na:ho" in response
+    assert facts["turn_scores"] == [0.0, 1.0]

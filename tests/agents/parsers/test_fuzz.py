@@ -121,7 +121,7 @@ def test_no_hostile_text_breaks_or_holds_up_a_parser(name: str) -> None:
 @pytest.mark.parametrize("name", PARSERS.names())
 def test_many_hostile_texts(name: str) -> None:
     """HONE_FUZZ=100000 draws as many per parser."""
-    assert slow_texts(name, int(os.environ.get("HONE_FUZZ", "3000"))) == []
+    assert slow_texts(name, int(os.environ.get("HONE_FUZZ", "1000"))) == []
 
 
 @pytest.mark.parametrize("size", [1 << 16, pytest.param(1 << 20, marks=pytest.mark.slow)])
@@ -142,4 +142,4 @@ def test_time_is_linear_in_the_text(name: str, size: int) -> None:
     ):
         short, long = (piece * (length // len(piece)) for length in (size >> 3, size))
         least = max(min(cpu_seconds(parser, short) for _ in range(2)), 0.001)
-        assert min(cpu_seconds(parser, long) for _ in range(2)) < 24 * least, piece
+        assert cpu_seconds(parser, long) < 24 * least, piece

@@ -84,3 +84,16 @@ def test_an_epsilon_of_zero_gives_groups_of_equal_scores_nothing(estimator):
     rewards, mask = column([0.7, 0.7, 0.7])
     advantages, _ = estimator(rewards, mask, index=["p"] * 3, epsilon=0.0)
     assert (advantages == 0).all()
+
+
+def test_statistics_count_a_trajectory_of_two_rows_once_by_hand() -> None:
+    """One prompt: a trajectory of two rows that earns 1 + 2, and two of one row that earn 0 and 6."""
+    rewards = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0], [0.0, 6.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
+    ids = ["t0", "t0", "t1", "t2"]
+    advantages, _ = grpo(
+        rewards, mask, index=["p"] * 4, trajectory_id=ids, norm_adv_by_std_in_grpo=True
+    )
+    # Mean (3 + 0 + 6) / 3 = 3, and the deviation with n - 1: sqrt((0 + 9 + 9) / 2) = 3.
+    by_hand = [[0.0, 0.0], [0.0, 0.0], [-1.0, -1.0], [1.0, 1.0]]
+    np.testing.assert_allclose(advantages, by_hand, atol=1e-6)

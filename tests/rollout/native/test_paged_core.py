@@ -43,6 +43,7 @@ def test_a_later_turn_computes_only_what_is_new() -> None:
     finish(core, [again])
     known = (len(first.prompt_ids) + len(first.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert core.prefilled_tokens - before == len(turn) - known
+    assert (first.output().cached_tokens, again.output().cached_tokens) == (0, known)
     assert again.token_ids == finish(paged_core(policy()), [ask(turn, 25, seed=3)])[0]
 
 
