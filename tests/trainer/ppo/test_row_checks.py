@@ -180,3 +180,45 @@ def test_rows_without_a_ground_truth_are_refused_or_counted(
     raising = "reward_model.reward_kwargs.on_failure=raise"
     (problem,) = problems_of(task, tmp_path / "run", *given, raising)
     assert "some.jsonl, row 4" in problem
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "why"),
+    [
+        ({"tool_config": {"available_tools": ["rm"]}}, [], "names 'rm'; the tools of this run are"),
+        ({}, ["reward_model.turn_reward_coef.rm=1.0"], "no tool or interaction of this run has"),
+    ],
+)
+def test_tools_that_the_run_does_not_have_are_refused_before_models_load(
+    task: Task, tmp_path: Path, columns: dict[str, Any], settings: list[str], why: str
+) -> None:
+    (tmp_path / "mytools.py").write_text(TOOLS)
+    data = write_rows(tmp_path / "rows.jsonl", **columns)
+    path = f"{MULTI_TURN}.function_tool_path={tmp_path}/mytools.py"
+    (problem,) = problems_of(task, tmp_path / "run", data, TOOL_LOOP, path, *settings)
+    assert why in problem
+
+
+def test_a_template_that_drops_earlier_thinking_is_said_before_training(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talk.yaml").write_text(
+        "interaction:\n  - name: gsm8k\n"
+        "    class_name: hone.agents.interactions.gsm8k.Gsm8kInteraction\n"
+    )
+    template = (
+        "{% for m in messages %}{{ m.role[0] + ':' + m.content.split('</think>')[-1] + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (tmp_path / "template.jinja").write_text(template)
+    dry_run(
+        task,
+        tmp_path / "run",
+        TOOL_LOOP,
+        "data.prompt_format=chat",
+        f"{MULTI_TURN}.interaction_config_path={tmp_path}/talk.yaml",
+        f"actor_rollout_ref.model.custom_chat_template={template!r}",
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "renders earlier turns otherwise than the model wrote them" in said
+    assert "a user answers a turn that thinks: from token" in said, said
