@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from hone.agents.tools.code_interpreter import CodeInterpreterTool, SandboxFusionTool
 from hone.agents.tools.contract import ToolError
 from hone.sandbox import SandboxUnavailable
-from hone.sandbox.service import SandboxService
 
 
 def run(code: str) -> str:
@@ -27,22 +29,29 @@ def test_it_prints_raises_and_reaches_nothing() -> None:
     assert "Error" in run("import socket; socket.create_connection(('127.0.0.1', 80), 1)")
 
 
-def test_the_tool_of_verls_name_asks_the_service_with_its_limits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: dict[str, object] = {}
+def test_the_tool_of_verls_name_asks_the_service_with_its_limits() -> None:
+    request: dict[str, object] = {}
 
-    def post(self: SandboxService, url: str, request: dict[str, object], _: float) -> object:
-        asked.update(request, url=url)
-        told = {"status": "Finished", "stdout": "42", "stderr": "", "return_code": 0}
-        return {"status": "Success", "run_result": told}
+    class Service(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request.update(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            result = {"status": "Finished", "stdout": "42", "stderr": "", "return_code": 0}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"status": "Success", "run_result": result}).encode())
 
-    monkeypatch.setattr(SandboxService, "_post", post)
-    url = "http://127.0.0.1:1/run_code"
-    tool = SandboxFusionTool({"sandbox_fusion_url": url, "default_timeout": 5, "num_workers": 9})
-    assert asyncio.run(tool.execute("i", {"code": "print(42)"}))[0].text == "42"
-    wanted = {"url": url, "code": "print(42)", "run_timeout": 5, "memory_limit_MB": 1024}
-    assert wanted.items() <= asked.items()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/run_code"
+        config = {"sandbox_fusion_url": url, "default_timeout": 5, "num_workers": 9}
+        answer = asyncio.run(SandboxFusionTool(config).execute("i", {"code": "print(42)"}))
+        server.shutdown()
+    assert answer[0].text == "42"
+    assert {
+        "code": "print(42)",
+        "run_timeout": 5,
+        "memory_limit_MB": 1024,
+    }.items() <= request.items()
 
 
 @pytest.mark.parametrize(
