@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hone.tracking.atomic import atomic_path
 from hone.tracking.metrics_file import read_metrics, series
+from hone.tracking.run_folder import labels_of
 
 PathLike = str | os.PathLike[str]
 DEFAULT_WEIGHT = 0.6
@@ -39,7 +40,11 @@ def draw_curve(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    runs = {label: read_metrics(path) for label, path in _labels(metrics_path).items()}
+    if isinstance(metrics_path, str | os.PathLike):
+        metrics_path = [metrics_path]
+    if not isinstance(metrics_path, Mapping):
+        metrics_path = dict(zip(labels_of(metrics_path), metrics_path, strict=True))
+    runs = {label: read_metrics(path) for label, path in metrics_path.items()}
     names = sorted({key for rows in runs.values() for row in rows for key in row})
     for key in keys:
         if key not in names:
@@ -68,17 +73,6 @@ def draw_curve(
     with atomic_path(out_png) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return Path(out_png)
-
-
-def _labels(paths: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> dict[str, PathLike]:
-    if isinstance(paths, Mapping):
-        return dict(paths)
-    labelled: dict[str, PathLike] = {}
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        resolved = Path(path).resolve()
-        label = resolved.parent.name if resolved.suffix else resolved.name
-        labelled[label if label not in labelled else str(path)] = path
-    return labelled
 
 
 def is_unsmoothed(key: str, points: int) -> bool:

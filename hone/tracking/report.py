@@ -19,7 +19,8 @@ from typing import NamedTuple
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, envelope, is_unsmoothed
 from hone.tracking.markers import TIMING
-from hone.tracking.report_data import RunData, labels_of, load_run
+from hone.tracking.report_data import RunData, load_run
+from hone.tracking.run_folder import labels_of
 from hone.types import JsonObject, JsonValue
 
 CHARACTERS_SHOWN = 4000

@@ -6,7 +6,7 @@ import json
 import os
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -96,18 +96,6 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     if not rollouts:
         run.notes.append(NO_ROLLOUTS)
     return run
-
-
-def labels_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Folder names, with parents where two are the same."""
-    resolved = [Path(path).resolve() for path in paths]
-    resolved = [path.parent if path.is_file() else path for path in resolved]
-    labels = [path.name for path in resolved]
-    if len(set(labels)) < len(labels):
-        labels = [f"{path.parent.name}/{path.name}" for path in resolved]
-    if len(set(labels)) < len(labels):
-        labels = [f"{label} ({number})" for number, label in enumerate(labels, start=1)]
-    return labels
 
 
 def _flat(config: Row) -> Row:

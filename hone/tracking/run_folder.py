@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hone.tracking.atomic import atomic_write_bytes, atomic_write_text, remove_leftovers
@@ -142,3 +142,15 @@ def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
     entries = folder.iterdir() if folder.is_dir() else ()
     matches = ((re.fullmatch(pattern, path.name), path) for path in entries)
     return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def labels_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Folder names, with parents where two are the same."""
+    resolved = [Path(path).resolve() for path in paths]
+    resolved = [path.parent if path.is_file() else path for path in resolved]
+    labels = [path.name for path in resolved]
+    if len(set(labels)) < len(labels):
+        labels = [f"{path.parent.name}/{path.name}" for path in resolved]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label} ({number})" for number, label in enumerate(labels, start=1)]
+    return labels

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hone.tracking import RunFolder
-from hone.tracking.report_data import NO_ROLLOUTS, labels_of, load_run
+from hone.tracking.report_data import NO_ROLLOUTS, load_run
+from hone.tracking.run_folder import labels_of
 
 MakeRun = Callable[..., RunFolder]
 
