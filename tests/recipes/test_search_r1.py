@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,13 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +158,15 @@ def test_the_scripts_ask_for_the_authors_training(
 @pytest.mark.slow
 def test_the_small_size_runs_from_nothing_to_a_table(tmp_path: Path) -> None:
     """A few steps of each part; whether it learns is the recipe's own business."""
-    short = ["trainer.total_training_steps=2", "trainer.test_freq=2"]
+    short = ["trainer.total_training_steps=2", "trainer.test_freq=2", "data.val_max_samples=8"]
     environment = {
         **os.environ,
         "PYTHON": sys.executable,
         "SFT": "trainer.total_training_steps=20",
-        "PORT": "8391",
+        "PORT": str(free_port()),
+        "CELLS": "random",
     }
     script = ["bash", str(FOLDER / "run.sh"), "--small", str(tmp_path)]
     done = subprocess.run([*script, *short], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": EM ") == 3
+    assert "random-1: EM 0.0 -> 0.0 %" in done.stdout
