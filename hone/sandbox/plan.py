@@ -5,12 +5,12 @@ Decided once by layers.py, carried out by the warden. Holds no state and starts 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from hone.sandbox.cgroups import Parents
 from hone.sandbox.interpreter import Interpreter
-from hone.sandbox.result import Job
+from hone.sandbox.result import RANGES, Job
+from hone.types import Row
 
 NOBODY = 65534
 BOX = "/box"
@@ -47,8 +47,14 @@ class Order:
 
     @classmethod
     def of(cls, job: Job, plan: Plan, *, channel: bool = False) -> Order:
-        names = dict.fromkeys(job.files, "")
-        return cls(plan, dataclasses.replace(job, code="", stdin="", files=names), channel)
+        # Exact types: the warden cannot import NumPy, whose floats and texts a job may hold.
+        exact: Row = {name: type(most)(getattr(job, name)) for name, (_, most) in RANGES.items()}
+        exact |= {"cpu_s": None if job.cpu_s is None else float(job.cpu_s), "code": "", "stdin": ""}
+        exact |= {
+            "files": dict.fromkeys(map(str, job.files), ""),
+            "argv": tuple(map(str, job.argv)),
+        }
+        return cls(plan, Job(**exact), channel)
 
     @property
     def files(self) -> tuple[str, ...]:

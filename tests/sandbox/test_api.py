@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hone.sandbox import Job, SandboxResult, Status, client, run_many, run_python
@@ -138,6 +139,13 @@ def test_endless_loop_ends_at_the_wall_limit(run: RunPython) -> None:
     assert (result.status, result.exit_code) == (Status.TIMEOUT, None)
     assert result.stdout == "started\n"
     assert run("import time; time.sleep(100)", timeout_s=0.3).status is Status.TIMEOUT
+
+
+def test_limits_and_texts_may_be_numpys(bwrap: None) -> None:
+    code = "import sys, helper; print(sys.argv[1])"
+    files = {np.str_("helper.py"): np.str_("")}
+    result = run_python(code, timeout_s=np.float64(30), argv=[np.str_("a")], files=files)
+    assert result.stdout == "a\n", result
 
 
 def test_cpu_limit_ends_a_busy_program(run: RunPython) -> None:
