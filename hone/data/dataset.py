@@ -69,6 +69,7 @@ class RLHFDataset(OverridableReading):
         self.settings = settings = settings_of(config)
         self.prompt_key, self.image_key = settings.prompt_key, settings.image_key
         self.video_key, self.max_prompt_length = settings.video_key, settings.max_prompt_length
+        self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
         self.bad_rows = BadRows(settings.on_bad_row)
         self.tools = list(tools) if tools is not None else load_tool_schemas(settings)
         if isinstance(data_files, str | os.PathLike):
@@ -222,11 +223,6 @@ class RLHFDataset(OverridableReading):
     ) -> Iterator[int | PromptError]:
         renderings = (partial(self._render, row) for row in rows)
         return token_counts(renderings, self.tokenizer, max_tokens)
-
-    @property
-    def _max_tokens(self) -> int | None:
-        """Tokens of a prompt, where a longer one is refused and not truncated."""
-        return self.max_prompt_length if self.settings.truncation == "error" else None
 
     def _render(self, row: Row) -> str | list[int]:
         return prompt_text(

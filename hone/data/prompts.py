@@ -196,27 +196,21 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
     """Token ids of a text, without special tokens; PromptTooLong as in `render_prompt`."""
     if flaw := flaw_of(text, allow_nul=True):
         raise PromptError(f"the text of the row {flaw}")
-    if max_tokens is not None and is_far_too_long(text, max_tokens):
-        _refuse_far_too_long(text, tokenizer, max_tokens)
+    length = FAR_CHARACTERS * ((max_tokens or 0) + 64)
+    while max_tokens is not None and length < len(text):
+        tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
+        if tokens > 2 * max_tokens + 64:  # a cut inside a word may give it more tokens
+            raise PromptTooLong(
+                f"the first {length:,} of its {len(text):,} characters have {tokens:,} tokens, at "
+                f"most {max_tokens:,} fit"
+            )
+        length *= 4
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def is_far_too_long(text: str, max_tokens: int) -> bool:
     """Whether a text has so many characters that its beginning is tokenised alone, first."""
     return len(text) > FAR_CHARACTERS * (max_tokens + 64)
-
-
-def _refuse_far_too_long(text: str, tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Tokenise ever longer beginnings of the text until one alone has twice what fits."""
-    length = FAR_CHARACTERS * (max_tokens + 64)
-    while length < len(text):
-        tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
-        if tokens > 2 * max_tokens + 64:
-            raise PromptTooLong(
-                f"the first {length:,} of its {len(text):,} characters have {tokens:,} tokens, at "
-                f"most {max_tokens:,} fit"
-            )
-        length *= 4
 
 
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
