@@ -1,7 +1,4 @@
-"""The algorithm: advantage estimator, KL, rollout correction, group filters.
-
-Formulas live in `hone.algorithms`; `docs/algorithms.md` has one table of them.
-"""
+"""The algorithm: advantage estimator, KL, rollout correction, group filters."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from hone.config.checks import find_idle, find_problems, settle
 from hone.config.convert import (
     NoFit,
     Value,
-    describe_kind,
     describe_type,
     fit,
     show_value,
@@ -203,7 +202,8 @@ class _Composition:
                 typed[key] = value = fit(value, leaf.hint)
             except NoFit:
                 what = key if value is None else f"{key}={show_value(value)}"
-                expected = f"is {describe_kind(value)}; expected {describe_type(leaf.hint)}"
+                kind = "a truth value" if isinstance(value, bool) else describe_type(type(value))
+                expected = f"is {kind}; expected {describe_type(leaf.hint)}"
                 misfits[key] = f"{what} {expected} ({origin})"
                 continue
             number = key in self.origins and isinstance(value, int | float)
@@ -275,9 +275,7 @@ def _requested(config: Value, origins: Mapping[str, str]) -> dict[str, str]:
     requested: dict[str, str] = {}
     for key, origin in origins.items():
         leaf = leaves(root).get(owner_of(root, key) or "")
-        if leaf is None:
-            continue
-        changed = values[leaf.key] != value_in(leaf.default, values)
-        if changed or origin.startswith(COMMAND_LINE):
+        changed = leaf and values[leaf.key] != value_in(leaf.default, values)
+        if leaf and (changed or origin.startswith(COMMAND_LINE)):
             requested[leaf.key] = origin
     return requested

@@ -48,12 +48,6 @@ def describe_type(hint: Hint) -> str:
     return _WORDS.get(origin or hint, "any value")
 
 
-def describe_kind(value: Value) -> str:
-    """What kind of value was given, in words."""
-    kind = type(value)
-    return "a truth value" if kind is bool else _WORDS.get(kind, kind.__name__)
-
-
 def fit(value: Value, hint: Hint) -> Value:
     """`value` in the type of the hint; raises `NoFit` where it has no place there."""
     origin: Hint = typing.get_origin(hint)

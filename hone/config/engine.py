@@ -1,7 +1,4 @@
-"""Blocks shared by every model that is trained or run forward: optimizer, sharding, checkpoint.
-
-They are reused by the actor, the reference, the critic and SFT; nothing here is role specific.
-"""
+"""Blocks shared by every model that is trained or run forward: optimizer, sharding, checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The `generation` tree: a file of prompts in, a file with responses out.
-
-It has an engine and sampling, no training.
-"""
+"""The `generation` tree: a file of prompts in, a file with responses out."""
 
 from __future__ import annotations
 

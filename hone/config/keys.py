@@ -258,30 +258,19 @@ def by_omegaconf(values: JsonObject) -> JsonObject:
     setup_globals()  # Hydra's own resolvers, such as `now`
     for name, bound in _BOUNDS.items():
         OmegaConf.register_new_resolver(name, bound, replace=True)
+    tree = OmegaConf.create({})
+    for key, value in values.items():
+        OmegaConf.update(tree, key, value, force_add=True)
     try:
-        tree: Value = OmegaConf.to_container(OmegaConf.create(_nested(values)), resolve=True)
+        plain: Value = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         where = f" (in {error.full_key})" if getattr(error, "full_key", None) else ""
         reason = str(error).splitlines()[0]
         raise ConfigError(f"a reference does not resolve: {reason}{where}") from None
-    return {key: _at(tree, key.split(".")) for key in values}
+    return {key: _at(plain, key.split(".")) for key in values}
 
 
 def _at(tree: Value, names: list[str]) -> Value:
     for name in names:
         tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
-def _nested(values: JsonObject) -> JsonObject:
-    """The tree of values by dotted key; a block wins over a value of the same name."""
-    tree: JsonObject = {}
-    for key, value in values.items():
-        node: Value = tree
-        *way, last = key.split(".")
-        for name in way:
-            node[name] = inner = node[name] if isinstance(node.get(name), dict) else {}
-            node = inner
-        if not isinstance(node.get(last), dict):
-            node[last] = value
     return tree

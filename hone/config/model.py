@@ -1,7 +1,4 @@
-"""The policy's model: where it comes from, how it is changed, LoRA.
-
-Loading happens in `hone.models`; nothing here touches a file.
-"""
+"""The policy's model: where it comes from, how it is changed, LoRA."""
 
 from __future__ import annotations
 

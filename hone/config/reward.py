@@ -1,7 +1,4 @@
-"""Rewards: the score function, the manager, reward models and how the parts are mixed.
-
-Parts are named and mixed with explicit coefficients; the sandbox limits live here too.
-"""
+"""Rewards: the score function, the manager, reward models and how the parts are mixed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The root of the `ppo_trainer` tree.
-
-Each block has its own file; this one only puts them together and derives what needs more than one block.
-"""
+"""The root of the `ppo_trainer` tree."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The run: length, devices, trackers, validation, checkpoints, seed.
-
-Nothing here changes what is learned, apart from the length, the seed and `critic_warmup`.
-"""
+"""The run: length, devices, trackers, validation, checkpoints, seed."""
 
 from __future__ import annotations
 
