@@ -10,8 +10,7 @@ from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
 from hone.engine.optimizer import Optimizer
-from hone.models.compiled import compile_layers
-from hone.models.fused import fuse
+from hone.models.fused import compile_layers, fuse
 from hone.models.load import load_causal_lm
 from hone.models.lora import draw_adapters
 from hone.models.policy import Model, PolicyModel, ValueModel

@@ -28,11 +28,14 @@ from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
 from hone.ops.gated import silu_gate
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
+from hone.ops.segments import SegmentLayout
 from hone.ops.wide_product import wide_linear
 from hone.types import Function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from hone.models.policy import Model
 
 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
@@ -154,3 +157,19 @@ def _into_residual(linear: nn.Module, x: Tensor) -> Tensor:
 
 def _embedding(self: nn.Embedding, ids: Tensor) -> Tensor:
     return F.embedding(ids, self.weight, self.padding_idx).float()
+
+
+def compile_layers(model: Model) -> int:
+    """Compile every decoder layer in place by torch.compile; returns their number.
+
+    One compilation serves all layers, because they are alike. Attention stays out of the compiled graphs:
+    it asks a layout, whose shape differs from batch to batch.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not hasattr(SegmentLayout.attend, "_torchdynamo_disable"):
+        SegmentLayout.attend = torch.compiler.disable(SegmentLayout.attend)  # type: ignore[method-assign]
+    layers = [m for m in model.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.compile(dynamic=True)
+    return len(layers)

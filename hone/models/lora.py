@@ -82,8 +82,8 @@ def wrap_lora(
             )
             wrapped = get_peft_model(lm, config, autocast_adapter_dtype=False)
     except ValueError as error:  # PEFT refuses settings so
-        asked = adapter_path or f"rank {rank}, target_modules {target_modules}"
-        raise LoraError(f"LoRA ({asked}): {' '.join(str(error).split())}") from error
+        settings = adapter_path or f"rank {rank}, target_modules {target_modules}"
+        raise LoraError(f"LoRA ({settings}): {' '.join(str(error).split())}") from error
     if getattr(wrapped.peft_config[wrapped.active_adapter], "use_dora", False):
         raise LoraError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
     head = wrapped.get_output_embeddings()

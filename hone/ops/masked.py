@@ -19,16 +19,16 @@ def masked_fill_zero(x: Tensor, mask: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum of the kept entries."""
-    kept = masked_fill_zero(values, mask)
-    return kept.sum() if axis is None else kept.sum(dim=axis)
+    values = masked_fill_zero(values, mask)
+    return values.sum() if axis is None else values.sum(dim=axis)
 
 
 def count_kept(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """How many entries are kept, as integers."""
-    kept = mask.bool().view(torch.uint8)  # bytes add up many times faster than bools
+    """The number of kept entries, as integers."""
+    ones = mask.bool().view(torch.uint8)  # bytes add up many times faster than bools
     if axis is None:
-        return kept.flatten().sum()
-    return kept.sum(dim=axis, dtype=torch.int32)  # and into 32 bits faster than into 64
+        return ones.flatten().sum()
+    return ones.sum(dim=axis, dtype=torch.int32)  # and into 32 bits faster than into 64
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:

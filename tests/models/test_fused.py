@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 
 import pytest
 import torch
 
-from hone.models.fused import fuse
+from hone.models.fused import compile_layers, fuse
 from hone.models.policy import PolicyModel, hidden_states
 from hone.models.tiny import tiny_lm
 from hone.ops.packing import PackedRows, pack_rows
+
+COMPILERS = (os.environ.get("CXX", "c++"), "g++", "clang++")
 
 
 def packed_rows() -> PackedRows:
@@ -50,3 +54,24 @@ def test_in_16_bits_the_result_is_nearer_to_float32() -> None:
 
 def test_an_unknown_family_is_left_alone() -> None:
     assert fuse(PolicyModel(tiny_lm(50, family="gemma"))) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, COMPILERS)), reason="torch.compile needs a C++ compiler"
+)
+def test_compiled_layers_compute_what_the_plain_ones_do() -> None:
+    policies = [PolicyModel(tiny_lm(50, layers=2)) for _ in range(2)]
+    assert compile_layers(policies[1]) == 2
+    for rows, width in ((3, 9), (2, 20)):  # one compilation, several shapes
+        prompts, responses = torch.randint(3, 50, (2, rows, width))
+        ones = torch.ones(rows, 2 * width, dtype=torch.int64)
+        packed = pack_rows(prompts, responses, ones, ones[:, :width], share_prompts=False)
+        grads = []
+        for policy in policies:
+            policy.zero_grad()
+            out = policy(packed, temperature=1.0)
+            out["log_probs"].sum().backward()
+            grads.append([out["log_probs"], *(p.grad for p in policy.parameters())])
+        for plain, compiled in zip(*grads, strict=True):
+            torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
