@@ -88,7 +88,7 @@ def test_a_vote_of_two_is_worth_the_mean():
     assert majority_at(values, answers, 2) == pytest.approx(0.25)
 
 
-def test_who_has_no_answer_casts_no_vote_unless_nobody_has_one():
+def test_a_response_without_an_answer_casts_no_vote_unless_none_has_one():
     values, answers = [0.0, 0.0, 1.0], [None, None, "right"]
     assert majority_at(values, answers, 3) == 1.0
     assert majority_at(values, answers, 2) == pytest.approx(2 / 3)

@@ -33,9 +33,7 @@ class BlockPool:
         self.block_size = block_size
         self._free = list(range(blocks - 1, NULL_BLOCK, -1))
         self._references = [0] * blocks
-        self._evictable: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # cached, unreferenced; oldest first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # unreferenced, oldest first
         self._block_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
         self._content_of: dict[int, int] = {}  # a number that no other content ever had

@@ -194,7 +194,7 @@ def test_what_a_loop_raised_is_raised_and_the_engine_answers_again() -> None:
         assert len(out.token_ids) == 3
 
 
-def test_loops_are_told_why_decoding_stopped() -> None:
+def test_loops_get_the_cause_that_stopped_decoding() -> None:
     with NativeFactory().engine(policy(), driven=False) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
         core.step = raising(RuntimeError("boom"))
@@ -293,13 +293,13 @@ def test_a_loop_that_ended_counts_as_settled_and_a_blocked_one_does_not(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("who", ["abort", "request"])
-def test_chunks_that_follow_each_other_end_for_whoever_comes(who: str) -> None:
+@pytest.mark.parametrize("caller", ["abort", "request"])
+def test_chunks_that_follow_each_other_end_for_a_call_or_a_request(caller: str) -> None:
     with PagedFactory().engine(policy()) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
         decode, under_way, chunks = core._decode, threading.Event(), 0
 
-        def second_meets_somebody(steps: int) -> None:
+        def second_meets_a_caller(steps: int) -> None:
             nonlocal chunks
             chunks += 1
             if chunks == 2:
@@ -308,12 +308,12 @@ def test_chunks_that_follow_each_other_end_for_whoever_comes(who: str) -> None:
                     time.sleep(0.001)
             decode(steps)
 
-        core._decode = second_meets_somebody
+        core._decode = second_meets_a_caller
 
         async def interrupted() -> tuple[TokenOutput, bool]:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
             await until(under_way)
-            if who == "abort":
+            if caller == "abort":
                 await engine.abort()
             else:
                 await engine.generate(PROMPT, Sampling(2, 1.0, 0, ignore_eos=True), "short")
@@ -321,7 +321,7 @@ def test_chunks_that_follow_each_other_end_for_whoever_comes(who: str) -> None:
             return await job, ended
 
         out, ended_first = play(interrupted())
-    if who == "abort":
+    if caller == "abort":
         assert out.stop_reason is StopReason.ABORT
         assert 0 < len(out.token_ids) < LONG.max_tokens
     else:

@@ -51,7 +51,7 @@ def test_a_refused_update_is_begun_again_and_leaves_no_keys_of_the_old_weights()
     play(fresh.close())
 
 
-def test_a_loop_that_closed_before_its_turn_holds_nobody_up() -> None:
+def test_a_loop_that_closed_before_its_turn_holds_up_no_other_request() -> None:
     engine = NativeFactory().build(policy())
     left = asyncio.new_event_loop()
 

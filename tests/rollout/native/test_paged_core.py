@@ -207,7 +207,7 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     del blockers
 
 
-def test_chunks_follow_each_other_while_nobody_wants_in_and_draw_the_same() -> None:
+def test_chunks_follow_each_other_until_the_core_must_yield_and_draw_the_same() -> None:
     asked = list(zip(prompts(3, 20, 40), (200, 150, 190), strict=True))
     wanted = finish(paged_core(policy()), [ask(p, n, seed=i) for i, (p, n) in enumerate(asked)])
     core = paged_core(policy())
@@ -224,7 +224,7 @@ def test_chunks_follow_each_other_while_nobody_wants_in_and_draw_the_same() -> N
     assert all(len(r.log_probs) == len(r.versions) == len(r.token_ids) for r in requests)
 
 
-@pytest.mark.parametrize("reason", ["a stop string", "somebody left", "no blocks", "one waits"])
+@pytest.mark.parametrize("reason", ["a stop string", "the caller left", "no blocks", "one waits"])
 def test_chunks_do_not_follow_each_other_where_the_host_must_look(reason: str) -> None:
     more = {"no blocks": {"blocks": 20}, "one waits": {"max_num_seqs": 1}}.get(reason, {})
     core = paged_core(policy(), **more)
@@ -233,12 +233,12 @@ def test_chunks_do_not_follow_each_other_where_the_host_must_look(reason: str) -
     core.add(request)
     if reason == "one waits":
         core.add(ask(prompts(1, 20, 20)[0], 2, seed=1))
-    request.cancelled = reason == "somebody left"
+    request.cancelled = reason == "the caller left"
     core.step(lambda: False)
     assert len(request.token_ids) <= STEPS_PER_LONG_CHUNK + 1
 
 
-def test_chunks_that_follow_each_other_draw_no_more_than_is_asked_for() -> None:
+def test_chunks_that_follow_each_other_draw_no_more_than_max_tokens() -> None:
     core = paged_core(policy())
     decode, steps = core._decode, list[int]()
     core._decode = lambda n: (steps.append(n), decode(n))[1]  # type: ignore[method-assign,func-returns-value]
