@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -11,6 +12,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from hone.config.data import DataConfig
+from hone.data.files import copy_to_local, is_non_local
+from hone.data.hub import as_frame
 from hone.data.prompts import (
     Message,
     PromptError,
@@ -23,13 +26,15 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.reading import OverridableReading, settings_of
+from hone.data.reading import rows_of, settings_of
 from hone.data.rows import (
     BadRows,
     DataError,
     Files,
+    RowStore,
     SettingError,
     positions_fingerprint,
+    read_rows,
     sample_positions,
 )
 from hone.data.schema import ARGUMENTS, COLUMNS, SchemaCheck
@@ -38,6 +43,7 @@ from hone.tokenizer import Processor, Tokenizer
 from hone.types import Row, Settings
 
 if TYPE_CHECKING:
+    from hone.data.loader import Dataset
     from hone.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -45,13 +51,17 @@ logger = logging.getLogger(__name__)
 SINGLE_TURN_AGENT = "single_turn_agent"
 
 
-class RLHFDataset(OverridableReading):
+class RLHFDataset:
     """Prompt rows from one or many files, or given as dicts; `dataset[i]` is one row as a dict.
 
     A row holds raw_prompt, prompt_ids (cut to data.max_prompt_length), data_source, reward_model,
     extra_info, agent_name (None where the data name none), tools_kwargs, interaction_kwargs,
-    index, and every other column of the file as it is.
+    index, and every other column of the file as it is. A subclass may override verl's steps:
+    _download, _read_files_and_tokenize, maybe_filter_out_long_prompts and _build_messages.
     """
+
+    store: RowStore
+    _frame: Dataset | None = None
 
     def __init__(
         self,
@@ -74,8 +84,8 @@ class RLHFDataset(OverridableReading):
         self.tools = list(tools) if tools is not None else load_tool_schemas(settings)
         if isinstance(data_files, str | os.PathLike):
             data_files = [data_files]
-        self.data_files = data_files
-        self.read_all()
+        self.data_files: Sequence[str | os.PathLike[str] | Row] = data_files
+        self._read_all()
         self.added: list[Row] = []
         self.overlong_rows = 0
         self._lengths: list[int] | None = None
@@ -174,6 +184,62 @@ class RLHFDataset(OverridableReading):
                 " new run from the checkpoint's model (trainer.resume_mode=disable)"
             )
         self.added = [dict(row) for row in state["added"]]
+
+    def _read_all(self) -> None:
+        """Fill `self.store`."""
+        self._download()
+        self._read_files_and_tokenize()
+        if not hasattr(self, "store"):
+            raise DataError(
+                f"{type(self).__name__}._read_files_and_tokenize sets no self.dataframe"
+            )
+        if self._overrides("_build_messages"):
+            takes_key = "key" in inspect.signature(self._build_messages).parameters
+            key = {"key": self.prompt_key} if takes_key else {}
+            self.dataframe = [
+                {**row, self.prompt_key: self._build_messages(dict(row), **key)}
+                for row in self.store.scan()
+            ]
+
+    def _download(self, use_origin_parquet: bool = False) -> None:
+        """Copy remote files here; the copies become `self.data_files`."""
+        files = self.data_files
+        if any(isinstance(file, str) and is_non_local(file) for file in files):
+            self.data_files = [f if isinstance(f, dict) else copy_to_local(f) for f in files]
+
+    def _read_files_and_tokenize(self) -> None:
+        """Read `self.data_files`; an override sets `self.dataframe`."""
+        self.store = read_rows(self.data_files, self.bad_rows)
+        if self._overrides("maybe_filter_out_long_prompts"):
+            self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
+
+    def maybe_filter_out_long_prompts(self, dataframe: Dataset) -> Dataset:
+        """The rows themselves: `data.filter_overlong_prompts` is applied when all are read."""
+        return dataframe
+
+    def _build_messages(self, example: Row, key: str | None = None) -> list[Message]:
+        """Take the messages out of a row."""
+        return as_messages(example.pop(key or self.prompt_key))
+
+    @property
+    def dataframe(self) -> Dataset:
+        """The rows as a Hugging Face data set (a list without that package); setting it replaces them."""
+        if self._frame is None:
+            is_read = hasattr(self, "positions")
+            rows = [self.raw_row(i) for i in range(len(self))] if is_read else self.store.scan()
+            self._frame = as_frame(list(rows))
+        return self._frame
+
+    @dataframe.setter
+    def dataframe(self, data: Dataset) -> None:
+        rows = rows_of(data)
+        if not rows:
+            raise DataError(f"self.dataframe of {type(self).__name__} has no rows: {type(data)}")
+        self._frame = data
+        self.store = read_rows(rows, self.bad_rows)
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(RLHFDataset, name)
 
     def _valid_positions(self) -> list[int]:
         positions = []
