@@ -79,6 +79,11 @@ def explain(key: str, tree: str | None = None) -> str:
     if by_text:
         texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in by_text.items())
         return "\n".join(texts)
+    table = key.rpartition(".")[0]  # a user's own name inside a mapping
+    if any(
+        isinstance(leaves(t.root)[table].default, dict) for t in trees if table in leaves(t.root)
+    ):
+        return explain(table, tree)
     for name in (t.name for t in trees):
         new = other_names(name).get(key) or new_name(key, name)
         if new != key:
