@@ -27,13 +27,39 @@ from hone.ops.varlen import fits_varlen, varlen_attention
 _BiasKey = tuple[int | None, torch.dtype]
 
 
-class _Pad(NamedTuple):
+class Padding(NamedTuple):
     """How packed segments become a padded rectangle and back."""
 
     cells: Tensor  # [S, L] packed position of each cell; padding points at a real one
     inverse: Tensor  # [N_s] cell of each packed position
     start: int  # first packed position
     regular: bool  # all segments have one length: a view is enough
+
+    @staticmethod
+    def of(
+        lengths: list[int], device: torch.device, *, start: int = 0, multiple: int = 1
+    ) -> Padding:
+        """The rectangle of segments that follow each other from `start`; its width is a multiple."""
+        n = torch.tensor(lengths)
+        width = -(-max(int(n.max()), 1) // multiple) * multiple
+        begin = start + n.cumsum(0) - n
+        offset = torch.arange(width)
+        real = offset < n[:, None]
+        index = torch.where(real, begin[:, None] + offset, start)
+        inverse = real.flatten().nonzero().flatten()
+        return Padding(send(index, device), send(inverse, device), start, bool((n == width).all()))
+
+    def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
+        segments, width = self.cells.shape
+        if self.regular:
+            rows = x[self.start : self.start + segments * width]
+        else:
+            rows = x.index_select(0, self.cells.flatten())
+        return rows.view(segments, width, *x.shape[1:]).transpose(1, 2)
+
+    def unpad(self, x: Tensor) -> Tensor:  # [S, H, L, D] -> [N_s, H, D]
+        rows = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+        return rows if self.regular else rows.index_select(0, self.inverse)
 
 
 @dataclass
@@ -52,15 +78,15 @@ class SegmentLayout:
         return SegmentLayout(self.root_lengths, self.children, device)
 
     @cached_property
-    def _root_pad(self) -> _Pad:
-        return _pad_index(self.root_lengths, 0, self.device)
+    def _roots(self) -> Padding:
+        return Padding.of(self.root_lengths, self.device)
 
     @cached_property
-    def _child_pad(self) -> _Pad | None:
+    def _children(self) -> Padding | None:
         lengths = [n for _, n in self.children]
         if not any(lengths):  # one-token responses leave nothing to feed
             return None
-        return _pad_index(lengths, sum(self.root_lengths), self.device)
+        return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
     @cached_property
     def _shared_keys(self) -> SharedKeys:
@@ -87,12 +113,12 @@ class SegmentLayout:
             )
         k, v = repeat_heads(q, k, v)
         out = self._attend_roots(q, k, v, options)
-        if self._child_pad is None:
+        if self._children is None:
             return out
-        return torch.cat([out, self._attend_children(q, k, v, self._child_pad, options)])
+        return torch.cat([out, self._attend_children(q, k, v, self._children, options)])
 
     def _attend_roots(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        longest, window = self._root_pad.cells.shape[1], options.window
+        longest, window = self._roots.cells.shape[1], options.window
         bias = None
         if window is not None and window < longest:
             key = (window, q.dtype)
@@ -101,21 +127,22 @@ class SegmentLayout:
                 visible = is_visible(position[:, None] - position, window)
                 self.root_bias[key] = as_bias(visible, q.dtype)
             bias = self.root_bias[key]
-        q, k, v = (_pad(x, self._root_pad) for x in (q, k, v))
-        return _unpad(padded_attention(q, k, v, bias, options), self._root_pad)
+        q, k, v = (self._roots.pad(x) for x in (q, k, v))
+        return self._roots.unpad(padded_attention(q, k, v, bias, options))
 
     def _attend_children(
-        self, q: Tensor, k: Tensor, v: Tensor, pad: _Pad, options: AttentionOptions
+        self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: AttentionOptions
     ) -> Tensor:
         key = (options.window, q.dtype)
         if key not in self.child_bias:
-            self.child_bias[key] = self._child_bias(pad.cells.shape[1], *key)
+            self.child_bias[key] = self._child_bias(padding.cells.shape[1], *key)
         cells = self._child_cells
         k, v = (
             x.index_select(0, cells.flatten()).view(*cells.shape, *x.shape[1:]).transpose(1, 2)
             for x in (k, v)
         )
-        return _unpad(padded_attention(_pad(q, pad), k, v, self.child_bias[key], options), pad)
+        out = padded_attention(padding.pad(q), k, v, self.child_bias[key], options)
+        return padding.unpad(out)
 
     @cached_property
     def _parents(self) -> Tensor:
@@ -124,8 +151,8 @@ class SegmentLayout:
     @cached_property
     def _child_cells(self) -> Tensor:  # [C, P + R]
         """Packed positions that each child sees: its parent's tokens, then its own."""
-        assert self._child_pad is not None
-        return torch.cat([self._root_pad.cells[self._parents], self._child_pad.cells], 1)
+        assert self._children is not None
+        return torch.cat([self._roots.cells[self._parents], self._children.cells], 1)
 
     def _child_bias(
         self, width: int, window: int | None, dtype: torch.dtype
@@ -136,35 +163,10 @@ class SegmentLayout:
         """
         lengths = send(torch.tensor(self.root_lengths), self.device)[self._parents]
         own = torch.arange(width, device=self.device)
-        of_parent = torch.arange(self._root_pad.cells.shape[1], device=self.device)
+        of_parent = torch.arange(self._roots.cells.shape[1], device=self.device)
         sees_parent = (of_parent < lengths[:, None])[:, None, :].expand(-1, width, -1)
         sees_own = is_visible(own[:, None] - own, window).expand(len(lengths), -1, -1)
         if window is not None:
             position = lengths[:, None] + own  # [C, R]
             sees_parent = sees_parent & (position[:, :, None] - of_parent < window)
         return as_bias(torch.cat([sees_parent, sees_own], -1), dtype)[:, None]
-
-
-def _pad_index(lengths: list[int], start: int, device: torch.device) -> _Pad:
-    n = torch.tensor(lengths)
-    width = max(int(n.max()), 1)
-    begin = start + torch.cat([torch.zeros(1, dtype=n.dtype), n.cumsum(0)[:-1]])
-    offset = torch.arange(width)
-    real = offset < n[:, None]
-    index = torch.where(real, begin[:, None] + offset, begin[:, None].clamp(max=max(start, 0)))
-    inverse = real.flatten().nonzero().flatten()
-    return _Pad(send(index, device), send(inverse, device), start, bool((n == width).all()))
-
-
-def _pad(x: Tensor, pad: _Pad) -> Tensor:  # [N, H, D] -> [S, H, L, D]
-    segments, width = pad.cells.shape
-    if pad.regular:
-        rows = x[pad.start : pad.start + segments * width]
-    else:
-        rows = x.index_select(0, pad.cells.flatten())
-    return rows.view(segments, width, *x.shape[1:]).transpose(1, 2)
-
-
-def _unpad(x: Tensor, pad: _Pad) -> Tensor:  # [S, H, L, D] -> [N_s, H, D]
-    rows = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
-    return rows if pad.regular else rows.index_select(0, pad.inverse)

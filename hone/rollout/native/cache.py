@@ -18,6 +18,7 @@ from hone.ops.attention import (
     soft_cap,
     softmax_with_sinks,
 )
+from hone.ops.segments import Padding
 
 _GROWTH = 64
 """The cache grows by multiples of this many tokens, so that allocations are rare."""
@@ -72,37 +73,25 @@ class PrefillLayout:
     """Whole prompts into empty slots, all at once."""
 
     def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int]) -> None:
-        self._cache = cache
-        n = torch.tensor(lengths)
-        # Rounded up, because a vector register's tail is summed in another order.
-        self._longest = _round_up(max(lengths), _KEYS)
-        offset = torch.arange(self._longest)
-        real = offset < n[:, None]
-        begin = n.cumsum(0) - n
-        self._gather = torch.where(real, begin[:, None] + offset, begin[:, None])  # [S, L]
-        self._cells = real.flatten().nonzero().flatten()
-        self._regular = min(lengths) == self._longest  # views are enough, nothing is gathered
-        self._slots = torch.tensor(slots)
-        self._slot = self._slots.repeat_interleave(n)  # [N]
-        self.positions = offset.expand(len(slots), -1)[real]  # [N]
+        self._cache, self._slots = cache, torch.tensor(slots)
+        # Padded to a multiple, because a vector register's tail is summed in another order.
+        self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEYS)
+        self._longest = self._padding.cells.shape[1]
+        self._slot = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
+        self.positions = self._padding.inverse % self._longest  # [N]
         self._biases: dict[int, Tensor] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         for new, plane in zip((k, v), self._cache.layer(options.layer, k), strict=True):
-            if self._regular:
-                rows = new.view(len(self._slots), self._longest, *new.shape[1:]).transpose(1, 2)
+            if self._padding.regular:
+                rows = self._padding.pad(new)
                 plane[:, :, : self._longest].index_copy_(0, self._slots, rows)
             else:
                 plane[self._slot, :, self.positions] = new
         k, v = repeat_heads(q, k, v)
-        q, k, v = (self._pad(x) for x in (q, k, v))
+        q, k, v = (self._padding.pad(x) for x in (q, k, v))
         out = padded_attention(q, k, v, self._bias(options.window, q.dtype), options)
-        rows = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
-        return rows if self._regular else rows.index_select(0, self._cells)
-
-    def _pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
-        rows = x if self._regular else x.index_select(0, self._gather.flatten())
-        return rows.view(*self._gather.shape, *x.shape[1:]).transpose(1, 2)
+        return self._padding.unpad(out)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:  # [L, L]
         if window is None:
