@@ -26,11 +26,11 @@ MISSING = "???"
 """OmegaConf's mark of a value that must be given; the schema's default stands in for it."""
 
 _ENGINES = ("dp", "megatron", "torchtitan", "veomni")
+_PLAIN_GROUPS = "distillation npu_profile profiler reward reward_manager rollout transfer_queue"
 GROUPS: dict[str, tuple[str, ...]] = {
     **{role: (role, *(f"{e}_{role}" for e in _ENGINES)) for role in ("actor", "critic", "ref")},
     **dict.fromkeys(("engine", "optim"), ("fsdp", "automodel", *_ENGINES[1:])),
-    **{name: (name,) for name in ("distillation", "npu_profile", "profiler", "reward", "rollout")},
-    **{name: (name,) for name in ("reward_manager", "transfer_queue")},
+    **{name: (name,) for name in _PLAIN_GROUPS.split()},
     "algorithm": ("rollout_correction",),
     "data": ("legacy_data",),
     "model": ("hf_model",),

@@ -181,16 +181,6 @@ Values = Mapping[str, JsonValue]
 """The last value of every key that was set."""
 
 
-class BadAliasValue(ValueError):
-    """The value of an old key cannot be said in the new one; the text says what it takes."""
-
-
-def _searches(key: str, value: JsonValue, values: Values) -> JsonObject:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise BadAliasValue("takes an integer")
-    return {"actor_rollout_ref.rollout.multi_turn.max_assistant_turns": value + 1}
-
-
 def _least_rate(key: str, value: JsonValue, values: Values) -> JsonObject:
     block = key.rpartition(".")[0]
     peak = values.get(f"{block}.lr")
@@ -219,11 +209,6 @@ def _manager_extras(key: str, value: JsonValue, values: Values) -> JsonObject:
 
 
 COMPUTED: dict[str, tuple[Callable[[str, JsonValue, Values], JsonObject], str]] = {
-    "max_turns": (
-        _searches,
-        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns, one more: so many searches, then "
-        "the answer",
-    ),
     "!algorithm.rollout_correction.rollout_rs_threshold_lower": (
         _lower_bound,
         "the lower bound of algorithm.rollout_correction.rollout_rs_threshold, as lower_upper",
@@ -253,27 +238,30 @@ def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> li
     result: list[Setting] = []
     outranking: list[Setting] = []
     for setting in renamed:
-        try:
-            pattern, new = _new_settings(setting.key, setting.value, values, tree)
-        except BadAliasValue as error:
-            problems.append(f"{setting.key}={setting.value} {error} ({setting.origin})")
+        pattern, new = _new_settings(setting.key, setting.value, values, tree)
+        if isinstance(new, str):
+            problems.append(f"{setting.key}={setting.value} {new} ({setting.origin})")
             continue
         moved = [_moved(setting, key, value) for key, value in new.items()]
         (outranking if pattern.startswith("!") else result).extend(moved)
     return [*result, *outranking]
 
 
-def _new_settings(key: str, value: JsonValue, values: Values, tree: str) -> tuple[str, JsonObject]:
-    """The pattern that names a key, and the settings in its place."""
+def _new_settings(
+    key: str, value: JsonValue, values: Values, tree: str
+) -> tuple[str, JsonObject | str]:
+    """The pattern that names a key, and the settings in its place or what values it takes."""
     for pattern, (compute, _) in COMPUTED.items():
         if (tree == "ppo_trainer" or pattern[0] == "*") and names(pattern.lstrip("!"), key):
             return pattern, compute(key, value, values)
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
     for rule in rows:
         if rule.has(value) and holds(rule.where, lambda name: values.get(name, ABSENT)):
-            return rule.pattern, {k: value if v == "*" else v for k, v in rule.settings.items()}
+            one_more = value + 1 if isinstance(value, int) else value
+            stands = {"*": value, "*+1": one_more}
+            return rule.pattern, {k: stands.get(str(v), v) for k, v in rule.settings.items()}
     if rows and value not in (None, False):
-        raise BadAliasValue("takes true or false")
+        return "", "takes an integer" if rows[0].values == ("count",) else "takes true or false"
     return "", {} if rows else {key: value}
 
 

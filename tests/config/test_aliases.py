@@ -258,7 +258,6 @@ def test_a_rule_refuses_a_value_it_cannot_say() -> None:
 
 def test_keys_that_are_computed_are_those_that_have_tests_here() -> None:
     assert {old.lstrip("!") for old in COMPUTED} == {
-        "max_turns",
         "algorithm.rollout_correction.rollout_rs_threshold_lower",
         "**.optim.min_lr",
         "**.optim.lr_min",

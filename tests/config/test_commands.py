@@ -82,7 +82,7 @@ def test_explain_tells_all_about_a_key() -> None:
         ("algorithm.kl_ctrl", "kl_coef    0.001"),
         ("algorithm.group_size", "is another name: actor_rollout_ref.rollout.n"),
         ("ray_init.num_cpus", "CPUs Ray may use"),
-        ("max_turns", "one more: so many searches, then the answer"),
+        ("max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=*+1"),
         (
             "actor_rollout_ref.actor.megatron.anything",
             "neutral with other values than off\n  models",
