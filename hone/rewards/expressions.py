@@ -47,7 +47,8 @@ class Evaluated:
 
 def evaluate(text: str) -> Evaluated:
     """Value of `text`, or ExpressionError. Time is bounded by MAX_CHARS, MAX_DEPTH, MAX_DIGITS."""
-    if not _EXACT_CHARS.fullmatch(text[: MAX_CHARS + 1]) or _LONG_NUMBER.search(text[:MAX_CHARS]):
+    has_long_number = len(text) > MAX_DIGITS and _LONG_NUMBER.search(text[:MAX_CHARS])
+    if has_long_number or not _EXACT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
         raise ExpressionError(f"not integers of {MAX_DIGITS} digits with + - * / ( )")
     numbers: list[int] = []
 
@@ -69,8 +70,10 @@ def evaluate_compat(text: str) -> float:
 
 def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..., Any]]) -> Any:
     """The value of a short and shallow expression: its numbers by `leaf`, its operators by the table."""
-    deep = text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH
-    if deep or len(text) > MAX_CHARS or _SIGNS.search(text):
+    deep = len(text) > MAX_DEPTH and (
+        _SIGNS.search(text) or (text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH)
+    )
+    if deep or len(text) > MAX_CHARS:
         raise ExpressionError(f"longer than {MAX_CHARS} characters, or deeper than {MAX_DEPTH}")
 
     def value(node: ast.expr) -> Any:

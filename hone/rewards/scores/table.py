@@ -101,7 +101,7 @@ def register_score(
     if isinstance(target, str) and ":" not in target:
         raise ValueError(f"score of {source!r}: got {target!r}; write 'pkg.mod:function'")
     _registered[match][source] = Entry(target, full_mark, needs_ground_truth)
-    scorer_of.cache_clear()
+    _forget_entries()
 
 
 def registered_scores() -> dict[str, dict[str, Entry]]:
@@ -113,9 +113,15 @@ def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
     """Replace the users' part of the table by `registered` (from `registered_scores`)."""
     for match in _MATCHES:
         _registered[match] = dict(registered.get(match, {}))
+    _forget_entries()
+
+
+def _forget_entries() -> None:
+    find.cache_clear()
     scorer_of.cache_clear()
 
 
+@cache
 def find(data_source: str) -> Entry | None:
     """The table's line for `data_source`, or None."""
     for table in (_registered, _BUILT_IN):
@@ -171,8 +177,8 @@ def compute_in_detail(
     **options: JsonValue,
 ) -> float | Row:
     """As `default_compute_score`, with the parts of the score where the rule has some."""
-    _, scorer = scorer_of(data_source)
-    if lacks_ground_truth(data_source, ground_truth):
+    entry, scorer = scorer_of(data_source)
+    if entry.needs_ground_truth and is_missing(ground_truth):
         raise GroundTruthError(
             f"ground_truth is {ground_truth!r:.80}, which no response can equal. "
             "Check reward_model.ground_truth of the data row."
