@@ -27,7 +27,7 @@ from hone.protocol.rows import object_array
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.engine import NativeRollout
 
-TRAJECTORIES, TURNS, TOKENS = 200, 4, 16
+TRAJECTORIES, TURNS, TOKENS = 200, 4, 8
 LONGEST_SLEEP_S = 2.0
 PAIRS = 3
 TARGETS = {"over_least": 1.3}
@@ -106,9 +106,9 @@ def seconds(runner: LoopRunner, sleeps: list[list[float]]) -> float:
 
 
 def main() -> dict[str, Any]:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     tokenizer = character_tokenizer()
-    lm = tiny_lm(len(tokenizer), hidden=128, layers=4, mlp=512, eos_token_id=None).eval()
+    lm = tiny_lm(len(tokenizer), hidden=64, layers=2, mlp=128, eos_token_id=None).eval()
     core = NativeCore(
         PolicyModel(lm),
         eos_ids=(),
