@@ -14,9 +14,9 @@ from hone.types import Settings
 
 MEASURED = ("generate_sequences", "tool_calls", "num_preempted")
 """What every loop may measure; absent is 0."""
-COLLATED = frozenset(
-    "prompts responses response_mask attention_mask input_ids position_ids rollout_log_probs rm_scores "
-    "reward/agent num_turns stop_reason versions".split()
+COLLATED = (
+    *("prompts", "responses", "response_mask", "attention_mask", "input_ids", "position_ids"),
+    *("rollout_log_probs", "rm_scores", "reward/agent", "num_turns", "stop_reason", "versions"),
 )
 """Columns that are made of the other fields of an output."""
 
