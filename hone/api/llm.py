@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeGuard
 from transformers import PreTrainedModel
 
 from hone.agents.loop_thread import run_beside
+from hone.agents.sampling import training_sampling
 from hone.api.settings import CallSettings, Name, Value
 from hone.config.generation import GenerationConfig
 from hone.data.loader import row_uid
@@ -19,7 +20,7 @@ from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.rollout.contract import TokenOutput
 from hone.tracking import progress
-from hone.trainer.generation import build_engine, max_positions, respond, sampling_params, samplings
+from hone.trainer.generation import build_engine, max_positions, respond, samplings
 from hone.trainer.job_files import GenerationError
 from hone.trainer.ranks import Ranks
 from hone.types import Row
@@ -88,7 +89,7 @@ class LLM:
         if not self._close.alive or n < 1:
             what = "this LLM is closed; make a new one" if n > 0 else f"n={n}; use 1 or more"
             raise GenerationError(what)
-        params = sampling_params(self.config.rollout) | sampling
+        params = training_sampling(self.config.rollout) | sampling
         if temperature is not None:
             params["temperature"] = temperature
         run_seed = self.config.trainer.seed if seed is None else seed

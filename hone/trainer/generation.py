@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from hone.agents.agent_data import AgentData
 from hone.agents.loop_thread import run_beside
 from hone.agents.loops.search import STOPS, SearchConversation, client_of
-from hone.config.generation import GenerationConfig, GenerationRolloutConfig
+from hone.agents.sampling import training_sampling
+from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
 from hone.controller.threads import fix_threads
 from hone.data.loader import row_uid
@@ -107,15 +108,6 @@ def build_engine(
 def max_positions(lm: PreTrainedModel) -> int | None:
     positions: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     return positions
-
-
-def sampling_params(rollout: GenerationRolloutConfig) -> Row:
-    """The sampling that a generation tree configures."""
-    names = ("top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
-    return {name: getattr(rollout, name) for name in names} | {
-        "temperature": rollout.temperature if rollout.do_sample else 0.0,
-        "max_tokens": rollout.max_tokens_per_turn,
-    }
 
 
 def samplings(params: Row, n: int, *, seed: int, uid: str, max_tokens: int) -> list[Sampling]:
@@ -326,7 +318,7 @@ class Generation:
     def _samplings(self, number: int, prompt_tokens: int) -> list[Sampling]:
         rollout = self.config.rollout
         return samplings(
-            sampling_params(rollout),
+            training_sampling(rollout),
             self.config.data.n_samples,
             seed=self._seed,
             uid=row_uid(*self.rows.key(number), 0, 0),
