@@ -316,7 +316,8 @@ def supervised(ground: Ground) -> None:
         "data.use_dynamic_bsz=false",
         "data.micro_batch_size_per_gpu=2",
     )
-    train("talks.jsonl", "model.lora_rank=2", "data.multiturn.enable=true")
+    epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1")
+    train("talks.jsonl", "model.lora_rank=2", "data.multiturn.enable=true", *epochs)
 
 
 def generation(ground: Ground) -> None:

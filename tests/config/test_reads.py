@@ -51,6 +51,9 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
         "workers/train.py",
         "config.rollout.checkpoint_engine.bucket_bytes",
     ),
+    # a retrieval service
+    "retriever.*": ("agents/loops/search.py", "self.config.retriever"),
+    "search.*": ("trainer/generation.py", "search.max_obs_length"),
     # a code-running service
     "**.sandbox_fusion.max_concurrent": ("rewards/loading.py", "sandbox.max_concurrent"),
 }
