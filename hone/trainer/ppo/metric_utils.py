@@ -113,7 +113,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each phase, and milliseconds per token where a phase works on tokens."""
-    prompts, responses = (float(part.sum()) for part in split_attention(batch))
+    lengths = _compute_response_info(batch)
+    prompts, responses = (float(lengths[f"{part}_length"].sum()) for part in ("prompt", "response"))
     per_token = time_per_token(timing_raw, generated=responses, total=prompts + responses)
     return {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()} | per_token
 

@@ -114,13 +114,13 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         "prompt_length/clip_ratio": (prompt_length >= prompt_limit).float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
-    if batch.has_column("values"):
+    if "values" in columns.keys():  # noqa: SIM118
         values, returns = columns["values"][mask], columns["returns"][mask]
         metrics |= spread("critic/values", values)
         if len(values) > 1:  # one value has no variance
             error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
             metrics["critic/vf_explained_var"] = 1.0 - error.item()
-    if batch.has_column("step_mask"):
+    if "step_mask" in columns.keys():  # noqa: SIM118
         metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
     # A data set may have a column `acc` of its own: only a scorer's or a loop's counts.
     names = {
@@ -193,11 +193,10 @@ def time_per_token(
 ) -> dict[str, float]:
     """Milliseconds per token of each phase: per generated token for generation, else per token."""
     phases = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+    tokens = dict.fromkeys(phases, total) | {"gen": generated}
     return {
-        f"timing_per_token_ms/{phase}": seconds[phase]
-        * 1000
-        / max(generated if phase == "gen" else total, 1)
-        for phase in phases
+        f"timing_per_token_ms/{phase}": seconds[phase] * 1000 / count if count else 0.0
+        for phase, count in tokens.items()
         if phase in seconds
     }
 
