@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,21 +103,32 @@ def train(
     return go
 
 
-def gsm8k_rows(kind: str) -> list[dict[str, Any]]:
-    """Rows as `hone data prepare` makes them."""
-    from hone.data.preprocess.gsm8k import KINDS
-
+def gsm8k_rows(script: str, folder: Path) -> Path:
+    """The training file that a script of the documents makes of eight problems."""
     lines = [{"question": f"{n}*7?", "answer": f"It is {n * 7}.\n#### {n * 7}"} for n in range(8)]
-    return [KINDS[kind](line, "train", index) for index, line in enumerate(lines)]
+    source = folder / "source" / "gsm8k"
+    source.mkdir(parents=True)
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    program = ROOT / "examples" / "data_preprocess" / f"{script}.py"
+    places = ["--local_dir", str(folder), "--source_dir", str(source.parent)]
+    subprocess.run([sys.executable, str(program), *places], check=True)
+    return folder / "train.parquet"
 
 
 def outputs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [out for row in rows for out in json.loads(row["tool_outputs"] or "[]")]
 
 
-def test_gsm8k_with_the_tool_agent_and_step_rewards(train: Callable[..., Any]) -> None:
+def test_gsm8k_with_the_tool_agent_and_step_rewards(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
     coefficient = "reward_model.turn_reward_coef.calc_gsm8k_reward=2.0"
-    rows = train(gsm8k_rows("agent_loop"), f"{MULTI}.tool_config_path={TOOL_FILE}", coefficient)
+    rows = train(
+        gsm8k_rows("gsm8k_tool_agent_loop", tmp_path),
+        f"{MULTI}.tool_config_path={TOOL_FILE}",
+        coefficient,
+    )
     called = [row for row in rows if outputs([row])]
     assert called
     for row in rows:
@@ -134,7 +147,7 @@ def test_gsm8k_with_an_interaction(train: Callable[..., Any], tmp_path: Path) ->
         "    class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction\n"
     )
     rows = train(
-        gsm8k_rows("interaction"),
+        gsm8k_rows("gsm8k_multiturn_w_interaction", tmp_path),
         f"{MULTI}.enable=true",
         f"{MULTI}.interaction_config_path={tmp_path / 'talks.yaml'}",
         "reward_model.trajectory_reward_coef.gsm8k=0.5",
@@ -187,9 +200,6 @@ def test_rows_with_a_tool_config_and_a_score_that_counts_calls(
 
 
 def test_the_math_expression_agent(train: Callable[..., Any], tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     folder = ROOT / "examples" / "math_expression"
     script = [sys.executable, str(folder / "create_dataset.py"), "--local_dir", str(tmp_path)]
     subprocess.run([*script, "--train_size", "8", "--test_size", "2"], check=True)
