@@ -50,6 +50,6 @@ def _prepare(scores: Labels, index: Labels) -> tuple[Tensor, Groups]:
     if values.dim() != 1 or len(values) != len(index):
         raise ValueError(
             f"group filter: scores have shape {tuple(values.shape)} for {len(index)} labels; "
-            "give one number a row"
+            "give one number per row"
         )
     return values, Groups.of(index, values.device)

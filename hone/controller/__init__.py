@@ -1,6 +1,6 @@
 """The single controller: a loop that looks like one process drives workers on many.
 
-Ray is loaded only when one of its names is asked for. Leaves out what workers do (hone.workers).
+Ray is imported when one of its names is used.
 """
 
 from __future__ import annotations

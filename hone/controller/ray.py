@@ -105,7 +105,7 @@ class _SeatActor:
 
 
 class Reservation:
-    """The placement groups of one pool, shared by all crews on it; one group a node."""
+    """The placement groups of one pool, shared by all crews on it; one group per node."""
 
     def __init__(self, pool: ResourcePool, deadline_s: float) -> None:
         self._users = 0

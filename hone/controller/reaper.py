@@ -18,7 +18,7 @@ END_DEADLINE_S = 10.0
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that were started with this mark, without the asking one."""
+    """The processes that were started with this mark, without this process."""
     entry = f"{MARK_ENV}={mark}".encode()
     pids = []
     for name in os.listdir("/proc"):

@@ -141,7 +141,7 @@ class ResourcePoolManager:
 
 
 def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[ResourcePool]:
-    """Cut a pool of one process count a node into pools of `sizes` processes, in rank order."""
+    """Split a pool into pools of `sizes` processes, in rank order."""
     if sum(sizes) != pool.world_size or any(size < 1 for size in sizes):
         raise ValueError(
             f"{list(sizes)} do not add up to the {pool.world_size} processes of {pool}"

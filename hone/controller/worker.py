@@ -179,7 +179,7 @@ class Worker:
 
 
 def free_port() -> int:
-    """A port nobody listens on, and that no connection gets by chance before the caller takes it."""
+    """A free port outside of the range that outgoing connections use."""
     for port in (*random.SystemRandom().sample(_QUIET_PORTS, 20), 0):  # 0: one the system chooses
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

@@ -35,7 +35,7 @@ _INPUTS = ("prompts", "responses", "attention_mask", "response_mask")
 
 
 class Engine(ModelState):
-    """A `TrainEngine` over one module that maps packed rows to numbers a token."""
+    """A `TrainEngine` over one module that maps packed rows to numbers per token."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ class DataProto:
         return join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, rows=len(self))
 
     def check_consistency(self) -> None:
-        """Raise ProtocolError unless every column has one entry a row."""
+        """Raise ProtocolError unless every column has one entry per row."""
         if self.batch is not None and len(self.batch.batch_size) == 0:
             raise ProtocolError("batch has no batch dimension; build it with batch_size=[rows]")
         rows = len(self)

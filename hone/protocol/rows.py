@@ -229,7 +229,7 @@ def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> Tens
         if size is not None and lead != size:
             raise ProtocolError(
                 f"column {key!r} has batch size {lead}; column {first!r} has {size}: "
-                "all columns of a batch have one row a sample"
+                "all columns of a batch have one row per sample"
             )
         size = lead
     return TensorDict(tensors, batch_size=size)

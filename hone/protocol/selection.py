@@ -165,7 +165,7 @@ def _with_lead(data: DataProto, dims: int, lead: tuple[int, ...]) -> DataProto:
 
 
 def describe(data: DataProto) -> str:
-    """One line a column: name, shape, dtype; then the meta_info keys."""
+    """One line per column: name, shape, dtype; then the meta_info keys."""
     lines = [f"{len(data)} rows"]
     for name in data.column_names():
         value = data.column(name)

@@ -1,7 +1,7 @@
 """How close a phase came to what its GPU can do: achieved over attainable, for the step's metrics.
 
 Updates are counted in operations (6 × parameters × tokens, plus attention), generation in bytes (weights
-once a step, every key and value once a token). Where the device's ceilings are unknown nothing is said.
+once per decode step, every key and value once per token). A device without known ceilings has no roofline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CEILINGS = {
     "L40S": (300e12, 0.75e12),
     "4090": (150e12, 0.9e12),
 }
-"""Dense bf16 operations and bytes a second that large kernels reach in practice."""
+"""Dense bf16 operations and bytes per second that large kernels reach in practice."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Roofline:
     def generation_share(
         self, prompts: Sequence[int], responses: Sequence[int], slots: int, seconds: float
     ) -> float:
-        """Bytes that must move: weights once a decode step, keys and values once a token."""
+        """Bytes that must move: weights once per decode step, keys and values once per token."""
         steps = max(max(responses), sum(responses) / slots)
         pairs = zip(prompts, responses, strict=True)
         keys = sum(n * (p + n / 2) for p, n in pairs) * self.facts.kv_bytes_per_token

@@ -43,8 +43,8 @@ def test_interquartile_keeps_the_middle_of_the_batch():
     assert interquartile([], [], 25, 75).tolist() == []
 
 
-def test_scores_must_be_one_number_a_row():
-    with pytest.raises(ValueError, match="one number a row"):
+def test_scores_must_be_one_number_per_row():
+    with pytest.raises(ValueError, match="one number per row"):
         keep_informative(torch.ones(2, 3), ["a", "a"])
     with pytest.raises(ValueError, match="for 1 labels"):
         keep_informative([1.0, 2.0], ["a"])
