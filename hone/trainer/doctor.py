@@ -31,6 +31,8 @@ OPTIONAL = {
     "swanlab": ("swanlab", "the swanlab tracker"),
     "math-verify": ("math", "symbolic comparison of mathematical answers"),
     "sympy": ("math", "symbolic comparison of mathematical answers"),
+    "mcp": ("mcp", "tools of MCP servers"),
+    "reasoning-gym": ("gym", "data sets of reasoning-gym as environments"),
     "flash-attn": (
         None,
         "its attention kernel on a GPU in place of torch's own (pip install flash-attn)",
