@@ -119,11 +119,12 @@ def _module_docs(module: str) -> dict[tuple[str, str], str]:
     """The string under each annotated name of the module's classes, by class and name."""
     docs: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        body = node.body if isinstance(node, ast.ClassDef) else []
-        for field, after in itertools.pairwise(body):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, after in itertools.pairwise(node.body):
             if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                 text = inspect.cleandoc(ast.literal_eval(after.value))
-                docs[node.name, ast.unparse(field.target)] = text  # type: ignore[attr-defined]
+                docs[node.name, ast.unparse(field.target)] = text
     return docs
 
 

@@ -122,8 +122,9 @@ def resolve_model_path(path: str) -> str:
 def _exports(folder: Path) -> Iterator[Path]:
     """The models in a checkpoint or a run folder, those of later steps first."""
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
-    steps = [p for p in folder.glob("**/*") if p.is_dir() and _STEP.search(p.name)]
-    for step in sorted(steps, key=lambda p: int(_STEP.search(p.name)[1]), reverse=True):  # type: ignore[index]
+    names = ((path, _STEP.search(path.name)) for path in folder.glob("**/*") if path.is_dir())
+    steps = {path: int(name[1]) for path, name in names if name}
+    for step in sorted(steps, key=lambda path: steps[path], reverse=True):
         candidates += [step / "actor" / EXPORT_FOLDER, step / EXPORT_FOLDER]
     return (c for c in candidates if (c / "config.json").is_file())
 

@@ -68,7 +68,8 @@ class PolicyObjective:
         log_prob = outputs["log_probs"]
         old = batch.column("old_log_probs") if batch.has_column("old_log_probs") else log_prob
         advantages, mask = require(batch, "advantages"), self.mask(batch)
-        prepare: Function = self._loss.prepare  # type: ignore[attr-defined]
+        prepare: Function | None = getattr(self._loss, "prepare", None)
+        assert prepare is not None, "needs_batch_statistics says that there is one"
         prepared = prepare(old, log_prob, advantages, mask, self._config)
         return {_PREPARED + name: values for name, values in prepared.items()}
 
