@@ -6,10 +6,15 @@ import atexit
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 
 # One thread each, before torch is loaded: threads that wait for each other on busy cores cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in the background hands down an ignored SIGINT.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What programs remember between runs stays with the tests.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hone-test-cache-")
