@@ -1,4 +1,4 @@
-"""Data sets, prompts, batches. Names are loaded when first used, so that `import hone.data` stays light."""
+"""Datasets, prompts and batches; names are imported on first use to keep `import hone.data` light."""
 
 from __future__ import annotations
 

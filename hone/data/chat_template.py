@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: code of a model folder, run within limits of time, memory and text.
+"""Renders chat templates, which are code of a model folder, within time, memory and text limits.
 
-A template is first tried in a process of its own; then it is rendered here, where one thread of the
-process interrupts a call that computes for too long.
+A template is first tried in a subprocess. Then it is rendered here, where a watcher thread interrupts
+a call that exceeds its CPU time.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RENDER_S = 10.0
-"""Processor seconds of one rendering."""
+"""CPU seconds per rendering."""
 TRIAL_BYTES = 1 << 31
 MAX_CHARACTERS = 1 << 26
-"""Longest text of one rendering."""
+"""Maximum characters per rendering."""
 _TRIAL_WAIT_S = 120.0
-"""Wall-clock seconds for a trial, which computes for a tenth of a second: the machine may be busy."""
+"""Wall-clock limit of a trial: it takes a tenth of a second, but the machine may be busy."""
 _INTERVAL_S = 0.25
 _ARRIVAL_S = 0.1
-"""How long to wait for an interrupt that was sent: it arrives with the next line of Python."""
+"""Seconds to wait for a sent interrupt, which arrives with the next line of Python."""
 
 _trial_lock = threading.Lock()
 _verdicts: dict[str, str | None] = {}
-"""Template -> what is wrong with it, or None, of those tried in this process."""
+"""Template -> its fault or None, for the templates tried in this process."""
 
 
 class BrokenTemplate(ValueError):
-    """A chat template that does not end or needs too much; no row can be rendered with it."""
+    """Raised for a chat template that does not terminate or exceeds a limit; it can render no row."""
 
 
 def _broken(tokenizer: Tokenizer, what: str) -> BrokenTemplate:
@@ -63,7 +63,7 @@ def apply_template(
     tokenize: bool,
     **options: Any,
 ) -> str | list[int]:
-    """`tokenizer.apply_chat_template`, within the limits: text, or ids where `tokenize` is true."""
+    """Calls `tokenizer.apply_chat_template` within the limits; returns text, or ids if `tokenize` is true."""
     template = _template_of(tokenizer, tools, options)
     if template is not None:
         with _trial_lock:
@@ -71,8 +71,8 @@ def apply_template(
                 special = getattr(tokenizer, "special_tokens_map", {})
                 variables = {**special, **options, "messages": messages, "tools": tools}
                 _verdicts[template] = _try_template(template, variables)
-        if (what := _verdicts[template]) is not None:
-            raise _broken(tokenizer, what)
+        if (fault := _verdicts[template]) is not None:
+            raise _broken(tokenizer, fault)
 
     def render() -> str | list[int]:
         return tokenizer.apply_chat_template(
@@ -110,13 +110,13 @@ def _template_of(
         return None
     try:
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
-    except (ValueError, TypeError):  # the rendering says what is wrong
+    except (ValueError, TypeError):  # the rendering raises the error
         return None
     return template if isinstance(template, str) else None
 
 
 def _try_template(template: str, variables: Settings) -> str | None:
-    """What is wrong with a template by a trial in another process, or None."""
+    """Tries a template in a subprocess and returns its fault or None."""
     task = {
         "path": sys.path,
         "template": template,
@@ -145,15 +145,15 @@ def _try_template(template: str, variables: Settings) -> str | None:
 
 
 class Overdue(Exception):
-    """The call computed for longer than it may."""
+    """Raised when a call exceeds its CPU time."""
 
 
 class _Interrupt(BaseException):
-    """Raised in the thread of an overdue call; no Exception, so that the call cannot catch it."""
+    """Raised in the thread of an overdue call; a BaseException, so that the call does not catch it."""
 
 
 def run_limited(call: Callable[[], T], seconds: float) -> T:
-    """What the call returns or raises; Overdue after `seconds` of computing (not of waiting)."""
+    """Returns the result of the call; raises Overdue after `seconds` of CPU time."""
     thread = threading.get_ident()
     has_arrived = False
     try:
@@ -167,7 +167,7 @@ def run_limited(call: Callable[[], T], seconds: float) -> T:
 
 
 def _let_arrive(thread: int, has_arrived: bool) -> None:
-    """End the watch; an interrupt that was sent arrives in here, as Python cannot take it back."""
+    """Ends the watch and receives a sent interrupt here, because Python cannot withdraw it."""
     was_sent = has_arrived
     while True:
         try:
@@ -197,7 +197,7 @@ class _Watch:
         self._busy.set()
 
     def end(self, thread: int) -> bool:
-        """Send nothing more to a thread; returns whether it was sent an interrupt."""
+        """Stops interrupts to a thread; returns whether one was sent."""
         with self._lock:
             self._ends.pop(thread, None)
             was_sent = thread in self._sent
@@ -219,7 +219,7 @@ class _Watch:
 
 
 def _computing_s(thread: int) -> float:
-    """Processor seconds of a thread; the time of day where the system does not count them."""
+    """Returns the CPU seconds of a thread, or wall-clock time if the system does not count them."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()

@@ -1,9 +1,9 @@
-"""`hone data check FILE`: what is in a data file, and what would go wrong with it.
+"""`hone data check FILE`: reports the content of a data file and its problems.
 
-Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in part, sources that no
-scorer knows, rows on which a given scorer fails, agent loops that are not known by name, prompts longer than
-a given limit. Warnings: duplicate prompts, prompts longer than the usual limit. Files
-for supervised training are kind_of_file by their columns and need an answer in place of a ground truth.
+Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in some rows, data sources
+without a scorer, rows on which the given scorer fails, unknown agent loops, prompts longer than a given
+limit. Warnings: duplicate prompts, prompts longer than the default limit. Files for supervised
+training are recognized by their columns and need an answer instead of a ground truth.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from hone.types import Row
 
 SHOWN = 5
 MEASURED = 8
-"""Prompts of up to so many times data.max_prompt_length are measured; longer ones are only counted."""
+"""Prompts up to this multiple of data.max_prompt_length are measured; longer ones are only counted."""
 MESSAGES = MultiTurnDataConfig.messages_key
 _RESPONSES = ("response", SFTDataConfig.response_key)
 _ANSWERS = {*_RESPONSES, "chosen", "rejected"}
 BAR_WIDTH = 40
 Score = Callable[[Row], float | str]
-"""The score of a row's own ground truth as the response, or why the scorer failed."""
+"""Returns the score of a row's ground truth as the response, or the scorer's error."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The program that a file is for, by its columns."""
+    """The kind of a data file, recognized by its columns."""
 
     settings: DataConfig
-    """With the column of the prompt."""
+    """The settings, with `prompt_key` set to the prompt column of the file."""
     supervised: bool
-    """The rows hold their own answers: no scorer is needed."""
+    """Whether the rows contain the answers, so that no scorer is needed."""
     response_key: str | None
-    """The column of the responses, in a supervised file without conversations."""
+    """The response column of a supervised file without conversations."""
 
 
 def kind_of_file(columns: Collection[str], settings: DataConfig) -> Kind:
-    """The kind of a file with these columns."""
+    """Returns the kind of a file with these columns."""
     names, key = set(columns), settings.prompt_key
     is_answered = bool(names & _ANSWERS) and not names & {"reward_model", settings.reward_fn_key}
     if key not in names:
@@ -78,7 +78,7 @@ def check_file(
     score: Score | None = None,
     max_prompt_length: int | None = None,
 ) -> tuple[int, str]:
-    """(exit status, report); lengths are in tokens with a tokenizer, else in characters."""
+    """Returns (exit status, report); lengths are in tokens with a tokenizer, else in characters."""
     settings = config or DataConfig()
     if max_prompt_length is not None:
         settings = dataclasses.replace(settings, max_prompt_length=max_prompt_length)
@@ -126,14 +126,14 @@ class _Check:
     columns: dict[str, Counter[str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)
     ruled: set[str] = field(default_factory=set)
-    """Sources with a row that a rule must score."""
+    """Sources with a row that needs a rule-based scorer."""
     lengths: list[int] = field(default_factory=list)
     scores: Counter[float] = field(default_factory=Counter)
-    """The scores of the ground truths themselves."""
+    """Score of the ground truth -> number of rows."""
     unscored: dict[int, str] = field(default_factory=dict)
-    """Row number -> why the scorer failed on it."""
+    """Row number -> the scorer's error."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
-    """Prompt -> the numbers of its rows."""
+    """Prompt hash -> the numbers of its rows."""
     overlong: list[int] = field(default_factory=list)
     without_truth: list[int] = field(default_factory=list)
 
@@ -162,7 +162,7 @@ class _Check:
                 self.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
 
     def _answer_problem(self, row: Row) -> Problem | None:
-        """What `hone sft` would report about a row with nothing to learn."""
+        """Returns the problem that `hone sft` would report for a row without targets."""
         if self.kind.settings.prompt_key == MESSAGES:
             if any(message["role"] == "assistant" for message in as_messages(row[MESSAGES])):
                 return None
@@ -177,7 +177,7 @@ class _Check:
         )
 
     def _loop_problem(self, row: Row) -> Problem | None:
-        """What `hone train` would report about the agent loop that a row names."""
+        """Returns the problem that `hone train` would report for the row's agent loop."""
         name = row.get("agent_name")
         if not name or self.kind.supervised or name in self.known_loops:
             return None
@@ -205,7 +205,7 @@ class _Check:
             self.without_truth.append(number)
 
     def _identity(self, row: Row) -> str:
-        """Hash of a prompt with its images and, where it is learnt, its answer."""
+        """Hashes a prompt with its images and, in supervised rows, its answers."""
         settings = self.kind.settings
         column = row.get(settings.image_key)
         images = [
@@ -273,9 +273,9 @@ class _Check:
         yield "columns:"
         width = max(map(len, self.columns), default=0)
         for name, kinds in self.columns.items():
-            absent = self.rows - sum(kinds.values()) + kinds["null"]
+            missing_rows = self.rows - sum(kinds.values()) + kinds["null"]
             present = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
-            missing = f", missing in {absent:,}" if absent else ""
+            missing = f", missing in {missing_rows:,}" if missing_rows else ""
             yield f"  {name:<{width}}  {present}{missing}"
         if self.kind.supervised:
             yield "for supervised training: the rows hold their answers"
@@ -284,9 +284,9 @@ class _Check:
             yield from (f"  {name}: {count:,}" for name, count in self.sources.most_common())
         if self.scores:
             counts = sorted(self.scores.items(), reverse=True)
-            listed = ", ".join(f"{score:g} in {count:,}" for score, count in counts[:SHOWN])
-            more = f" and {len(counts) - SHOWN} values more" if len(counts) > SHOWN else ""
-            yield f"score of the ground truth itself: {listed}{more} rows"
+            score_counts = ", ".join(f"{score:g} in {count:,}" for score, count in counts[:SHOWN])
+            remainder = f" and {len(counts) - SHOWN} values more" if len(counts) > SHOWN else ""
+            yield f"score of the ground truth itself: {score_counts}{remainder} rows"
         yield from histogram(self.lengths, "characters" if self.tokenizer is None else "tokens")
 
 
@@ -300,7 +300,7 @@ def _some(numbers: Iterable[int]) -> str:
 
 
 def histogram(lengths: list[int], unit: str, buckets: int = 8) -> list[str]:
-    """Prompt lengths in equal buckets, with a bar each."""
+    """Formats prompt lengths as equal buckets with bars."""
     if not lengths:
         return []
     low, high = min(lengths), max(lengths)

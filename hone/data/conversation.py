@@ -1,7 +1,7 @@
-"""A conversation as token ids, with a loss mask over the assistant's turns.
+"""Tokenizes a conversation and builds the loss mask over the assistant's turns.
 
-Only the chat template knows how a turn opens and closes: both are read off its renderings, by
-comparing some that differ in the text of one turn.
+Only the chat template defines how a turn opens and closes. Both are found by comparing renderings
+that differ only in the text of one turn.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hone.data.prompts import Message, PromptError, Tools, render_prompt
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
-Encoded = tuple[list[int], list[int]]  # (input_ids, loss_mask), one length
+Encoded = tuple[list[int], list[int]]  # (input_ids, loss_mask), of equal length
 
 PROBES = ("0", "1")
-"""Two texts that share no token: what their renderings share is the template's own."""
+"""Two texts without a common token: whatever their renderings share comes from the template."""
 
 
 def encode_conversation(
@@ -27,15 +27,15 @@ def encode_conversation(
     ignore_mismatch: bool = False,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """The targets are the assistant's tokens with the one that ends its turn.
+    """Returns ids and loss mask; the targets are the assistant's tokens and its end-of-turn token.
 
-    An end token that the template lacks is added (`_Template.missing_end`).
-    A template that rewrites earlier turns (drops their thinking, say) makes the turns differ from
-    the whole; that is an error unless `ignore_mismatch`, which then joins the turns as written.
+    A missing end token is added (`_Template.missing_end`). If the template rewrites earlier turns, for
+    example drops their thinking, the separate turns differ from the full rendering. That is an error
+    unless `ignore_mismatch` is set, which concatenates the turns as written.
     """
     template = _Template(messages, tokenizer, tools, template_kwargs, max_tokens)
-    # A segment ends with an assistant's turn: in between a template may still change what it wrote
-    # (it closes a block of tool results after the last of them).
+    # A segment ends with an assistant turn, because before it a template may still change its output
+    # (for example, close a block of tool results after the last one).
     stops = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
     last_answer = stops[-1] if stops else 0
     if last_answer < len(messages):
@@ -68,11 +68,11 @@ def encode_conversation(
 
 class _Segment(NamedTuple):
     ids: list[int]
-    """From the end of the assistant's turn before to the end of this one."""
+    """Token ids from the end of the previous assistant turn to the end of this one."""
     targets: int
-    """How many of them, at their end, are the assistant's."""
+    """Number of trailing ids that are the assistant's."""
     between: list[int]
-    """What the template writes after a turn has ended, often a newline. Never a target."""
+    """Tokens after the end of the turn, often a newline; they are never targets."""
 
 
 class _Template:
@@ -97,12 +97,12 @@ class _Template:
             self._ending, self._between = self._closing(before_first)
 
     def missing_end(self, *, is_last: bool) -> list[int]:
-        """The tokenizer's end token, where the template ends the assistant's turn without it.
+        """Returns the tokenizer's end token if the template closes the assistant's turn without it.
 
-        A turn that the template closes with nothing gets it each time: the model must learn to
-        stop after any turn. One that closes with words, or a token that is not the end, gets it
-        after the last turn alone, so that earlier turns stay as generation will show them: as
-        nothing else is ever a target after that closing, the end follows it everywhere.
+        If the template closes turns with nothing, every turn gets the token: the model must learn to stop
+        after any turn. If it closes them with words or another token, only the last turn gets it, so that
+        earlier turns match generation. No other target ever follows that closing, so the model learns to
+        predict the end token after every one.
         """
         eos = self._tokenizer.eos_token_id
         if eos is None or eos in self._ending:
@@ -112,7 +112,7 @@ class _Template:
     def after_context(
         self, before: list[int], context: list[Message], turns: list[Message]
     ) -> _Segment | None:
-        """The turns after `before`, the rendered context; None where the rendering differs."""
+        """Returns the turns after `before`, the rendered context; None if the template changes it."""
         ids = self._render([*context, *turns])
         start = len(before)
         if ids[:start] != before:
@@ -123,7 +123,7 @@ class _Template:
         return None if begin is None or begin < start else self._segment(ids, start, begin)
 
     def by_itself(self, context: list[Message], turns: list[Message]) -> _Segment:
-        """The turns as they follow any answer, whatever the rendering of the context."""
+        """Returns the turns as rendered after any answer, independent of the actual context."""
         before: list[Message] = []
         start = 0
         if not context:
@@ -132,7 +132,7 @@ class _Template:
             user = self._turn("user", "-")
             before, other = ([user, self._turn("assistant", text)] for text in PROBES)
             ids = self._render([*before, *turns])
-            # Further turns may change how an answer is shown, never what comes after its text.
+            # Later turns may change how an answer is rendered, but never what follows its text.
             start = len(ids) - _shared_end(ids, self._render([*other, *turns]))
             start += _shared_start(self._ending, ids[start:])
         if turns[-1]["role"] != "assistant":
@@ -150,9 +150,9 @@ class _Template:
         return _Segment(ids[start:end], max(0, end - begin), ids[end:])
 
     def _answer_start(self, context: list[Message], ids: list[int]) -> int | None:
-        """Where the assistant's own tokens begin; None where an answer changes the context's rendering."""
+        """Returns the first index of the assistant's tokens; None if an answer changes the context."""
         if all(message["role"] == "system" for message in context):
-            return self._header(context, ids)  # nothing to answer: many templates refuse that
+            return self._header(context, ids)  # many templates reject a generation prompt here
         opened = self._render(context, open_turn=True)
         begin = _shared_start(opened, ids)
         if begin < len(opened) and begin < _shared_start(opened, self._render(context)):
@@ -160,12 +160,12 @@ class _Template:
         return begin
 
     def _header(self, context: Sequence[Message], ids: list[int]) -> int:
-        """Where an answer begins: up to there two different ones are rendered alike."""
+        """Returns the index of an answer: the length of the common prefix of two different answers."""
         one, other = self._probe_answers(context)
         return min(_shared_start(one, other), _shared_start(one, ids))
 
     def _closing(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """What ends a turn (its end token, if any) and what the template writes after that."""
+        """Returns the tokens that end a turn and those that the template writes after them."""
         one, other = self._probe_answers(context)
         if one == other:
             raise PromptError(
@@ -178,7 +178,7 @@ class _Template:
         if not ends:  # another token or plain words
             words = (bool(self._tokenizer.decode([token]).strip()) for token in closing)
             ends = [at + 1 for at, is_word in enumerate(words) if is_word]
-        # White space ends a turn only where nothing else can.
+        # Whitespace ends a turn only if the tokenizer has no end token.
         end = ends[-1] if ends else len(closing) if eos is None else 0
         return closing[:end], closing[end:]
 
@@ -202,7 +202,7 @@ class _Template:
 
 
 def _shared_start(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 

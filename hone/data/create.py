@@ -1,4 +1,4 @@
-"""From config to objects: the data set, the sampler and the loader of a run."""
+"""Creates the dataset, sampler and loader of a run from its config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.tokenizer import Processor, Tokenizer
 
 
 def dataset_class(config: DataConfig, is_train: bool = True) -> Callable[..., Dataset]:
-    """The class of data.custom_cls, or one that grows by data.datagen, or RLHFDataset."""
+    """Returns the class of data.custom_cls, DynamicGenDataset with data.datagen, or RLHFDataset."""
     custom = config.custom_cls
     if not custom.path:
         return DynamicGenDataset if config.datagen.path and is_train else RLHFDataset
@@ -38,7 +38,7 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """The data set of a run; by verl's name and arguments."""
+    """Creates the dataset of a run; the name and arguments are verl's."""
     return dataset_class(data_config, is_train)(
         data_files=data_paths,
         tokenizer=tokenizer,
@@ -56,7 +56,7 @@ def run_dataset(
     *,
     is_train: bool,
 ) -> Dataset:
-    """The data set that a program hands over (as it is, or made of its rows), or that of the files."""
+    """Returns the given dataset, or creates one from the given rows or the configured files."""
     if data is not None:
         rows = rows_of(data)
         if rows is None:
@@ -77,7 +77,7 @@ def run_dataset(
 def create_sft_dataset(
     data_paths: Files, data_config: SFTDataConfig, tokenizer: Tokenizer, max_samples: int = -1
 ) -> Dataset:
-    """Conversations with data.multiturn.enable (unset: where the file has the column)."""
+    """Creates the SFT dataset; data.multiturn.enable defaults to whether the file has the messages column."""
     custom, turns = data_config.custom_cls, data_config.multiturn
     is_multi_turn = turns.enable
     if custom.path:
@@ -93,7 +93,7 @@ def create_sft_dataset(
 def create_rl_sampler(
     data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> Sampler | None:
-    """The user's sampler, a mixture by weights, or None for the loader's own order."""
+    """Creates the user's sampler or a weighted mixture; returns None for the loader's default order."""
     custom, weights = data_config.sampler, data_config.dataset_weights
     if custom is not None and custom.class_path:
         if weights:
@@ -117,7 +117,7 @@ def create_rl_sampler(
 def create_train_loader(
     data_config: DataConfig, dataset: Dataset, batch_size: int, run_seed: int | None = None
 ) -> PromptLoader:
-    """Training batches of `batch_size` prompts; the incomplete last batch of an epoch is dropped."""
+    """Creates the training loader, which drops the incomplete last batch of an epoch."""
     return PromptLoader(
         dataset,
         batch_size,
@@ -131,7 +131,7 @@ def create_train_loader(
 def create_val_loader(
     data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> PromptLoader:
-    """Validation batches, the last partial one included; all rows at once without a batch size."""
+    """Creates the validation loader, which keeps the last partial batch; the default is one batch."""
     return PromptLoader(
         dataset,
         data_config.val_batch_size or len(dataset),

@@ -1,4 +1,4 @@
-"""The prompts of a run: rows in verl's schema, checked, filtered, tokenised and truncated."""
+"""The prompt dataset: rows in verl's schema are checked, filtered, tokenised and truncated."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ SINGLE_TURN_AGENT = "single_turn_agent"
 
 
 class RLHFDataset:
-    """Prompt rows from one or many files, or given as dicts; `dataset[i]` is one row as a dict.
+    """Prompt rows from files or dicts; `dataset[i]` is one row as a dict.
 
-    A row holds raw_prompt, prompt_ids (cut to data.max_prompt_length), data_source, reward_model,
-    extra_info, agent_name (None where the data name none), tools_kwargs, interaction_kwargs,
-    index, and every other column of the file as it is. A subclass may override verl's steps:
-    _download, _read_files_and_tokenize, maybe_filter_out_long_prompts and _build_messages.
+    A row contains raw_prompt, prompt_ids (truncated to data.max_prompt_length), data_source, reward_model,
+    extra_info, agent_name (None if the data has none), tools_kwargs, interaction_kwargs, index, and all
+    other columns of the file unchanged. A subclass may override verl's methods _download,
+    _read_files_and_tokenize, maybe_filter_out_long_prompts and _build_messages.
     """
 
     store: RowStore
@@ -97,7 +97,7 @@ class RLHFDataset:
             positions = self._filter_overlong(positions)
         self.positions = positions
         if len(positions) != len(self.store):
-            self._frame = None  # the rows that are left
+            self._frame = None  # rebuilt from the remaining rows
         if self.bad_rows.total:
             counts = sorted(self.bad_rows.counts.items())
             logger.warning(
@@ -120,13 +120,13 @@ class RLHFDataset:
         return row
 
     def raw_row(self, index: int) -> Row:
-        """The row as it is in its file, or as on_batch_end returned it."""
+        """Returns the row as it is in its file, or as on_batch_end returned it."""
         if index < len(self.positions):
             return self.store[self.positions[index]]
         return self.added[index - len(self.positions)]
 
     def prompt_lengths(self) -> Iterator[int | PromptError]:
-        """How many tokens each row's prompt has before it is truncated, or why it has none."""
+        """Yields the tokens of each prompt before truncation, or the error that prevents its rendering."""
         if self._lengths is not None and not self.added:
             return iter(self._lengths)
         return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
@@ -137,13 +137,13 @@ class RLHFDataset:
         return f"row {index - len(self.positions)} added by on_batch_end"
 
     def key(self, index: int) -> tuple[str, int]:
-        """(data set name, row number): the part of the uid that names the row."""
+        """Returns (dataset name, row number), from which the uid is made."""
         if index < len(self.positions):
             return self.store.key(self.positions[index])
         return f"{self.store.fingerprint}+added", index - len(self.positions)
 
     def groups(self) -> list[list[int]]:
-        """Row indices by data file, in the order of data.train_files."""
+        """Returns row indices by data file, in the order of data.train_files."""
         groups: list[list[int]] = [[] for _ in self.store.files]
         for index, position in enumerate(self.positions):
             groups[self.store.file_of(position)].append(index)
@@ -151,15 +151,15 @@ class RLHFDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the files' content and of the rows in use."""
+        """Hash of the file contents and of the rows in use."""
         return positions_fingerprint(self.store, self.positions)
 
     def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
-        """Called after each step with its batch; rows it returns are drawn from the next epoch on."""
+        """Called with the batch after each step; returned rows are drawn from the next epoch on."""
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add rows in verl's schema; a bad one is reported like any other."""
+        """Adds rows in verl's schema; bad ones are reported like those of files."""
         check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
         for row in rows:
             problem = check.problem(row)
@@ -186,7 +186,7 @@ class RLHFDataset:
         self.added = [dict(row) for row in state["added"]]
 
     def _read_all(self) -> None:
-        """Fill `self.store`."""
+        """Fills `self.store`."""
         self._download()
         self._read_files_and_tokenize()
         if not hasattr(self, "store"):
@@ -202,28 +202,28 @@ class RLHFDataset:
             ]
 
     def _download(self, use_origin_parquet: bool = False) -> None:
-        """Copy remote files here; the copies become `self.data_files`."""
+        """Copies remote files and sets `self.data_files` to the copies."""
         files = self.data_files
         if any(isinstance(file, str) and is_non_local(file) for file in files):
             self.data_files = [f if isinstance(f, dict) else copy_to_local(f) for f in files]
 
     def _read_files_and_tokenize(self) -> None:
-        """Read `self.data_files`; an override sets `self.dataframe`."""
+        """Reads `self.data_files`; an override must set `self.dataframe`."""
         self.store = read_rows(self.data_files, self.bad_rows)
         if self._overrides("maybe_filter_out_long_prompts"):
             self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Dataset) -> Dataset:
-        """The rows themselves: `data.filter_overlong_prompts` is applied when all are read."""
+        """Returns the rows unchanged: `data.filter_overlong_prompts` is applied after reading."""
         return dataframe
 
     def _build_messages(self, example: Row, key: str | None = None) -> list[Message]:
-        """Take the messages out of a row."""
+        """Removes the messages from a row and returns them."""
         return as_messages(example.pop(key or self.prompt_key))
 
     @property
     def dataframe(self) -> Dataset:
-        """The rows as a Hugging Face data set (a list without that package); setting it replaces them."""
+        """The rows as a Hugging Face dataset (a list without that package); assignment replaces the rows."""
         if self._frame is None:
             is_read = hasattr(self, "positions")
             rows = [self.raw_row(i) for i in range(len(self))] if is_read else self.store.scan()
@@ -251,7 +251,7 @@ class RLHFDataset:
                 if problem is None:
                     positions.append(position)
                 else:
-                    problem = check.problem(self.store[position]) or problem  # names all columns
+                    problem = check.problem(self.store[position]) or problem  # with all columns
                     self.bad_rows.report(problem.reason, f"{self.store.where(position)}: {problem}")
                 position += 1
         if not positions:
@@ -259,7 +259,7 @@ class RLHFDataset:
         return positions
 
     def _filter_overlong(self, positions: list[int]) -> list[int]:
-        """The positions of prompts that fit; the others are counted and logged."""
+        """Returns the positions of prompts that fit; counts and logs the others."""
         limit, in_use = self.max_prompt_length, set(positions)
         scan = enumerate(self.store.scan((self.prompt_key, "agent_name")))
         rows = (row for position, row in scan if position in in_use)
@@ -326,44 +326,44 @@ class RLHFDataset:
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
-    """Split `<image>` and `<video>` in the text into typed parts, as many as the row holds."""
-    marks: Counter[str] = Counter()
-    typed: list[Message] = []
+    """Splits `<image>` and `<video>` in the text into typed parts; their counts must match the row."""
+    media_counts: Counter[str] = Counter()
+    typed_messages: list[Message] = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, str):
-            pieces = re.split("<(image|video)>", parts)  # text and kinds in turn
+            pieces = re.split("<(image|video)>", parts)  # text and media kinds alternate
             parts = [
                 {"type": piece} if i % 2 else {"type": "text", "text": piece}
                 for i, piece in enumerate(pieces)
                 if piece
             ]
         media = [part["type"] for part in parts if part.get("type") in ("image", "video")]
-        marks.update(media)
-        typed.append({**message, "content": parts} if media else dict(message))
+        media_counts.update(media)
+        typed_messages.append({**message, "content": parts} if media else dict(message))
     for kind, key in (("image", image_key), ("video", video_key)):
         column = row.get(key)
         if column is not None and hasattr(column, "tolist"):
             column = column.tolist()
         if column is not None and not isinstance(column, list | tuple):
             raise PromptError(f"column {key!r} is a list, got {shown(column)}")
-        if column and marks[kind] != len(column):
+        if column and media_counts[kind] != len(column):
             raise PromptError(
-                f"the prompt names <{kind}> {marks[kind]} times, the row holds {len(column)} of them"
+                f"the prompt names <{kind}> {media_counts[kind]} times, the row holds {len(column)} of them"
             )
-    return typed
+    return typed_messages
 
 
 def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
-    """Tool schemas of data.tool_config_path, which the chat template shows to the model."""
+    """Loads the tool schemas of data.tool_config_path, which the chat template shows to the model."""
     path = config.tool_config_path
     if not path:
         return None
     try:
-        loaded = read_yaml(path)
+        document = read_yaml(path)
     except BadText as error:
         raise SettingError(str(error), path) from error
-    tools = (loaded.get("tools") if isinstance(loaded, Mapping) else None) or []
+    tools = (document.get("tools") if isinstance(document, Mapping) else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise SettingError(f"{path} has no list `tools:` of objects", path)
     return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

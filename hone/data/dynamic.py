@@ -1,4 +1,4 @@
-"""Classes of the user's own, and rows that one of them adds while training (data.datagen)."""
+"""Loads user classes, and adds generated rows during training (data.datagen)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_object(path: str, name: str | None, key: str) -> Function:
-    """Object `name` of a file or module, which may also be the end of the path (`file.py:Class`)."""
+    """Loads object `name` of a file or module; the path may end with the name (`file.py:Class`)."""
     if not name and ":" not in path.removeprefix("pkg://").removeprefix("file://"):
         raise DataError(f"{key}: {path} needs the name of the class in it; write {path}:Class")
     try:
@@ -29,18 +29,18 @@ def load_object(path: str, name: str | None, key: str) -> Function:
 
 
 class AbstractDataGenerator(ABC):
-    """Makes rows from the data set as it is; may have `state_dict`/`load_state_dict`."""
+    """Generates rows from the current dataset; may define `state_dict` and `load_state_dict`."""
 
     def __init__(self, config: CustomClassConfig) -> None:
         self.config = config
 
     @abstractmethod
     def generate(self, dataset: DynamicGenDataset) -> Sequence[Row]:
-        """New rows in verl's schema; `dataset.last_batch` is the batch that just ended."""
+        """Returns new rows in verl's schema; `dataset.last_batch` is the batch that just ended."""
 
 
 class DynamicGenDataset(RLHFDataset):
-    """RLHFDataset to which the generator of data.datagen adds rows after each batch."""
+    """An RLHFDataset to which the generator of data.datagen adds rows after each batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Files here and on HDFS (`hdfs://…`, by the `hdfs` command), under verl's names."""
+"""File operations on local paths and HDFS (`hdfs://…`, by the `hdfs` command), under verl's names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def is_non_local(path: StrPath) -> bool:
 
 
 def md5_encode(path: StrPath) -> str:
-    """The name under which a remote path is cached."""
+    """Returns the cache name of a remote path."""
     return hashlib.md5(str(path).encode(), usedforsecurity=False).hexdigest()
 
 
 def get_local_temp_path(hdfs_path: StrPath, cache_dir: StrPath) -> str:
-    """Where the copy of a remote path is kept."""
+    """Returns the path of the local copy of a remote path."""
     return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(str(hdfs_path)))
 
 
@@ -36,7 +36,7 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """A local path of a file or folder; a remote one is copied once. Names of models stay as they are."""
+    """Returns a local path; copies a remote file or folder once. Model names are returned unchanged."""
     if not is_non_local(src):
         return str(src)
     target = get_local_temp_path(src, cache_dir or tempfile.gettempdir())
@@ -54,7 +54,7 @@ copy_local_path_from_hdfs = copy_to_local
 
 
 def copy(src: StrPath, dst: StrPath) -> bool:
-    """Copy a file or folder; both sides may be on HDFS. Into an existing folder, files are replaced."""
+    """Copies a file or folder between local paths and HDFS; existing files are replaced."""
     if is_non_local(src):
         _hdfs("-cp" if is_non_local(dst) else "-get", "-f", src, dst)
     elif is_non_local(dst):
@@ -67,7 +67,7 @@ def copy(src: StrPath, dst: StrPath) -> bool:
 
 
 def makedirs(name: StrPath, mode: int = 0o777, exist_ok: bool = False) -> None:
-    """Make a folder and those above it."""
+    """Creates a folder and its parents."""
     if is_non_local(name):
         _hdfs("-mkdir", "-p", name)
     else:
@@ -75,20 +75,20 @@ def makedirs(name: StrPath, mode: int = 0o777, exist_ok: bool = False) -> None:
 
 
 def exists(path: StrPath) -> bool:
-    """Whether there is a file or folder."""
+    """Whether a file or folder exists."""
     if is_non_local(path):
         return _run_hdfs("-test", "-e", path).returncode == 0
     return os.path.exists(path)
 
 
 def local_mkdir_safe(path: StrPath) -> str:
-    """Make a local folder unless it exists."""
+    """Creates a local folder unless it exists."""
     os.makedirs(path, exist_ok=True)
     return str(path)
 
 
 def resolve_config_path(config_path: str) -> str:
-    """An absolute path as it is; a relative one from here, or from beside the package."""
+    """Resolves a relative path against the working directory, then against the package's parent folder."""
     if os.path.isabs(config_path):
         return config_path
     places = (Path.cwd(), Path(__file__).resolve().parents[2])
@@ -101,9 +101,9 @@ def resolve_config_path(config_path: str) -> str:
 
 
 def _hdfs(*arguments: StrPath) -> None:
-    done = _run_hdfs(*arguments)
-    if done.returncode:
-        raise OSError(f"hdfs dfs {' '.join(map(str, arguments))} failed: {done.stderr.strip()}")
+    process = _run_hdfs(*arguments)
+    if process.returncode:
+        raise OSError(f"hdfs dfs {' '.join(map(str, arguments))} failed: {process.stderr.strip()}")
 
 
 def _run_hdfs(*arguments: StrPath) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub. The only file that imports `datasets`."""
+"""Datasets of the Hugging Face Hub; the only file that imports `datasets`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
-    """Every split of a data set on the hub, as plain rows."""
+    """Returns every split of a Hub dataset as plain rows."""
     try:
         import datasets
     except ImportError as error:
@@ -34,7 +34,7 @@ def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
 
 
 def as_frame(rows: list[Row]) -> Any:
-    """Rows as a data set of the package `datasets`; the list itself where it is not installed."""
+    """Converts rows to a `datasets.Dataset`; returns the list if the package is not installed."""
     try:
         import datasets
     except ImportError:
@@ -43,7 +43,7 @@ def as_frame(rows: list[Row]) -> Any:
 
 
 def _encode(value: _T) -> _T | Row | list[Any]:
-    """The value with decoded images as {bytes, path} again, as in parquet."""
+    """Encodes decoded images as {bytes, path} again, as in parquet."""
     if isinstance(value, list):
         return [_encode(item) for item in value]
     if hasattr(value, "save") and hasattr(value, "size"):

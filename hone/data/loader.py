@@ -1,4 +1,4 @@
-"""Batches of prompts, for ever, in an order that a seed fixes and a checkpoint resumes exactly."""
+"""An endless loader of prompt batches; the seed sets its order, which resumes exactly from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_VERSION = 1
 
 
 class Dataset(Protocol):
-    """What the loader needs of a data set; `RLHFDataset` offers more (key, state, on_batch_end)."""
+    """The dataset interface of the loader; `RLHFDataset` offers more (key, state, on_batch_end)."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +34,7 @@ class Dataset(Protocol):
 
 
 class LoaderState(TypedDict):
-    """The position of a loader, in plain values."""
+    """The position of a loader in plain values."""
 
     version: int
     order: str
@@ -48,23 +48,23 @@ class LoaderState(TypedDict):
 
 
 def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
-    """16 hex characters that name this use of this row in this run and in its replay."""
+    """Returns 16 hex characters that identify this use of a row, the same when a run is replayed."""
     text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def collate_fn(rows: Sequence[Row]) -> Batch:
-    """Columns of a batch as object arrays; a column that some row lacks is None there."""
+    """Collates rows into object arrays; a column that a row lacks is None there."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: np.empty(len(rows), dtype=object) for name in names}
     for name, column in columns.items():
-        for index, row in enumerate(rows):  # one by one: lists of one length stay lists
+        for index, row in enumerate(rows):  # one by one, so that numpy keeps lists of equal length
             column[index] = row.get(name)
     return columns
 
 
 class PromptLoader:
-    """Batches of rows by epochs; `next_batch()` never ends, `one_epoch()` does."""
+    """Yields batches by epochs; `next_batch()` never ends, `one_epoch()` does."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class PromptLoader:
             yield self.next_batch()
 
     def next_batch(self) -> Batch:
-        """The next batch, from the next epoch when this one has none left."""
+        """Returns the next batch; starts the next epoch when this one is exhausted."""
         if self._is_epoch_over():
             self._past.append(self._epoch_rows)
             self._start_epoch(self.epoch + 1)
         if self._indices is None:
-            # A sampler restored at the end of an epoch may first yield the empty rest of it; the
-            # pass after that is the new epoch's.
+            # A sampler restored at the end of an epoch may first yield the empty rest of that epoch; its
+            # next pass is the new epoch.
             indices = self._iterate_epoch(self.epoch)
             if (first := next(indices, None)) is not None:
                 self._indices = chain([first], indices)
@@ -129,7 +129,7 @@ class PromptLoader:
         return batch
 
     def one_epoch(self, epoch: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch; the loader's own position stays."""
+        """Yields the batches of one epoch; the loader's position does not change."""
         counts: Counter[int] = Counter()
         indices = map(int, self._iterate_epoch(epoch))
         while batch := list(islice(indices, self.batch_size)):
@@ -137,7 +137,7 @@ class PromptLoader:
                 yield self._collate(batch, epoch, counts)
 
     def on_batch_end(self, batch: DataProto) -> int:
-        """Tell sampler and data set about a finished batch; returns how many rows were added."""
+        """Passes a finished batch to sampler and dataset; returns the number of added rows."""
         if hasattr(self.sampler, "update"):
             self.sampler.update(batch)
         hook = getattr(self.dataset, "on_batch_end", None)
@@ -154,7 +154,7 @@ class PromptLoader:
         return len(dataset) - before
 
     def state_dict(self) -> LoaderState:
-        """Plain values: all that is needed to go on with the row after the last one drawn."""
+        """Returns the state in plain values, from which drawing continues after the last row."""
         sampler = self.sampler if isinstance(self.sampler, Stateful) else None
         return {
             "version": STATE_VERSION,
@@ -169,7 +169,7 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Go on where `state_dict` was taken, also with another batch size."""
+        """Continues from a state of `state_dict`, also with another batch size."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
         if state["order"] != self._order:
@@ -189,7 +189,7 @@ class PromptLoader:
             self._counts = Counter(dict(state["counts"] or ()))
             self._indices = None if self._is_epoch_over() else self._iterate_epoch(self.epoch)
             return
-        # Draw again, without reading rows. Our own orders follow from the epoch and need no past.
+        # Replay the draws without reading rows. Built-in orders need only the current epoch.
         if not hasattr(self.sampler, "epoch_order"):
             for epoch, rows in enumerate(self._past):
                 _exhaust(self._iterate_epoch(epoch), rows)
@@ -229,7 +229,7 @@ class PromptLoader:
             )
 
     def _end_pass(self) -> None:
-        """Let the sampler finish its pass: its state never points into the middle of an epoch then."""
+        """Exhausts the sampler's pass, so that its state is never in the middle of an epoch."""
         if self._indices is not None:
             _exhaust(self._indices, self._epoch_rows - self._drawn)
         self._indices = None
@@ -245,9 +245,9 @@ class PromptLoader:
         return self.rows_again(places)
 
     def rows_again(self, places: Sequence[tuple[int, str]]) -> Batch:
-        """The batch of rows with these indices and uids."""
+        """Returns the batch of the rows with these indices and uids."""
         return collate_fn([{**self.dataset[i], "uid": u, "dataset_index": i} for i, u in places])
 
 
 def _exhaust(indices: Iterator[int], rows: int) -> None:
-    deque(islice(indices, rows + 1), maxlen=0)  # +1: let the pass end
+    deque(islice(indices, rows + 1), maxlen=0)  # +1 lets the pass end

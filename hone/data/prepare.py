@@ -1,6 +1,6 @@
-"""`hone data prepare NAME`: upstream's records, or generated ones, become parquet rows.
+"""`hone data prepare NAME`: converts upstream or generated records to parquet rows.
 
-One table names every data set; a data set's own options are its builder's keyword arguments.
+One table lists all datasets; the options of a dataset are its builder's keyword arguments.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Builder = Callable[..., Splits]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one data set is built."""
+    """Describes how one dataset is built."""
 
     builder: Builder | None
-    """Makes the rows of a source; None for a set that is only generated."""
+    """Builds rows from a source; None if the dataset is only generated."""
     summary: str
     fixed: Settings = field(default_factory=dict)
-    """Arguments that make this variant."""
+    """Builder arguments of this variant."""
     generator: Builder | None = None
-    """Makes rows without a source, where none is named."""
+    """Generates rows if no source is given."""
     writes_examples: bool = False
-    """Also write the first row of each split as JSON."""
+    """Whether the first row of each split is also written as JSON."""
 
 
 def _rows(upstream: Upstream, make: MakeRow, summary: str, examples: bool = False) -> Recipe:
-    """A data set with a row per record."""
+    """Returns a recipe with one row per record."""
     return Recipe(lambda source: source.rows(upstream, make), summary, writes_examples=examples)
 
 
@@ -117,7 +117,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Report:
-    """The files that were written, with their numbers of rows."""
+    """The written files and their row counts."""
 
     name: str
     rows: dict[str, int]
@@ -146,7 +146,7 @@ def prepare(
     hub: bool = False,
     **options: Any,
 ) -> Report:
-    """Build a data set and write `<split>.parquet` files; one that can be generated is, without a source."""
+    """Builds a dataset and writes `<split>.parquet` files; without a source, it is generated if possible."""
     recipe = find_recipe(name)
     if source_dir is not None and hub:
         raise DataError("give either a source folder or the hub, not both")
@@ -169,29 +169,29 @@ def prepare(
 
 
 def _write(splits: Splits, folder: Path, writes_examples: bool) -> dict[str, int]:
-    written: dict[str, int] = {}
+    row_counts: dict[str, int] = {}
     for split, rows in splits.items():
         if not rows:
             raise DataError(f"split {split!r} came out empty; nothing was written for it")
         path = folder / f"{split}.parquet"
         write_parquet(rows, path)
-        written[str(path)] = len(rows)
+        row_counts[str(path)] = len(rows)
         if writes_examples:
             text = json.dumps(rows[0], ensure_ascii=False, indent=2) + "\n"
             with write_file(folder / f"{split}_example.json") as temporary:
                 temporary.write_text(text, encoding="utf-8")
-    return written
+    return row_counts
 
 
 def _options(recipe: Recipe, builder: Builder) -> Mapping[str, inspect.Parameter]:
-    """The builder's keyword arguments that the recipe leaves open."""
+    """Returns the builder's keyword arguments that the recipe does not fix."""
     parameters = inspect.signature(builder).parameters.values()
-    open_ones = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in recipe.fixed]
-    return {parameter.name: parameter for parameter in open_ones}
+    free = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in recipe.fixed]
+    return {parameter.name: parameter for parameter in free}
 
 
 def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentParser:
-    """The options of `hone data prepare NAME` and of examples/data_preprocess/NAME.py."""
+    """Returns the parser of `hone data prepare NAME` and of examples/data_preprocess/NAME.py."""
     recipe = find_recipe(name)
     parser = argparse.ArgumentParser(prog=program, description=f"Prepare {name}: {recipe.summary}.")
     parser.add_argument(
@@ -220,12 +220,12 @@ def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentP
 def prepare_from_arguments(
     name: str, arguments: Sequence[str] | None = None, program: str | None = None
 ) -> Report:
-    """`prepare` with options from a command line; `program` is its name in the help."""
+    """Runs `prepare` with command-line options; `program` is the name in the help."""
     return prepare(name, **vars(argument_parser(name, program).parse_args(arguments)))
 
 
 def script(name: str, arguments: Sequence[str] | None = None) -> str:
-    """What examples/data_preprocess/NAME.py prints; a data error ends it with its sentence."""
+    """Returns the output of examples/data_preprocess/NAME.py; exits with the message of a data error."""
     try:
         return str(prepare_from_arguments(name, arguments))
     except DataError as error:

@@ -1,6 +1,6 @@
-"""From a row's prompt to token ids: chat messages, a plain string, or text rendered beforehand.
+"""Converts a row's prompt to token ids: chat messages, a plain string, or pre-rendered text.
 
-`prompt_text` is the one place where a prompt is rendered, `truncate` the one where it is cut.
+Prompts are rendered only in `prompt_text` and truncated only in `truncate`.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from hone.types import Settings
 Message: TypeAlias = dict[str, Any]
 """One chat message: `role`, `content`, and further keys of the template."""
 Prompt: TypeAlias = str | Sequence[Message] | None
-"""The prompt of a row: text, or messages (or the typed parts of one)."""
+"""The prompt of a row: text, messages, or the typed parts of one message."""
 Tools: TypeAlias = Sequence[Settings]
-"""The schemas that a chat template shows to the model."""
+"""Tool schemas that a chat template shows to the model."""
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
-"""The roles of chat templates; any other is a misspelling."""
+"""The roles of chat templates; any other role is treated as a misspelling."""
 TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
-"""Template options that concern the tokens: the tokenizer itself makes the ids then."""
+"""Template options that affect tokenization; with them, the tokenizer itself returns the ids."""
 Rendered = str | list[int]
-"""A rendered prompt: text, or ids where only the tokenizer can make these."""
+"""A rendered prompt: text, or ids if only the tokenizer can produce them."""
 BATCH = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
 FAR_CHARACTERS = 32
-"""Characters per token that fits beyond which a text is tokenised in parts."""
+"""Characters per allowed token beyond which a text is tokenised in parts."""
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be rendered; says why and what to do."""
+    """Raised for a prompt that cannot be rendered, with the reason and a remedy."""
 
 
 class PromptTooLong(PromptError):
-    """A text far longer than fits, refused before all of it is tokenised."""
+    """Raised for a text far beyond the limit, before all of it is tokenised."""
 
     reason = "too long"
 
 
 def as_messages(raw_prompt: Prompt) -> list[Message]:
-    """A string or a list of typed parts is one user turn; messages stay."""
+    """Converts a prompt to messages; a string or a list of typed parts becomes one user message."""
     if isinstance(raw_prompt, str):
         return [{"role": "user", "content": raw_prompt}]
-    if raw_prompt is not None and hasattr(raw_prompt, "tolist"):  # a column of numpy
+    if raw_prompt is not None and hasattr(raw_prompt, "tolist"):  # a numpy array
         raw_prompt = raw_prompt.tolist()
     if not isinstance(raw_prompt, Sequence) or not raw_prompt:
         raise PromptError(
@@ -87,7 +87,7 @@ def _as_message(part: Message) -> Message:
 
 
 def refuse_unknown_roles(messages: Sequence[Message]) -> None:
-    """Raise for a role that no chat template knows."""
+    """Raises PromptError for a role that no chat template knows."""
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise PromptError(
@@ -97,7 +97,7 @@ def refuse_unknown_roles(messages: Sequence[Message]) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the null entries that parquet fills in: a template must not see them."""
+    """Removes the null entries that parquet adds, which a template must not see."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -113,13 +113,13 @@ def render_prompt(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt; with `max_tokens` a text that is far longer raises PromptTooLong."""
+    """Returns the token ids of a prompt; raises PromptTooLong if it is far longer than `max_tokens`."""
     text = prompt_text(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
     return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
 
 
 def initialize_system_prompt(tokenizer: Any, **apply_chat_template_kwargs: Any) -> list[int]:
-    """Token ids that the chat template writes before the first turn, under verl's name."""
+    """Returns the tokens that the chat template writes before the first turn; the name is verl's."""
     turn = {"role": "user", "content": ""}
     options = {**apply_chat_template_kwargs, "add_generation_prompt": False}
     one, two = (
@@ -135,11 +135,11 @@ def prompt_text(
     tools: Tools | None = None,
     template_kwargs: Settings | None = None,
 ) -> str | list[int]:
-    """The text of a prompt, or its ids where only the tokenizer can make these.
+    """Returns the text of a prompt, or its ids if only the tokenizer can produce them.
 
-    `chat`: the tokenizer's chat template with the generation prompt. A plain string given to a
-    tokenizer without a template stays as it is: one user turn has nothing to mark it.
-    `raw`: text rendered beforehand (a string, or one message's content), no special tokens added.
+    `chat` renders the chat template with the generation prompt. Without a template, a plain string is
+    returned unchanged, because a single user turn needs no markup.
+    `raw` returns pre-rendered text (a string, or one message's content) without special tokens.
     """
     if prompt_format == "raw":
         return raw_text(raw_prompt)
@@ -159,19 +159,19 @@ def prompt_text(
     messages = as_messages(raw_prompt)
     for number, message in enumerate(messages):
         for part in message["content"] if isinstance(message["content"], list) else ():
-            if part.get("type", "text") != "text":  # the template would leave a picture out
+            if part.get("type", "text") != "text":  # the template would drop an image
                 raise PromptError(
                     f"message {number} has a part of type {shown(part['type'])}; only text is read here"
                 )
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
-    is_own = not hasattr(tokenizer, "get_chat_template")  # such as that of mistral-common
-    tokenize = is_own or bool(TOKENIZER_OPTIONS & options.keys())
+    is_custom = not hasattr(tokenizer, "get_chat_template")  # for example, mistral-common
+    tokenize = is_custom or bool(TOKENIZER_OPTIONS & options.keys())
     try:
         rendered = apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
     except BrokenTemplate:
         raise
-    except Exception as error:  # a template is foreign code
+    except Exception as error:  # a template is third-party code
         raise PromptError(
             f"the tokenizer's chat template cannot render {shown(messages)}: {described(error)}"
         ) from error
@@ -179,7 +179,7 @@ def prompt_text(
 
 
 def raw_text(raw_prompt: Prompt) -> str:
-    """The text of a prompt rendered beforehand: a string, or the content of its only message."""
+    """Returns a pre-rendered prompt: a string, or the content of its only message."""
     if isinstance(raw_prompt, str):
         return raw_prompt
     messages = as_messages(raw_prompt)
@@ -193,13 +193,13 @@ def raw_text(raw_prompt: Prompt) -> str:
 
 
 def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
-    """Token ids of a text, without special tokens; PromptTooLong as in `render_prompt`."""
+    """Returns the token ids of a text without special tokens; raises PromptTooLong like `render_prompt`."""
     if flaw := flaw_of(text, allow_nul=True):
         raise PromptError(f"the text of the row {flaw}")
     length = FAR_CHARACTERS * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):
         tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
-        if tokens > 2 * max_tokens + 64:  # a cut inside a word may give it more tokens
+        if tokens > 2 * max_tokens + 64:  # truncation inside a word may add tokens
             raise PromptTooLong(
                 f"the first {length:,} of its {len(text):,} characters have {tokens:,} tokens, at "
                 f"most {max_tokens:,} fit"
@@ -209,12 +209,12 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
 
 
 def is_far_too_long(text: str, max_tokens: int) -> bool:
-    """Whether a text has so many characters that its beginning is tokenised alone, first."""
+    """Whether a text is so long that its beginning is tokenised first."""
     return len(text) > FAR_CHARACTERS * (max_tokens + 64)
 
 
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
-    """At most `max_length` ids. `left` drops the start, `right` the end, `middle` the middle."""
+    """Truncates to `max_length` ids: `left` drops the start, `right` the end, `middle` the middle."""
     heads = {"left": 0, "right": max_length, "middle": max_length // 2, "error": 0}
     if truncation not in heads:
         raise PromptError(
@@ -234,29 +234,29 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
 def token_counts(
     prompts: Iterable[Callable[[], Rendered]], tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> Iterator[int | PromptError]:
-    """For each rendering, in order, its number of tokens, or why it cannot be rendered or tokenised.
+    """Yields for each prompt, in order, its number of tokens or the error that prevents its rendering.
 
-    Prompts are rendered here and tokenised in threads, in batches: the tokenizer's own code runs
-    without the interpreter's lock.
+    Prompts are rendered in this thread and tokenised in batches by a thread pool, because tokenizers
+    release the GIL.
     """
-    alone = len(tokenise(PROBE, tokenizer))  # settles the tokenizer's options at its first use
+    probe_tokens = len(tokenise(PROBE, tokenizer))  # the first use sets the tokenizer's options
     backend = getattr(tokenizer, "backend_tokenizer", None)
 
     def count_texts(texts: Sequence[str]) -> list[int]:
         assert backend is not None
         return [len(ids) for ids in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    # A tokenizer may do more than its backend: then its own method is called for each text.
-    in_batches = backend is not None and count_texts([PROBE]) == [alone]
+    # If a tokenizer does more than its backend, its own `encode` is called for each text.
+    in_batches = backend is not None and count_texts([PROBE]) == [probe_tokens]
 
     def start(render: Callable[[], Rendered]) -> str | int | PromptError:
-        """The count of a prompt, or its text where that can be counted in a batch."""
+        """Returns the token count of a prompt, or its text if it can be counted in a batch."""
         try:
             text = render()
             if isinstance(text, list):
                 return len(text)
-            is_far = max_tokens is not None and is_far_too_long(text, max_tokens)
-            if in_batches and not is_far and flaw_of(text, allow_nul=True) is None:
+            is_long = max_tokens is not None and is_far_too_long(text, max_tokens)
+            if in_batches and not is_long and flaw_of(text, allow_nul=True) is None:
                 return text
             return len(tokenise(text, tokenizer, max_tokens))
         except PromptError as error:

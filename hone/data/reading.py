@@ -1,4 +1,4 @@
-"""What `RLHFDataset` takes in verl's forms: settings, rows in memory; and verl's `collate_fn`."""
+"""Converts verl's forms of settings and in-memory rows for `RLHFDataset`; holds verl's `collate_fn`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def settings_of(config: DataConfig | Settings) -> DataConfig:
-    """The data settings of a config in verl's form, which may have a few keys only."""
+    """Converts a config in verl's form, which may hold only some keys, to a DataConfig."""
     if isinstance(config, DataConfig):
         return config
     names = {field.name for field in dataclasses.fields(DataConfig)}
@@ -24,7 +24,7 @@ def settings_of(config: DataConfig | Settings) -> DataConfig:
 
 
 def rows_of(data: Dataset) -> list[Row] | None:
-    """The rows of a list, an Arrow table, a Hugging Face data set or a frame; None for a data set."""
+    """Returns the rows of a list, Arrow table, Hugging Face dataset or DataFrame; None for other datasets."""
     if isinstance(data, (list, tuple)):
         return list(data)
     for method in ("to_pylist", "to_list"):
@@ -36,7 +36,7 @@ def rows_of(data: Dataset) -> list[Row] | None:
 
 
 def collate_tensors(data_list: Sequence[Row]) -> Row:
-    """verl's `collate_fn`: columns of a batch as object arrays, with tensors stacked."""
+    """Collates a batch into object arrays and stacks tensor columns; same as verl's `collate_fn`."""
     import torch
 
     from hone.data.loader import collate_fn

@@ -1,4 +1,4 @@
-"""Reading rows: parquet, jsonl and json files become one store; bad rows raise or are counted."""
+"""Reads rows of parquet, jsonl and json files into one store; bad rows raise or are counted."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Files: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row]
-"""One data file or several; a program may give rows in place of files."""
+"""One data file or several; a program may pass rows instead of files."""
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TRAINING_KEYS = "data.train_files and data.val_files"
-"""The keys that name the files of a training run; other programs pass their own."""
+"""The config keys of a training run's files; other programs pass their own keys."""
 
 
 class DataError(ValueError, AssertionError):
-    """A data file, row or state that cannot be used; code written for verl catches AssertionError."""
+    """Raised for an unusable data file, row or state; an AssertionError because verl code catches that."""
 
 
 class SettingError(DataError):
-    """A file of the configuration that cannot be used; `path` is the value of its key."""
+    """Raised for an unusable file named in the config; `path` is the value of its key."""
 
     def __init__(self, sentence: str, path: str) -> None:
         super().__init__(sentence)
@@ -46,7 +46,7 @@ class SettingError(DataError):
 
 @dataclass
 class BadRows:
-    """The policy for bad rows (`raise` or `skip`) and the rows it has met so far."""
+    """The policy for bad rows (`raise` or `skip`) and the bad rows so far."""
 
     policy: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class BadRows:
     examples: list[str] = field(default_factory=list)
     """The first messages, for the log."""
     skip_key: str | None = "data.on_bad_row"
-    """The key that sets the policy; None where the program has none."""
+    """The config key of the policy; None if the program has none."""
 
     MAX_EXAMPLES = 20
 
@@ -63,7 +63,7 @@ class BadRows:
             raise DataError(f"data.on_bad_row={self.policy!r} is not known; use raise or skip")
 
     def report(self, reason: str, message: str) -> None:
-        """Raise `message`, or count it under `reason` and go on."""
+        """Raises `message`, or counts it under `reason`."""
         message = clean_text(message)
         if self.policy == "raise":
             hint = f" ({self.skip_key}=skip skips and counts such rows)" if self.skip_key else ""
@@ -79,12 +79,12 @@ class BadRows:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The usable rows of one file; those of an Arrow table become Python objects when they are read."""
+    """The usable rows of one file; rows of an Arrow table become Python objects when they are read."""
 
     path: str
     source: pa.Table | list[Row]
     numbers: Sequence[int]
-    """Zero-based number in the file of each row (bad rows leave gaps)."""
+    """Zero-based row numbers in the file; bad rows leave gaps."""
     fingerprint: str = ""
     """Hash of the file's content."""
 
@@ -97,7 +97,7 @@ class FileRows:
         return dict(self.source.slice(index, 1).to_pylist()[0])
 
     def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
-        """All rows in order; with `columns`, those of them that a row has."""
+        """Yields all rows in order; `columns` selects the columns."""
         if isinstance(self.source, list):
             for row in self.source:
                 yield row if columns is None else {n: row[n] for n in columns if n in row}
@@ -114,7 +114,7 @@ class FileRows:
 
 
 def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
-    """One name or many, with `~`, `$VAR` and `*` patterns expanded; a pattern must match."""
+    """Expands `~`, `$VAR` and `*` patterns in one or more names; every pattern must match a file."""
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
         raise DataError(f"no data files were named; check {keys}")
@@ -132,7 +132,7 @@ def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
 
 
 def file_fingerprint(path: str) -> str:
-    """Hash of the file's bytes: the same data have the same name on every machine."""
+    """Hashes the file's bytes, so that the same data has the same name on every machine."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -141,7 +141,7 @@ def file_fingerprint(path: str) -> str:
 
 
 def positions_fingerprint(store: RowStore, positions: Sequence[int]) -> str:
-    """Hash of the files' content and of the positions in use."""
+    """Hashes the file contents and the positions in use."""
     content = store.fingerprint.encode() + array("q", positions).tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -149,7 +149,7 @@ def positions_fingerprint(store: RowStore, positions: Sequence[int]) -> str:
 def sample_positions(
     positions: list[int], count: int, *, shuffle: bool, seed: int | None
 ) -> list[int]:
-    """`count` of the positions in order, drawn at random with `shuffle`; all where it is not positive."""
+    """Returns `count` positions in order, random ones with `shuffle`; all if `count` is not positive."""
     if not 0 < count < len(positions):
         return positions
     if not shuffle:
@@ -163,7 +163,7 @@ def _parse_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
     except BadText as error:
         flaw = flaw_of(line)
         return None, ("hostile text", flaw) if flaw else ("not json", f"not JSON: {error}")
-    # Only an escape, or a byte that was read by `surrogateescape`, can spoil the text.
+    # Only an escape or an undecodable byte (`surrogateescape`) can make the text invalid.
     if not line.isascii() or "\\u" in line:
         return _check_text(row)
     return row, None
@@ -178,14 +178,14 @@ def _read_json(path: str, bad: BadRows) -> FileRows:
     opener: Function = gzip.open if path.endswith(".gz") else open
     rows: list[Row] = []
     numbers = []
-    # Bytes that are not UTF-8 become lone surrogates, so that only their row is refused. A byte
-    # order mark, which some editors write, is left out.
+    # Bytes that are not UTF-8 become lone surrogates, so that only their row is rejected. The
+    # encoding drops a byte order mark, which some editors write.
     with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
         is_document = path.removesuffix(".gz").endswith(".json")
         text = file.read() if is_document else ""
         if text.lstrip().startswith("["):
             values = map(_check_text, read_json(text))
-        else:  # U+2028 may stand inside a string: only "\n" ends a line
+        else:  # a string may contain U+2028, so only "\n" ends a line
             lines = text.split("\n") if is_document else file
             values = map(_parse_line, (line for line in lines if line.strip()))
         for number, (row, flaw) in enumerate(values):
@@ -200,7 +200,7 @@ def _read_json(path: str, bad: BadRows) -> FileRows:
 
 
 def _read_parquet(path: str, bad: BadRows) -> FileRows:
-    """Rows that Python can hold: text is UTF-8, times are within its range."""
+    """Reads the rows that Python can represent: UTF-8 text, and times within its range."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -210,7 +210,7 @@ def _read_parquet(path: str, bad: BadRows) -> FileRows:
         try:
             table.validate(full=True)
             return FileRows(path, table, range(table.num_rows))
-        except pa.ArrowInvalid:  # names no row
+        except pa.ArrowInvalid:  # the error names no row
             pass
     numbers = []
     for number in range(table.num_rows):
@@ -224,14 +224,14 @@ def _read_parquet(path: str, bad: BadRows) -> FileRows:
 
 
 def _contains(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
-    """Whether a type, or one inside it, passes the test."""
+    """Whether a type or one of its nested types passes the test."""
     return test(kind) or any(_contains(kind.field(i).type, test) for i in range(kind.num_fields))
 
 
 def read_file(
     path: str | os.PathLike[str], bad: BadRows, keys: str = TRAINING_KEYS
 ) -> FileRows | None:
-    """The rows of one file; None when it is unreadable or empty and bad rows are skipped."""
+    """Reads one file; returns None if it is unreadable or empty and bad rows are skipped."""
     import pyarrow as pa
 
     path = os.path.expanduser(os.fspath(path))
@@ -255,14 +255,14 @@ def read_file(
 
 
 class RowStore:
-    """All rows of several files, addressed by one position."""
+    """All rows of several files, indexed by one position."""
 
     def __init__(self, files: Sequence[FileRows]) -> None:
         self.files = list(files)
         self._starts = [0, *accumulate(map(len, self.files))]
         self._names: list[str] = []
         copies: Counter[str] = Counter()
-        for file in self.files:  # a file listed twice has two names, so that its rows share no uid
+        for file in self.files:  # a file listed twice gets two names, so that uids are unique
             copy = copies[file.fingerprint]
             copies[file.fingerprint] += 1
             self._names.append(f"{file.fingerprint}#{copy}" if copy else file.fingerprint)
@@ -291,7 +291,7 @@ class RowStore:
         return self.files[file].where(index)
 
     def key(self, position: int) -> tuple[str, int]:
-        """(data set name, row number in it), of which a uid is made."""
+        """Returns (dataset name, row number in it), from which a uid is made."""
         file, index = self._locate(position)
         return self._names[file], int(self.files[file].numbers[index])
 
@@ -301,7 +301,7 @@ class RowStore:
 
 
 def read_rows(files: Files, bad: BadRows, keys: str = TRAINING_KEYS) -> RowStore:
-    """The rows of all files, or the given rows; `keys` are the settings that named the files."""
+    """Reads the rows of all files, or takes the given rows; `keys` are the config keys of the files."""
     if not isinstance(files, (str, os.PathLike)):
         rows = [dict(row) for row in files if isinstance(row, Mapping)]
         if rows and len(rows) == len(files):
@@ -316,14 +316,14 @@ def read_rows(files: Files, bad: BadRows, keys: str = TRAINING_KEYS) -> RowStore
 
 
 def as_table(rows: Sequence[Row]) -> pa.Table:
-    """The rows as an Arrow table for parquet; an error names a column without one type.
+    """Converts rows to an Arrow table for parquet; raises DataError if a column has mixed types.
 
-    Parquet has no struct without fields: a `{}` where a column has nothing else becomes null.
+    Parquet has no struct without fields, so a `{}` in a column without other fields becomes null.
     """
     import pyarrow as pa
 
     columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row):  # not only the first row's
+    for name in dict.fromkeys(name for row in rows for name in row):  # the columns of all rows
         values = [row.get(name) for row in rows]
         try:
             column = pa.array(values)
@@ -349,14 +349,14 @@ def _without_empty_structs(value: JsonValue) -> JsonValue:
 
 @contextmanager
 def write_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path that becomes `path`: a reader never sees half a file."""
+    """Yields a temporary path that is renamed to `path`, so that a reader never sees a partial file."""
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

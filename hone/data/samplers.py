@@ -1,4 +1,4 @@
-"""In which order rows are drawn: by file, shuffled, mixed by weights, or by the user's own rule."""
+"""Samplers: file order, shuffled, mixed by weights, or defined by the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Ordered:
-    """Rows in the order of the files."""
+    """Yields rows in the order of the files."""
 
     name = "order of the files"
 
@@ -25,7 +25,7 @@ class Ordered:
 
 
 class Shuffled:
-    """A permutation of all rows, another one in each epoch, fixed by the seed."""
+    """Yields a new permutation of all rows per epoch, determined by the seed."""
 
     def __init__(self, seed: int | None) -> None:
         self.seed = seed
@@ -36,11 +36,11 @@ class Shuffled:
 
 
 class Mixture:
-    """Rows of several data sets in given proportions.
+    """Draws rows from several datasets in given proportions.
 
-    Each draw takes the data set that is furthest behind its share, so that any k consecutive
-    draws have within one row of weight·k from each. Inside a data set each row comes once before any
-    comes again; a data set that is used up starts over with a new permutation.
+    Each draw takes the dataset that is furthest behind its share, so any k consecutive draws contain
+    weight·k rows of each, within one row. Each row of a dataset is drawn once before any is repeated;
+    an exhausted dataset starts over with a new permutation.
     """
 
     def __init__(
@@ -71,37 +71,37 @@ class Mixture:
         self.name = f"mixture {[round(share, 6) for share in self.shares]} with seed {seed}"
 
     def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
-        drawn = [0] * len(self.groups)
-        order = []  # the data set of each draw, the same in every epoch
+        counts = [0] * len(self.groups)
+        order = []  # dataset index of each draw, the same in every epoch
         for k in range(1, rows + 1):
-            behind = [share * k - n for share, n in zip(self.shares, drawn, strict=True)]
-            number = behind.index(max(behind))
-            drawn[number] += 1
+            deficits = [share * k - n for share, n in zip(self.shares, counts, strict=True)]
+            number = deficits.index(max(deficits))
+            counts[number] += 1
             order.append(number)
-        sources = [self._rows_from(number, epoch * count) for number, count in enumerate(drawn)]
+        sources = [self._rows_from(number, epoch * count) for number, count in enumerate(counts)]
         return (next(sources[number]) for number in order)
 
     def _rows_from(self, number: int, start: int) -> Iterator[int]:
-        """The rows of one data set, lap after lap, from the `start`-th draw of the run on."""
-        lap, offset = divmod(start, max(len(self.groups[number]), 1))
+        """Yields the rows of one dataset, pass after pass, from the run's `start`-th draw on."""
+        pass_number, offset = divmod(start, max(len(self.groups[number]), 1))
         while True:
             group = self.groups[number]
             if self.shuffle:
-                group = permutation(group, f"mixture:{self.seed}:{number}:{lap}")
+                group = permutation(group, f"mixture:{self.seed}:{number}:{pass_number}")
             yield from group[offset:]
-            lap, offset = lap + 1, 0
+            pass_number, offset = pass_number + 1, 0
 
 
 def permutation(values: Sequence[int], seed: str) -> list[int]:
-    """A shuffled copy. `random.Random` with a string seed is stable across Python versions."""
-    shuffled = list(values)
-    random.Random(seed).shuffle(shuffled)
-    return shuffled
+    """Returns a shuffled copy; `random.Random` with a string seed is stable across Python versions."""
+    copy = list(values)
+    random.Random(seed).shuffle(copy)
+    return copy
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A sampler, data set or generator with state of plain values, which goes into the checkpoint."""
+    """A sampler, dataset or generator whose state, in plain values, is saved in the checkpoint."""
 
     def state_dict(self) -> Row: ...
 
@@ -109,19 +109,19 @@ class Stateful(Protocol):
 
 
 class UserSampler(Iterable[int], Sized, Protocol):
-    """The user's sampler as the loader sees it."""
+    """The interface of a user's sampler."""
 
 
 Sampler: TypeAlias = Ordered | Shuffled | Mixture | UserSampler
 
 
 class AbstractSampler(ABC):
-    """A user's sampler (data.sampler.class_path, class_name): one pass of `iter` is one epoch.
+    """Base class of a user's sampler (data.sampler.class_path, class_name); one `iter` pass is one epoch.
 
-    To resume exactly, either let every pass follow from the start alone (a seed, `set_epoch(n)`
-    called before each pass where defined): the loader replays the passes. Or keep state:
-    `state_dict()` of plain values and `load_state_dict(state)`, after which the next `iter` yields
-    the rest of the epoch. A sampler with `update` that changes its order needs the second.
+    A sampler can resume exactly in two ways. If its passes are determined by its initial state (a seed;
+    `set_epoch(n)`, if defined, is called before each pass), the loader replays them. Otherwise define
+    `state_dict()`, which returns plain values, and `load_state_dict(state)`, after which the next `iter`
+    yields the rest of the epoch. A sampler whose `update` changes its order needs the second way.
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
@@ -136,8 +136,8 @@ class AbstractSampler(ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from each finished batch; its rows are in column `dataset_index`."""
+    """A sampler that is updated with each finished batch; column `dataset_index` holds its row indices."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Read the scores, advantages or other columns of a finished batch."""
+        """Reads scores, advantages or other columns of a finished batch."""

@@ -1,4 +1,4 @@
-"""The check of a row, used when a data set is loaded and by `hone data check`."""
+"""Checks rows against the schema, when a dataset is loaded and in `hone data check`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMES = ("data_source", "agent_name")
 ARGUMENTS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 OBJECTS = ("reward_model", "extra_info", *ARGUMENTS)
 COLUMNS = (*NAMES, *OBJECTS)
-"""The columns, beside the prompt, that the check reads."""
+"""The columns besides the prompt that the check reads."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a row cannot be used: a countable reason and the sentence for this row."""
+    """A problem of a row: the reason under which it is counted, and the message for this row."""
 
     reason: str
     message: str
@@ -28,7 +28,7 @@ class Problem:
 
 
 def kind_of(value: JsonValue) -> str:
-    """The JSON kind of a value: schemas may differ in numbers' types, not in kind."""
+    """Returns the JSON kind of a value; rows may differ in number types, but not in kind."""
     kinds = ((bool, "boolean"), ((int, float), "number"), (str, "text"), (Mapping, "object"))
     if value is None:
         return "null"
@@ -36,7 +36,7 @@ def kind_of(value: JsonValue) -> str:
 
 
 class SchemaCheck:
-    """Checks the rows of one file in order; the first row that has a column sets its kind."""
+    """Checks the rows of one file in order; the first value of a column sets its kind."""
 
     def __init__(self, prompt_key: str, prompt_format: str) -> None:
         self.prompt_key = prompt_key
@@ -44,7 +44,7 @@ class SchemaCheck:
         self._kinds: dict[str, str] = {}
 
     def problem(self, row: Row) -> Problem | None:
-        """What is wrong with the row, or None."""
+        """Returns the first problem of the row, or None."""
         return (
             text_problem(row, (self.prompt_key, *NAMES))
             or self._prompt_problem(row)
@@ -87,7 +87,7 @@ class SchemaCheck:
 
 
 def text_problem(row: Row, plain: Collection[str]) -> Problem | None:
-    """Text that is no Unicode or is nested too deeply; in the `plain` columns NUL is refused too."""
+    """Returns a problem for invalid Unicode, for deep nesting, and for NUL in the `plain` columns."""
     for name, value in row.items():
         if flaw := flaw_of(value, allow_nul=name not in plain):
             return Problem("hostile text", f"column {clean_text(str(name))!r} {flaw}")
@@ -100,8 +100,8 @@ def _type_problems(row: Row) -> Iterator[Problem]:
         (NAMES, "text", "text"),
     ):
         for name in names:
-            if (got := kind_of(row.get(name))) not in (kind, "null"):
-                yield Problem("wrong type", f"column {name!r} is {phrase}, got {got}")
+            if (actual := kind_of(row.get(name))) not in (kind, "null"):
+                yield Problem("wrong type", f"column {name!r} is {phrase}, got {actual}")
     for place, fields in (("", row), ("extra_info.", row.get("extra_info") or {})):
         for name in ARGUMENTS:
             arguments = fields.get(name)
@@ -109,5 +109,5 @@ def _type_problems(row: Row) -> Iterator[Problem]:
             if name == "tools_kwargs" and isinstance(arguments, Mapping):
                 values |= {f"{place}{name}.{tool}": inner for tool, inner in arguments.items()}
             for where, value in values.items():
-                if (got := kind_of(value)) not in ("object", "null"):
-                    yield Problem("wrong type", f"{where} is an object of arguments, got {got}")
+                if (actual := kind_of(value)) not in ("object", "null"):
+                    yield Problem("wrong type", f"{where} is an object of arguments, got {actual}")

@@ -1,4 +1,4 @@
-"""Supervised rows: token ids and the loss mask, 1 for the assistant's tokens."""
+"""Supervised datasets: token ids and the loss mask, which is 1 for the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from hone.tokenizer import Tokenizer
 from hone.types import Row, Settings
 
 THREADS = 4
-"""Tokenizers release Python's lock, so that threads share their work."""
+"""Tokenizers release the GIL, so threads run in parallel."""
 BLOCK_ROWS = 256
 CACHED_TOKENS = 100_000_000
-"""Encoded tokens kept in memory, 5 bytes each; rows beyond are encoded again when they are read."""
+"""Encoded tokens cached in memory, 5 bytes each; further rows are encoded again when they are read."""
 
 
 class Unlearnable(PromptError):
-    """A row that can be rendered, but not be trained on; it is counted under `reason`."""
+    """Raised for a row that can be rendered but not trained on; it is counted under `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ def encode_single_turn(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """A prompt as rollout renders it, then the response and the end token, which are the targets."""
+    """Encodes the prompt as rollout renders it, then the response and the end token as targets."""
     prompt_ids = render_prompt(
         prompt, tokenizer, prompt_format, template_kwargs=template_kwargs, max_tokens=max_tokens
     )
@@ -67,9 +67,9 @@ def encode_single_turn(
 
 
 class SFTDataset:
-    """Single-turn rows: `prompt_key` and `response_key`, each perhaps an object to look into.
+    """Single-turn rows: `prompt_key` and `response_key` name text columns or objects that contain the text.
 
-    `dataset[i]` is {"input_ids", "loss_mask"}, lists of one length, cut to max_length.
+    `dataset[i]` is {"input_ids", "loss_mask"}, two lists of equal length, truncated to max_length.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SFTDataset:
         if config.chat_template is not None:
             self.template_kwargs["chat_template"] = config.chat_template
         self.max_tokens = config.max_length if config.truncation == "error" else None
-        """Tokens of a row, where a longer one is refused and not truncated."""
+        """Token limit of a row if longer rows are rejected; None if they are truncated."""
         usable = []
         for position, row in enumerate(self.store.scan()):
             try:
@@ -117,10 +117,10 @@ class SFTDataset:
         return row
 
     def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
-        """Encode every row now: a bad one stops the run, or is skipped, before the first step."""
+        """Encodes all rows now, so that a bad one stops the run, or is skipped, before the first step."""
         good: list[int] = []
         cached_tokens = 0
-        # The first one alone: a tokenizer may settle its options at its first use.
+        # The first row is encoded alone, because a tokenizer may set its options on first use.
         self._encode_position(self.positions[0])
         with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
             for start in range(0, len(self.positions), BLOCK_ROWS):
@@ -141,7 +141,7 @@ class SFTDataset:
         self.positions = self._any(good)
 
     def key(self, index: int) -> tuple[str, int]:
-        """(data set name, row number), for the loader's uid."""
+        """Returns (dataset name, row number) for the loader's uid."""
         return self.store.key(self.positions[index])
 
     @property
@@ -150,7 +150,7 @@ class SFTDataset:
         return positions_fingerprint(self.store, self.positions)
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids and mask of one row, not yet truncated."""
+        """Returns token ids and mask of one row before truncation."""
         prompt, response = self._texts(row)
         return encode_single_turn(
             prompt,
@@ -162,7 +162,7 @@ class SFTDataset:
         )
 
     def check(self, row: Row) -> None:
-        """Raise PromptError where the row is not in the schema."""
+        """Raises PromptError if the row does not match the schema."""
         _refuse_hostile_text(row, self.config.prompt_key, self.config.response_key)
         prompt, response = self._texts(row)
         refuse_unknown_roles(as_messages(prompt))
@@ -198,7 +198,7 @@ class SFTDataset:
             ids, mask = truncate(ids, length, how), truncate(mask, length, how)
         except PromptError as error:
             return error
-        if 1 not in mask[1:]:  # the first token has nothing before it to be predicted from
+        if 1 not in mask[1:]:  # the first token cannot be predicted: no token precedes it
             return Unlearnable(
                 "nothing to learn",
                 f"nothing to learn is left within data.max_length={length} tokens",
@@ -207,7 +207,7 @@ class SFTDataset:
 
 
 class MultiTurnSFTDataset(SFTDataset):
-    """Conversations: `messages_key`, and `tools_key`, `enable_thinking_key` where a row has them."""
+    """Conversations in `messages_key`, with optional columns `tools_key` and `enable_thinking_key`."""
 
     def encode(self, row: Row) -> Encoded:
         keys = self.config.multiturn
@@ -236,7 +236,7 @@ class MultiTurnSFTDataset(SFTDataset):
         self._tools(row)
 
     def _tools(self, row: Row) -> Tools | None:
-        """The row's tool schemas: a list of objects, or JSON text of one."""
+        """Returns the row's tool schemas, which are a list of objects or its JSON text."""
         key = self.config.multiturn.tools_key
         tools: Any = row.get(key)
         if isinstance(tools, str):
@@ -255,14 +255,14 @@ class MultiTurnSFTDataset(SFTDataset):
 
 
 def _refuse_hostile_text(row: Row, *columns: str) -> None:
-    """Raise for text that is no Unicode, and for a NUL in the columns to learn from."""
+    """Raises PromptError for invalid Unicode, and for NUL in the given columns."""
     problem = text_problem(row, columns)
     if problem is not None:
         raise PromptError(str(problem))
 
 
 def _look_up(row: Row, key: str, dict_keys: Sequence[str] | None, setting: str) -> Any:
-    """Column `key`, then the named fields inside it; `setting` is the key that names the column."""
+    """Returns column `key`, or a nested field of it; `setting` is the config key of the column."""
     if row.get(key) is None:
         raise PromptError(
             f"column {key!r} ({setting}) is missing or empty; the row has {', '.join(map(str, row))}"

@@ -1,4 +1,4 @@
-"""`hone data show FILE`: rows as the model will see them, special tokens included."""
+"""`hone data show FILE`: formats rows as the model sees them, with special tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Row
 
 _SHORT = 300
-"""Characters of a column that is neither the prompt nor learnt."""
+"""Maximum characters of a column that is neither the prompt nor a target."""
 
 
 def row_numbers(text: str, count: int) -> list[int]:
-    """`0,3-5` as numbers; DataError names a number that is no row of the file."""
+    """Parses `0,3-5` into numbers; raises DataError for a number outside the file."""
     numbers: list[int] = []
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
             raise DataError(f"--rows {text}: write numbers and ranges, as in 0,3-5")
         numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
-    absent = [number for number in numbers if number >= count]
-    if absent:
-        raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, so none {absent[0]}")
+    extra = [number for number in numbers if number >= count]
+    if extra:
+        raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, so none {extra[0]}")
     return numbers
 
 
@@ -44,9 +44,9 @@ def show_file(
     config: DataConfig | None = None,
     tools: Tools | None = None,
 ) -> str:
-    """The named rows of a file, a block each; `tools` are schemas that the chat template shows."""
+    """Formats the selected rows as one block each; `tools` are schemas for the chat template."""
     file = read_file(path, BadRows("raise", skip_key=None), "the file name")
-    assert file is not None  # an unreadable or empty file has been refused
+    assert file is not None  # read_file raises for an unreadable or empty file
     kind = kind_of_file(file[0], config or DataConfig())
     numbers = row_numbers(rows or f"0-{min(2, len(file) - 1)}", len(file))
     blocks = []
@@ -87,7 +87,7 @@ def _prompt(
 def _supervised(
     row: Row, kind: Kind, tokenizer: Tokenizer | None, tools: Tools | None
 ) -> Iterator[str]:
-    """The tokens before an answer, and each answer, which is learnt."""
+    """Yields the prompt tokens and each answer, which is the target."""
     key, response = kind.settings.prompt_key, kind.response_key
     if tokenizer is None or (key != MESSAGES and response is None):
         yield from _messages(row[key])
@@ -97,8 +97,8 @@ def _supervised(
     if response is not None:
         config = replace(config, response_key=response)
     dataset = MultiTurnSFTDataset if key == MESSAGES else SFTDataset
-    encoded = dataset(None, tokenizer, config, rows=[row])[0]
-    ids, mask = encoded["input_ids"], encoded["loss_mask"]
+    example = dataset(None, tokenizer, config, rows=[row])[0]
+    ids, mask = example["input_ids"], example["loss_mask"]
     yield f"{len(ids):,} tokens, of which {sum(mask):,} are learnt:"
     start = 0
     while start < len(ids):
@@ -109,9 +109,9 @@ def _supervised(
     yield from _others(row, key, response)
 
 
-def _others(row: Row, *done: str | None) -> Iterator[str]:
+def _others(row: Row, *shown_columns: str | None) -> Iterator[str]:
     for name, value in row.items():
-        if name not in done and value is not None:
+        if name not in shown_columns and value is not None:
             yield f"{name}: {shown_value(value)}"
 
 
@@ -127,7 +127,7 @@ def _indented(text: str, margin: str = "  | ") -> str:
 
 
 def shown_value(value: JsonValue) -> str:
-    """A value in one line: text as it is, anything else as JSON, shortened."""
+    """Formats a value on one line: text unchanged, anything else as JSON, both shortened."""
     if isinstance(value, str):
         text = value.replace("\n", "\\n")
     else:

@@ -1,8 +1,8 @@
-"""One rendering of a chat template in a process of its own, which limits of time and memory may end.
+"""Renders a chat template once in a subprocess with time and memory limits.
 
-Reads the task as JSON from standard input. Exit status: 0 the template ends (with text or an error),
-TOO_LARGE it asks for too much memory or text; the process timer ends the process itself.
-Runs as a script: it imports Jinja and nothing of this package.
+Reads the task as JSON from standard input. Exit status: 0 if the rendering ends, with text or an error;
+TOO_LARGE if it exceeds the memory or text limit. The CPU timer kills the process with SIGPROF.
+Runs as a script that imports Jinja and nothing of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOO_LARGE = 3
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
-    """The text, by an environment like the one that `transformers` renders with."""
+    """Renders the text with an environment like that of `transformers`."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Node
@@ -28,7 +28,7 @@ def render(template: str, variables: dict[str, Any]) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` blocks are rendered as they stand."""
+        """Renders the body of `{% generation %}` blocks unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -51,8 +51,8 @@ def render(template: str, variables: dict[str, Any]) -> str:
 def main() -> int:
     task = json.load(sys.stdin)
     sys.path[:] = task["path"]
-    import_module("jinja2.sandbox")  # before the limits: only the template's own work counts
-    with contextlib.suppress(ValueError, OSError):  # a system without this limit
+    import_module("jinja2.sandbox")  # before the limits, which apply to the template alone
+    with contextlib.suppress(ValueError, OSError):  # not all systems have this limit
         resource.setrlimit(resource.RLIMIT_AS, (task["bytes"], task["bytes"]))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
@@ -61,7 +61,7 @@ def main() -> int:
         text = render(task["template"], task["variables"])
     except MemoryError:
         return TOO_LARGE
-    except Exception:  # the rendering that counts will raise it again
+    except Exception:  # the actual rendering raises it again
         return 0
     return TOO_LARGE if len(text) > task["characters"] else 0
 

@@ -1,1 +1,1 @@
-"""Passages for a question: corpus, BM25 and dense indexes, their HTTP service and its client."""
+"""Passage retrieval: corpus, BM25 and dense indexes, HTTP service and client."""

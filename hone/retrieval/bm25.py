@@ -1,4 +1,4 @@
-"""BM25 over words, by the bm25s library; the index is memory-mapped, built once per corpus."""
+"""BM25 with the bm25s library; the index is built once per corpus and memory-mapped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.retrieval.corpus import Corpus
 
 
 class BM25Index:
-    """An `Index` by the words that a query and a passage share; rare words count more."""
+    """Ranks passages by the words that they share with a query; rare words count more."""
 
     def __init__(self, index: bm25s.BM25) -> None:
         self._index = index
@@ -25,21 +25,21 @@ class BM25Index:
         return [self._best(self._index.get_tokens_ids(query), topk) for query in words]
 
     def _best(self, words: list[int], topk: int) -> list[Hit]:
-        """Passages that share a word with the query, by score and then by their number."""
+        """Returns the passages that share a word with the query, by score and then by number."""
         if not words:
             return []
         scores: NDArray[np.float32] = self._index.get_scores_from_ids(words)
         numbers = np.flatnonzero(scores)
         positive = scores[numbers]
         if len(positive) > topk:
-            least = np.partition(positive, -topk)[-topk]
-            numbers = numbers[positive >= least]
+            threshold = np.partition(positive, -topk)[-topk]
+            numbers = numbers[positive >= threshold]
         order = np.lexsort((numbers, -scores[numbers]))[:topk]
         return [Hit(int(numbers[i]), float(scores[numbers[i]])) for i in order]
 
 
 def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
-    """Write the index of this corpus to `folder`."""
+    """Writes the index of the corpus to `folder`."""
     texts = []
     for number, passage in enumerate(corpus):
         texts.append(passage.contents)

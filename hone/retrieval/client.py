@@ -1,7 +1,7 @@
-"""A client of a retrieval service: queries that wait together travel in one request.
+"""A client of a retrieval service, which batches waiting queries into one request.
 
-A request has a timeout and is retried with growing pauses; queries of a request that failed for good get
-None, and the caller goes on without passages. Only the standard library is used.
+A request has a timeout and is retried with growing pauses. If all retries fail, its queries get None,
+and the caller continues without passages. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _FIRST_PAUSE_S = 0.25
 
 
 class RetrievalFailed(RuntimeError):
-    """The service did not answer, or not with passages."""
+    """Raised when the service does not answer with passages."""
 
 
 def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> list[list[str]]:
-    """The passages of each query, best first, by one request."""
-    order = {"queries": list(queries), "topk": topk, "return_scores": True}
+    """Returns the passages of each query, best first, in one request."""
+    payload = {"queries": list(queries), "topk": topk, "return_scores": True}
     request = urllib.request.Request(
-        url, json.dumps(order).encode(), {"Content-Type": "application/json"}
+        url, json.dumps(payload).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with _opener(url).open(request, timeout=timeout_s) as answer:
-            result = json.load(answer)["result"]
+        with _opener(url).open(request, timeout=timeout_s) as response:
+            result = json.load(response)["result"]
         passages = [[_contents(hit) for hit in hits] for hits in result]
-    except Exception as error:  # what a service sends may fail anywhere
+    except Exception as error:  # a malformed response may raise anything
         raise RetrievalFailed(f"{url}: {described(error)}") from error
     if len(passages) != len(queries):
         raise RetrievalFailed(f"{url}: {len(queries)} queries got {len(passages)} results")
@@ -48,14 +48,14 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
 
 @functools.cache
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Proxies of the environment are not asked for a service on this machine."""
+    """Returns an opener that ignores the environment's proxies for a local service."""
     local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
     handlers = [urllib.request.ProxyHandler({})] if local else []
     return urllib.request.build_opener(*handlers)
 
 
 def _contents(hit: JsonValue) -> str:
-    """The text of one hit, in the form with scores or without."""
+    """Returns the text of one hit, with or without a score."""
     document = hit["document"] if isinstance(hit, dict) and "document" in hit else hit
     contents = document["contents"] if isinstance(document, dict) else document
     if not isinstance(contents, str):
@@ -64,7 +64,7 @@ def _contents(hit: JsonValue) -> str:
 
 
 class RetrievalClient:
-    """Asks one service; its thread runs only while queries wait."""
+    """Queries one service; its thread runs only while queries wait."""
 
     def __init__(self, url: str, topk: int, *, timeout_s: float, retries: int) -> None:
         self._url, self._topk, self._timeout_s, self._retries = url, topk, timeout_s, retries
@@ -74,7 +74,7 @@ class RetrievalClient:
         self._reachable = True
 
     def ask(self, query: str) -> Future[list[str] | None]:
-        """The passages of a query; None where the service failed."""
+        """Returns a future of the query's passages, which is None if the service failed."""
         future: Future[list[str] | None] = Future()
         with self._lock:
             self._waiting.append((query, future))
@@ -86,19 +86,19 @@ class RetrievalClient:
     def _run(self) -> None:
         while True:
             with self._lock:
-                taken = self._waiting[:MAX_TOGETHER]
+                waiting = self._waiting[:MAX_TOGETHER]
                 del self._waiting[:MAX_TOGETHER]
-                if not taken:
+                if not waiting:
                     self._running = False
                     return
-            batch = [pair for pair in taken if pair[1].set_running_or_notify_cancel()]
+            batch = [pair for pair in waiting if pair[1].set_running_or_notify_cancel()]
             passages = self._answer([query for query, _ in batch]) if batch else []
             for (_, future), result in zip(batch, passages, strict=True):
                 future.set_result(result)
 
     def _answer(self, queries: list[str]) -> Sequence[list[str] | None]:
         pause_s = _FIRST_PAUSE_S
-        # While the service is down, each request tries once: a step is not held up by pauses.
+        # While the service is down, a request is not retried, so that pauses do not delay a step.
         for attempt in range(self._retries + 1 if self._reachable else 1):
             if attempt:
                 time.sleep(pause_s)

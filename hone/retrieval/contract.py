@@ -1,4 +1,4 @@
-"""What an index promises the service."""
+"""The index interface of the retrieval service."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, of how much."""
+"""Called with the activity, the amount done and the total."""
 
 
 class Hit(NamedTuple):
-    """A passage by its number in the corpus, and how well it fits the query."""
+    """The number of a passage in the corpus, and its score for the query."""
 
     number: int
     score: float
 
 
 class Index(Protocol):
-    """Passages of one corpus, ordered by how well they fit a query."""
+    """Ranks the passages of one corpus by their relevance to a query."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query up to `topk` hits, best first; called by one thread at a time."""
+        """Returns up to `topk` hits per query, best first; called by one thread at a time."""

@@ -1,7 +1,7 @@
-"""The passages of a corpus, read from their file one at a time.
+"""Reads the passages of a corpus from its file one at a time.
 
-A corpus is JSON lines, plain or gzipped: `{"id", "contents"}` where the first line of `contents` is the
-quoted title, or `{"id", "title", "text"}`. Only the offsets of lines stay in memory.
+A corpus is JSON lines, plain or gzipped: `{"id", "contents"}`, where the first line of `contents` is the
+quoted title, or `{"id", "title", "text"}`. Only the line offsets are kept in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 
 class CorpusError(ValueError):
-    """The corpus cannot be read as passages."""
+    """Raised for a corpus or index that cannot be used."""
 
 
 class Passage(NamedTuple):
@@ -30,12 +30,12 @@ class Passage(NamedTuple):
 
 
 class Corpus:
-    """Passages by their number."""
+    """The passages of a file, indexed by number."""
 
     def __init__(self, file: Path, starts: NDArray[np.int64]) -> None:
         self.file, self._starts = file, starts
-        with file.open("rb") as opened:
-            self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        with file.open("rb") as stream:
+            self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -49,7 +49,7 @@ class Corpus:
 
 
 def open_corpus(path: Path, folder: Path) -> Corpus:
-    """The corpus at `path`; its line offsets and, for .gz, the unpacked file are cached in `folder`."""
+    """Opens the corpus at `path`; line offsets and the unpacked file of a .gz are cached in `folder`."""
     if not path.is_file():
         raise CorpusError(f"{path} is no file; give a corpus of JSON lines, plain or .gz")
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,19 +70,19 @@ def _unpacked(path: Path, folder: Path) -> Path:
 
 
 def _line_starts(plain: Path, folder: Path) -> NDArray[np.int64]:
-    """Where every line starts, and the end of the last one."""
+    """Returns the start of every line, and the end of the last one."""
     cache, size = folder / f"{plain.name}.starts.npy", plain.stat().st_size
     if cache.exists() and cache.stat().st_mtime >= plain.stat().st_mtime:
         offsets: NDArray[np.int64] = np.load(cache, mmap_mode="r")
         if offsets[-1] == size:
             return offsets
-    starts, at = [0], 0
-    with plain.open("rb") as opened:
-        for line in opened:
-            at += len(line)
+    starts, offset = [0], 0
+    with plain.open("rb") as stream:
+        for line in stream:
+            offset += len(line)
             if not line.strip():
                 raise CorpusError(f"{plain} line {len(starts)} is empty; remove it")
-            starts.append(at)
+            starts.append(offset)
     array = np.asarray(starts, dtype=np.int64)
     part = cache.with_name(f"{cache.name}.part")
     with part.open("wb") as out:

@@ -1,6 +1,6 @@
-"""Passages by meaning: a Hugging Face encoder, and a faiss index of inner products.
+"""Dense retrieval with a Hugging Face encoder and a faiss inner-product index.
 
-The model's name says whether it is E5, BGE or a plain sentence encoder, as in Search-R1's server.
+The model's name determines whether it is E5, BGE or a plain sentence encoder, as in Search-R1's server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pooling = Literal["mean", "cls"]
 
 @dataclass(frozen=True)
 class Style:
-    """The prefixes of a kind of encoder, and how it pools."""
+    """The prefixes and the pooling of a kind of encoder."""
 
     query: str = ""
     passage: str = ""
@@ -37,17 +37,17 @@ class Style:
 
 
 def style_of(name: str) -> Style:
-    """By the model's name: e5, bge, or an encoder without prefixes."""
-    lowered = Path(name).name.lower()
-    if "e5" in lowered:
+    """Returns the style for a model name: e5, bge, or an encoder without prefixes."""
+    model_name = Path(name).name.lower()
+    if "e5" in model_name:
         return Style("query: ", "passage: ")
-    if "bge" in lowered:
+    if "bge" in model_name:
         return Style(_BGE_QUERY, pooling="cls")
     return Style()
 
 
 class Encoder:
-    """Texts to unit vectors."""
+    """Encodes texts as unit vectors."""
 
     def __init__(self, model: str, *, device: str = "cpu", max_length: int = 256) -> None:
         folder = _small_encoder() if model == SMALL_ENCODER else model
@@ -65,7 +65,7 @@ class Encoder:
             max_length=self._max_length,
             return_tensors="pt",
         ).to(self._device)
-        if batch["input_ids"].shape[1] == 0:  # no text has a token
+        if batch["input_ids"].shape[1] == 0:  # all texts are empty
             return np.zeros((len(texts), self._model.config.hidden_size), dtype=np.float32)
         hidden = self._model(**batch).last_hidden_state.float()
         vectors = torch.nn.functional.normalize(
@@ -92,7 +92,7 @@ def _small_encoder() -> str:
 
 
 class DenseIndex:
-    """An `Index` by the inner product of query and passage."""
+    """Ranks passages by their inner product with the query."""
 
     def __init__(self, index: faiss.Index, encoder: Encoder) -> None:
         self._index, self._encoder = index, encoder
@@ -109,7 +109,7 @@ class DenseIndex:
 def build_dense(
     corpus: Corpus, file: Path, encoder: Encoder, kind: str, batch: int, progress: Progress
 ) -> None:
-    """Write a faiss index of this kind (Flat, HNSW64, …) to `file`; passage i is vector i."""
+    """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i is passage i."""
     index: faiss.Index | None = None
     prefix = encoder.style.passage
     for start in range(0, len(corpus), batch):
@@ -128,7 +128,7 @@ def build_dense(
 
 
 def open_dense(file: Path, encoder: Encoder, passages: int) -> DenseIndex:
-    """The index in `file`, memory-mapped where its kind allows."""
+    """Opens the index in `file`, memory-mapped if its kind allows."""
     index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
     if index.ntotal != passages:
         raise CorpusError(

@@ -1,6 +1,6 @@
-"""`hone serve-retriever`: a corpus, its index (built once, then reused), and the service over it.
+"""`hone serve-retriever`: serves a corpus and its index, which is built once and then reused.
 
-`python -m hone.retrieval.serve` takes the flags of Search-R1's retrieval_server too.
+`python -m hone.retrieval.serve` also accepts the flags of Search-R1's retrieval_server.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ENCODER = "all-MiniLM-L6-v2"
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """An index and its place."""
+    """The settings of an index."""
 
     corpus: Path
     index: str = "bm25"
     folder: Path | None = None
-    """Folder of the index; null is beside the corpus."""
+    """Folder of the index; None is beside the corpus."""
     file: Path | None = None
     """An existing faiss file (Search-R1's index_path)."""
     encoder: str = _ENCODER
@@ -38,7 +38,7 @@ class IndexOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags; Search-R1's names are accepted beside ours."""
+    """Adds the flags; Search-R1's names are accepted as well."""
     flag = parser.add_argument
     flag("--corpus", "--corpus_path", type=Path, required=True, help="JSON lines, plain or .gz")
     flag("--index", default=None, choices=["bm25", "dense"], help="default bm25")
@@ -55,18 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(flags: argparse.Namespace) -> int:
-    """Build or open the index, then answer until interrupted."""
-    dense = flags.index == "dense" or flags.retriever_name not in (None, "bm25")
+    """Builds or opens the index and serves requests until interrupted."""
+    is_dense = flags.index == "dense" or flags.retriever_name not in (None, "bm25")
     options = IndexOptions(
         flags.corpus,
-        "dense" if dense else "bm25",
+        "dense" if is_dense else "bm25",
         flags.index_folder,
-        flags.index_path if dense else None,
+        flags.index_path if is_dense else None,
         flags.encoder,
         flags.kind,
         "cuda" if flags.faiss_gpu else flags.device,
     )
-    if flags.index_path is not None and not dense:
+    if flags.index_path is not None and not is_dense:
         log.info("--index_path %s is not read: BM25 is indexed here", flags.index_path)
     corpus, index = open_index(options, _log_progress)
     answer_requests(corpus, index, topk=flags.topk, host=flags.host, port=flags.port)
@@ -74,7 +74,7 @@ def serve(flags: argparse.Namespace) -> int:
 
 
 def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port: int) -> None:
-    """Serve over HTTP until interrupted."""
+    """Serves requests over HTTP until interrupted."""
     from aiohttp import web
 
     from hone.retrieval.server import Service
@@ -90,18 +90,18 @@ def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port:
 
 
 def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:
-    """The corpus and its index, built where it is missing or of another corpus or encoder."""
+    """Opens the corpus and its index; rebuilds an index that is missing or of another corpus or encoder."""
     folder = options.folder or options.corpus.with_name(f"{options.corpus.name}.index")
     corpus = open_corpus(options.corpus, folder)
     source = _source(options, corpus)
-    note = folder / f"{options.index}.json"
-    current = note.exists() and json.loads(note.read_text()) == source
+    source_file = folder / f"{options.index}.json"
+    is_current = source_file.exists() and json.loads(source_file.read_text()) == source
     if options.index == "bm25":
         from hone.retrieval.bm25 import build_bm25, open_bm25
 
-        if not current:
+        if not is_current:
             build_bm25(corpus, folder / "bm25", progress)
-            _write(note, source)
+            _write(source_file, source)
         return corpus, open_bm25(folder / "bm25")
     from hone.retrieval.dense import Encoder, build_dense, open_dense
 
@@ -110,14 +110,14 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
         raise CorpusError(f"--index_path {file} does not exist; leave it out to build an index")
     if file is None:
         file = folder / "dense.faiss"
-        if not current:
+        if not is_current:
             build_dense(corpus, file, encoder, options.kind, options.batch, progress)
-            _write(note, source)
+            _write(source_file, source)
     return corpus, open_dense(file, encoder, len(corpus))
 
 
 def _source(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
-    """The corpus and encoder that an index depends on."""
+    """Returns the properties of the corpus and encoder that an index depends on."""
     stat = corpus.file.stat()
     source = {"passages": str(len(corpus)), "bytes": str(stat.st_size), "index": options.index}
     if options.index == "dense":

@@ -1,7 +1,7 @@
-"""Search-R1's retrieval service over HTTP: `POST /retrieve`, and `GET /health`.
+"""Search-R1's retrieval service over HTTP: `POST /retrieve` and `GET /health`.
 
-Requests that arrive while a search runs are answered together by the next one. Plain HTTP without
-authentication: it listens on loopback unless asked.
+Requests that arrive during a search are batched into the next one. The service is plain HTTP without
+authentication, so it listens on loopback by default.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Request:
 
 
 class Service:
-    """Answers queries over one corpus and index: one search at a time, over all queries that wait."""
+    """Answers queries over one corpus and index; each search serves all waiting queries."""
 
     def __init__(self, corpus: Corpus, index: Index, topk: int) -> None:
         self._corpus, self._index, self._topk = corpus, index, topk
@@ -60,10 +60,10 @@ class Service:
             if not self._waiting:
                 self._arrived.clear()
             queries = [query for query, _, _ in batch]
-            most = min(max(topk for _, topk, _ in batch), len(self._corpus))
+            max_topk = min(max(topk for _, topk, _ in batch), len(self._corpus))
             try:
                 results = await loop.run_in_executor(
-                    self._thread, self._index.search, queries, most
+                    self._thread, self._index.search, queries, max_topk
                 )
             except Exception as error:
                 for _, _, future in batch:
@@ -77,19 +77,19 @@ class Service:
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         try:
-            order = _read(await request.read(), self._topk)
+            params = _read(await request.read(), self._topk)
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[list[Hit]]] = [loop.create_future() for _ in order.queries]
+        futures: list[asyncio.Future[list[Hit]]] = [loop.create_future() for _ in params.queries]
         self._waiting += [
-            (query, order.topk, future)
-            for query, future in zip(order.queries, futures, strict=True)
+            (query, params.topk, future)
+            for query, future in zip(params.queries, futures, strict=True)
         ]
         if futures:
             self._arrived.set()
         results = await asyncio.gather(*futures)
-        passages = [self._result(hits, order.scores) for hits in results]
+        passages = [self._result(hits, params.scores) for hits in results]
         return web.json_response({"result": passages})
 
     def _result(self, hits: Sequence[Hit], scores: bool) -> JsonValue:
@@ -108,7 +108,7 @@ class Service:
 
 
 def _read(body: bytes, default_topk: int) -> _Request:
-    """The request in a body; ValueError says what is wrong with it."""
+    """Parses a request body; raises ValueError if it is invalid."""
     try:
         fields = json.loads(body)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tracking: the run folder, the metrics, and everywhere they are shown."""
+"""Tracking: the run folder, the metrics, and the backends that show them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a terminal shows while a run goes on: a live line, bars for every long wait, plain text.
+"""Terminal output during a run: a live line, progress bars and plain text.
 
-On a terminal all of it shares one live region at the bottom. Elsewhere (a file, a pipe, CI) a
-step is one short line, and a wait is reported only when it gets long. `trainer.console=full` prints
+On a terminal, all output shares one live region at the bottom. Elsewhere (a file, a pipe, CI), a
+step is one short line, and progress is reported only for long waits. `trainer.console=full` prints
 every metric of a step instead, as `step:N - key:value - …`.
 """
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_PLAIN_REPORTS = 15.0
 STEPS_FOR_ETA = 20
 
-# label -> the first of these metrics that a step has
+# label -> candidate metrics; the first that a step has is shown
 LIVE_LINE = {
     "reward": ("reward/mean", "critic/rewards/mean", "critic/score/mean"),
     "accuracy": ("accuracy",),
     "loss": ("train/loss",),
-    "KL": ("actor/kl_loss", "actor/reward_kl_penalty"),  # to the reference
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty"),  # to the reference model
     "length": ("response_length/mean",),
     "tokens/s": ("perf/throughput", "train/throughput"),
 }
@@ -39,7 +39,7 @@ LASTING = ("val-core/", "val/")  # results that stay on the terminal above the l
 
 
 class Bar:
-    """A wait in progress: the amount done, the total, and a note."""
+    """A progress bar: the amount done, the total, and a note."""
 
     def __init__(self, description: str, total: float | None, show: Callable[[Bar], None]) -> None:
         self.description, self.total, self.done, self.note = description, total, 0.0, ""
@@ -56,7 +56,7 @@ class Bar:
 
 
 class Screen:
-    """Everything that a process draws: bars and the live line on a terminal, lines elsewhere."""
+    """All output of a process: bars and the live line on a terminal, plain lines elsewhere."""
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -77,7 +77,7 @@ class Screen:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def line(self, text: str) -> None:
-        """Write one line of plain text, neither wrapped nor coloured; above the live region if any."""
+        """Writes one line of plain text, unwrapped and uncoloured, above the live region if any."""
         text = printable(text, self.console.encoding)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -86,13 +86,13 @@ class Screen:
             self.console.file.flush()
 
     def say(self, *renderables: RenderableType) -> None:
-        """Write tables, panels and text, above the live region if any."""
+        """Writes tables, panels and text, above the live region if any."""
         for item in renderables:
             shown = printable(item, self.console.encoding) if isinstance(item, str) else item
             self.console.print(shown, markup=False)
 
     def status(self, text: str | None) -> None:
-        """Set the live line (terminals only); None removes it."""
+        """Sets the live line (terminals only); None removes it."""
         with self._lock:
             self._status = text
             self._start_or_stop()
@@ -101,7 +101,7 @@ class Screen:
     def bar(
         self, description: str, total: float | None, *, beside_status: bool = False
     ) -> Iterator[Bar]:
-        """A bar for a wait; with `beside_status` the live line or the lines of the steps show its ETA."""
+        """Yields a progress bar; with `beside_status` it has no ETA, because the step lines show it."""
         if not self.is_terminal:
             show = (lambda bar: None) if beside_status else self._plain_reports()
             yield Bar(description, total, show)
@@ -140,7 +140,7 @@ class Screen:
         if is_needed and self._live is None:
             self._live = _live_region(self)
             self._live.start()
-            atexit.register(self._live.stop)  # the terminal gets its cursor back
+            atexit.register(self._live.stop)  # restores the terminal's cursor
         elif not is_needed and self._live is not None:
             self._live.stop()
             atexit.unregister(self._live.stop)
@@ -196,36 +196,36 @@ def _plain_report(bar: Bar, elapsed_s: float) -> str:
 
 @functools.cache
 def screen() -> Screen:
-    """This process's screen."""
+    """Returns the screen of this process."""
     return Screen()
 
 
 def progress(
     description: str, total: float | None = None, *, beside_status: bool = False
 ) -> contextlib.AbstractContextManager[Bar]:
-    """A bar for a long wait: `with progress("generate", 128) as bar: ...; bar.advance()`."""
+    """Shows a progress bar: `with progress("generate", 128) as bar: ...; bar.advance()`."""
     return screen().bar(description, total, beside_status=beside_status)
 
 
 def silent_bar(description: str) -> Bar:
-    """A bar that is not shown."""
+    """Returns a bar that is not shown."""
     return Bar(description, None, lambda bar: None)
 
 
 def duration(seconds: float) -> str:
-    """`0:43`, `12:05`, `3:20:00`."""
+    """Formats seconds as `0:43`, `12:05` or `3:20:00`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def plain_line(metrics: Mapping[str, Number], step: int) -> str:
-    """verl's log line, keys in the order of the metrics."""
+    """Formats verl's log line, with keys in the order of the metrics."""
     return " - ".join([f"step:{step}", *(f"{key}:{value:.6g}" for key, value in metrics.items())])
 
 
 class ConsoleTracker(Tracker):
-    """The live line of a run, or its plain lines."""
+    """Shows the live line of a run on a terminal, and plain lines elsewhere."""
 
     def __init__(self, run: RunInfo, on: Screen | None = None) -> None:
         super().__init__(run)
@@ -252,7 +252,7 @@ class ConsoleTracker(Tracker):
             self.screen.line(self._short_line(step, live | lasting))
         elif lasting:
             self.screen.line(self._short_line(step, lasting, with_eta=False))
-        self._shown |= live  # a validation has no reward or length: the last values stay
+        self._shown |= live  # validations have no reward or length, so the last values stay
         if self.screen.is_terminal:
             self.screen.status(self._short_line(step, self._shown))
 

@@ -1,4 +1,4 @@
-"""What a tracker is: an object that takes the metrics of a step, and sometimes sample rows."""
+"""The tracker interface: a tracker receives the metrics of a step, and optionally sample rows."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Scalar(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that is tracked; every backend gets it when it is made."""
+    """Describes the tracked run; every tracker receives it in its constructor."""
 
     project_name: str
     experiment_name: str
     config: Settings = field(default_factory=dict)
     folder: Path | None = None
-    """The run folder; None when nothing may be written."""
+    """The run folder; None if nothing may be written."""
     total_steps: int | None = None
-    """How many steps the run will take, for the time left; None when unknown."""
+    """Total steps of the run, for the ETA; None if unknown."""
     resumed_from: int | None = None
-    """The step of the checkpoint this process continues from; None for a fresh run."""
+    """The step of the checkpoint that this process resumes from; None for a fresh run."""
     prints_everything: bool = False
     """Whether the console prints every metric of a step (`trainer.console=full`)."""
 
 
 class Tracker:
-    """A backend; a subclass must define `log`."""
+    """Base class of tracker backends; a subclass must define `log`."""
 
     is_the_record = False
-    """True where a failure to write must stop the run; others are counted and the run goes on."""
+    """Whether a failed write stops the run; failures of other trackers are only counted."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
@@ -52,18 +52,18 @@ class Tracker:
         raise NotImplementedError
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
-        """Show a table of samples; backends without tables leave it out."""
+        """Shows a table of samples; does nothing in backends without tables."""
 
     def finish(self) -> None:
-        """The run is over: flush and close."""
+        """Flushes and closes the tracker at the end of the run."""
 
 
 class TrackerError(ValueError):
-    """A tracker that does not exist, is not installed, or got what it cannot log."""
+    """Raised for an unknown or uninstalled tracker, and for a value that cannot be logged."""
 
 
 def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
-    """Plain ints and floats of Python, numpy or torch scalars; anything else is an error."""
+    """Converts Python, numpy and torch scalars to ints and floats; raises TrackerError for other values."""
     return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 
 
@@ -83,7 +83,7 @@ def _as_number(key: str, value: Number | Scalar) -> Number:
 
 
 def flatten(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """`{"a": {"b": 1}}` -> `("a.b", 1)`; lists are leaves."""
+    """Flattens `{"a": {"b": 1}}` to `("a.b", 1)`; lists are leaves."""
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -93,7 +93,7 @@ def flatten(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]
 
 
 def require(package: str, extra: str) -> ModuleType:
-    """Import an optional package, or say how to get it."""
+    """Imports an optional package; raises TrackerError with the install command if it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

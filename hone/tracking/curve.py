@@ -1,4 +1,4 @@
-"""A learning curve as a PNG: one panel per metric, one colour per run, raw and smoothed."""
+"""Draws learning curves as PNG: one panel per metric, one colour per run, raw and smoothed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hone.tracking.run_folder import labels_of
 PathLike = str | os.PathLike[str]
 DEFAULT_WEIGHT = 0.6
 FEW_POINTS = 12
-"""Curves this short are drawn unsmoothed, with their points marked."""
+"""Curves with at most this many points are drawn unsmoothed, with markers."""
 MEASUREMENTS = ("val-core/", "val-aux/", "val/")
-"""Metrics measured on held-out rows are never smoothed."""
+"""Prefixes of held-out metrics, which are never smoothed."""
 
 Steps = Sequence[int] | NDArray[np.int64]
 Values = Sequence[float] | NDArray[np.float64]
@@ -36,7 +36,7 @@ def draw_curve(
     *,
     smoothing: float = DEFAULT_WEIGHT,
 ) -> Path:
-    """Draw `keys` of one run, several, or several with labels; each a `metrics.jsonl` or a folder."""
+    """Draws `keys` of one or more runs, each a `metrics.jsonl` or a run folder; a mapping sets labels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -48,21 +48,21 @@ def draw_curve(
     names = sorted({key for rows in runs.values() for row in rows for key in row})
     for key in keys:
         if key not in names:
-            close = ", ".join(difflib.get_close_matches(key, names, n=3) or names[:20])
-            raise ValueError(f"no run has the metric {key!r}; close: {close or 'none at all'}")
-    # The canvas is named here and pyplot is not used: no display, and no state left behind.
+            similar = ", ".join(difflib.get_close_matches(key, names, n=3) or names[:20])
+            raise ValueError(f"no run has the metric {key!r}; close: {similar or 'none at all'}")
+    # An explicit canvas, unlike pyplot, needs no display and leaves no global state.
     figure = Figure(figsize=(7.0, 1.0 + 2.6 * len(keys)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(keys), 1, squeeze=False, sharex=True)[:, 0]
     for panel, key in zip(panels, keys, strict=True):
         for number, (label, rows) in enumerate(runs.items()):
             steps, values = series(rows, key)
-            look = {"color": f"C{number}", "label": label}
+            style = {"color": f"C{number}", "label": label}
             if steps and is_unsmoothed(key, len(steps)):
-                panel.plot(steps, values, **look, marker="o", markersize=3.5)
+                panel.plot(steps, values, **style, marker="o", markersize=3.5)
             elif steps:
                 panel.plot(steps, values, color=f"C{number}", alpha=0.25, linewidth=0.8)
-                panel.plot(steps, smooth(values, smoothing), **look, linewidth=1.8)
+                panel.plot(steps, smooth(values, smoothing), **style, linewidth=1.8)
         panel.set_ylabel(key)
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -81,7 +81,7 @@ def is_unsmoothed(key: str, points: int) -> bool:
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Exponential moving average, bias-corrected at the start; values that are not finite stay."""
+    """Returns the bias-corrected exponential moving average; non-finite values are unchanged."""
     if not 0 <= weight < 1:
         raise ValueError(f"smoothing weight must be in [0, 1), got {weight}")
     smoothed: list[float] = []
@@ -96,7 +96,7 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 class Means(NamedTuple):
-    """A curve in buckets of consecutive points: the middle step, the mean and the size of each."""
+    """A bucketed curve: the middle step, the mean and the number of values per bucket."""
 
     steps: list[int]
     values: list[float]
@@ -104,12 +104,12 @@ class Means(NamedTuple):
 
 
 def bucket_means(steps: Steps, values: Values, buckets: int) -> Means:
-    """The mean of each bucket over its finite values; a bucket without any is a gap (NaN)."""
+    """Averages the finite values of each bucket; a bucket without any is NaN."""
     numbers = np.asarray(values, np.float64)
     means = Means([], [], [])
     for start, stop in _buckets(len(numbers), buckets):
-        inside = numbers[start:stop]
-        finite = inside[np.isfinite(inside)]
+        bucket = numbers[start:stop]
+        finite = bucket[np.isfinite(bucket)]
         means.steps.append(int(steps[(start + stop) // 2]))
         means.values.append(float(finite.mean()) if len(finite) else math.nan)
         means.counts.append(len(finite))
@@ -117,16 +117,16 @@ def bucket_means(steps: Steps, values: Values, buckets: int) -> Means:
 
 
 def envelope(steps: Steps, values: Values, buckets: int) -> tuple[list[int], list[float]]:
-    """The first and last point, and the lowest and highest of each bucket: peaks survive."""
-    numbers, at = np.asarray(values, np.float64), np.asarray(steps)
+    """Returns the first and last point and the extremes of each bucket, so that peaks are preserved."""
+    numbers, step_array = np.asarray(values, np.float64), np.asarray(steps)
     points = {0, len(numbers) - 1}
     for start, stop in _buckets(len(numbers), buckets):
-        inside = numbers[start:stop]
-        finite = np.flatnonzero(np.isfinite(inside))
-        extremes = (inside[finite].argmin(), inside[finite].argmax()) if len(finite) else ()
+        bucket = numbers[start:stop]
+        finite = np.flatnonzero(np.isfinite(bucket))
+        extremes = (bucket[finite].argmin(), bucket[finite].argmax()) if len(finite) else ()
         points |= {start + finite[i] for i in extremes} or {start}
     order = sorted(points)
-    return at[order].tolist(), numbers[order].tolist()
+    return step_array[order].tolist(), numbers[order].tolist()
 
 
 def _buckets(count: int, buckets: int) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,8 @@
-"""One process per folder: a lock file that names its holder, on shared file systems too.
+"""Allows one process per folder, also on shared file systems: a lock file names its holder.
 
-The file is made by a hard link, which NFS makes atomically, and its holder touches it every few seconds. A
-holder on this machine is live while its process runs; one on another machine while the file is touched.
-`flock` is not used: not every network file system has it between machines.
+The file is created by a hard link, which is atomic on NFS, and its holder touches it every few seconds. A
+holder on this machine is live while its process runs; one on another machine, while it touches the file.
+`flock` is not used because not every network file system supports it across machines.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 BEAT_S = 5.0
 SILENT_S = 60.0
-"""A holder on another machine that has not touched its lock for this long is dead."""
+"""A holder on another machine counts as dead after this many seconds without a touch."""
 _UNKNOWN = "unknown"
-"""The start time of a process of which only the existence is visible."""
+"""The start time if only the existence of the process is visible."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class FolderLocked(RuntimeError):
-    """Another process works in the folder."""
+    """Raised when another process holds the folder's lock."""
 
     changes_nothing = True
-    """The folder is not this process's: no log of the error goes there."""
+    """No error log is written to the folder, because another process owns it."""
 
 
 class LockLost(FolderLocked):
-    """Another machine took this process for dead and works in the folder now."""
+    """Raised when another machine considered this process dead and took over its lock."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Holder:
     boot: str = ""
     """Identifies one boot of one machine."""
     process_space: str = ""
-    """The PID namespace: the same PID is another process in another container."""
+    """The PID namespace, because containers reuse PIDs."""
     pid: int = 0
     started: str = ""
-    """When the kernel started the process: PIDs are reused."""
+    """The kernel's start time of the process, because PIDs are reused."""
     command: str = ""
     since: str = ""
 
@@ -82,7 +82,7 @@ class Holder:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists, for a holder on this machine."""
+        """Whether the process exists; valid only for a holder on this machine."""
         return _started(self.pid) in (self.started, _UNKNOWN)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Holder:
 
 
 class FolderLock:
-    """While entered, no other process enters the same lock; this process may enter it again."""
+    """An inter-process lock, which is reentrant within one process."""
 
     def __init__(self, file: Path, subject: Path) -> None:
         self.file, self.subject = file, subject
@@ -103,29 +103,29 @@ class FolderLock:
         self._ended = threading.Event()
 
     def __enter__(self) -> FolderLock:
-        held = _held.setdefault(self.file, self)
-        if held._entered == 0:
+        lock = _held.setdefault(self.file, self)
+        if lock._entered == 0:
             try:
-                held._acquire()
+                lock._acquire()
             except BaseException:
                 _held.pop(self.file, None)
                 raise
-        held._entered += 1
-        return held
+        lock._entered += 1
+        return lock
 
     def __exit__(self, *exc: object) -> None:
-        held = _held.get(self.file)
-        if held is None:  # a forked child exits the context that its parent entered
+        lock = _held.get(self.file)
+        if lock is None:  # a forked child exits the context that its parent entered
             return
-        held._entered -= 1
-        if held._entered == 0:
+        lock._entered -= 1
+        if lock._entered == 0:
             del _held[self.file]
-            held._ended.set()
-            if held.holder is not None and held.holder.pid == os.getpid():
+            lock._ended.set()
+            if lock.holder is not None and lock.holder.pid == os.getpid():
                 with contextlib.suppress(OSError):
-                    if _read(self.file)[0] == held.holder:
+                    if _read(self.file)[0] == lock.holder:
                         self.file.unlink()
-                held._remove_created()
+                lock._remove_created()
 
     def _acquire(self) -> None:
         self.holder = Holder.here()
@@ -151,12 +151,12 @@ class FolderLock:
             try:
                 draft.write_text(json.dumps(asdict(holder)), encoding="utf-8")
                 return
-            except FileNotFoundError:  # another process removed the folder that it had made
+            except FileNotFoundError:  # another process removed the folder that it had created
                 if attempt == 4:
                     raise
 
     def _claim(self, draft: Path, target: Path) -> None:
-        """Make `target` a link to the draft, in place of a dead holder's; refuse a live holder's."""
+        """Links `target` to the draft, replacing a dead holder's lock; raises FolderLocked for a live one."""
         while not _link(draft, target):
             other, _ = _read(target)
             if other is None:
@@ -166,16 +166,16 @@ class FolderLock:
                     f"{self.subject} is in use by {other}; nothing was changed. Wait until it ends, "
                     "stop it, or name another folder"
                 )
-            # Only the process that made the dead holder's `.next` file may replace its lock, and
-            # there is one of those.
-            following = self._named(f"{other.token}.next")
-            self._claim(draft, following)
+            # Only the process that created the dead holder's `.next` file may replace its lock, so
+            # only one process does.
+            next_file = self._named(f"{other.token}.next")
+            self._claim(draft, next_file)
             current, _ = _read(target)
             if current is not None and current.token == other.token:
                 log.warning("%s: the lock of %s is stale and was removed", self.subject, other)
-                os.rename(following, target)
+                os.rename(next_file, target)
                 return
-            following.unlink(missing_ok=True)  # another process was faster
+            next_file.unlink(missing_ok=True)  # another process was faster
 
     def _named(self, suffix: str) -> Path:
         return self.file.with_name(f"{self.file.name}-{suffix}")
@@ -188,7 +188,7 @@ class FolderLock:
                     log.error("%s", self._lost_sentence())
                     return
                 os.utime(self.file)
-            except OSError as error:  # the file server is away: try again
+            except OSError as error:  # the file server may be unreachable: try again
                 log.warning("%s cannot be touched: %s", self.file, error)
 
     def _lost_sentence(self) -> str:
@@ -198,12 +198,12 @@ class FolderLock:
         )
 
     def require(self) -> None:
-        """Raise where another process has taken the lock over."""
+        """Raises LockLost if another process has taken over the lock."""
         if self.is_lost:
             raise LockLost(self._lost_sentence())
 
     def _remove_created(self) -> None:
-        """Remove the folders that were made for the lock and are still empty."""
+        """Removes the folders that were created for the lock and are still empty."""
         for folder in self._created:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -214,25 +214,25 @@ os.register_at_fork(after_in_child=_held.clear)
 
 
 def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:
-    """The lock of a folder, inside it."""
+    """Returns the lock of a folder; the lock file is inside it."""
     return FolderLock(Path(folder).expanduser().resolve() / LOCK, Path(folder))
 
 
 def lock_target(target: str | os.PathLike[str]) -> FolderLock:
-    """The lock of a file, or of a folder that is written under another name and renamed: beside it."""
+    """Returns the lock of a file, or of a folder replaced by renaming; the lock file is beside it."""
     path = Path(target).expanduser().resolve()
     return FolderLock(path.with_name(f".{path.name}{LOCK}"), Path(target))
 
 
 def require_lock(folder: str | os.PathLike[str]) -> None:
-    """Raise where this process had the folder's lock and lost it."""
-    held = _held.get(Path(folder).expanduser().resolve() / LOCK)
-    if held is not None:
-        held.require()
+    """Raises LockLost if this process held the folder's lock and lost it."""
+    lock = _held.get(Path(folder).expanduser().resolve() / LOCK)
+    if lock is not None:
+        lock.require()
 
 
 def _link(draft: Path, target: Path) -> bool:
-    """Make `target`, a link to the draft, unless it exists: one of many callers succeeds."""
+    """Creates `target` as a link to the draft unless it exists; only one of many callers succeeds."""
     try:
         try:
             os.link(draft, target)
@@ -242,35 +242,35 @@ def _link(draft: Path, target: Path) -> bool:
             with target.open("xb") as file:
                 file.write(draft.read_bytes())
     except FileExistsError:
-        return draft.stat().st_nlink > 1  # NFS: the link was made and the answer lost
+        return draft.stat().st_nlink > 1  # NFS: the link was created but the reply was lost
     return True
 
 
 def _read(path: Path) -> tuple[Holder | None, int]:
-    """The holder and when it last touched the file; (None, 0) where there is no file."""
+    """Returns the holder and its last touch in nanoseconds; (None, 0) without a file."""
     try:
-        with path.open("rb") as file:  # opening asks the file server: attributes alone are cached
-            content, touched = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
+        with path.open("rb") as file:  # opening revalidates the attributes that NFS caches
+            content, last_touch = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None, 0
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         holder = Holder(**json.loads(content))
         if holder.token.isalnum() and isinstance(holder.pid, int):
-            return holder, touched
-    # A file that is half written or holds no record is identified by its content.
-    return Holder(token=f"unreadable{zlib.crc32(content):x}"), touched
+            return holder, last_touch
+    # A partly written or invalid file is identified by a checksum of its content.
+    return Holder(token=f"unreadable{zlib.crc32(content):x}"), last_touch
 
 
 def _is_live(holder: Holder, path: Path, draft: Path) -> bool:
-    """Whether the holder runs; for one on another machine, whether it touches its file."""
+    """Whether the holder runs or, on another machine, touches its file."""
     if holder.is_on_this_machine:
         return holder.is_running
-    (current, touched), began = _read(path), time.monotonic()
+    (current, last_touch), start = _read(path), time.monotonic()
     is_first = True
     while current == holder:
         os.utime(draft)
-        age_s = (draft.stat().st_mtime_ns - touched) / 1e9  # both by the file server's clock
-        if age_s > SILENT_S or time.monotonic() - began > SILENT_S:
+        age_s = (draft.stat().st_mtime_ns - last_touch) / 1e9  # by the file server's clock
+        if age_s > SILENT_S or time.monotonic() - start > SILENT_S:
             return False
         if is_first:
             log.warning(
@@ -279,14 +279,14 @@ def _is_live(holder: Holder, path: Path, draft: Path) -> bool:
             )  # fmt: skip
         is_first = False
         time.sleep(BEAT_S / 5)
-        before, (current, touched) = touched, _read(path)
-        if current == holder and touched != before:
+        previous_touch, (current, last_touch) = last_touch, _read(path)
+        if current == holder and last_touch != previous_touch:
             return True
-    return False  # released, or another holder's by now: the caller looks again
+    return False  # released or taken by another holder: the caller reads it again
 
 
 def _machine() -> tuple[str, str, str]:
-    """Host name, boot and PID namespace of this process."""
+    """Returns the host name, boot ID and PID namespace of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -298,11 +298,11 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this machine was started, in the kernel's ticks; None where it does not run."""
+    """Returns the start time of a local process in kernel ticks; None if it does not run."""
     try:
-        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if facts[0] in "ZX" else facts[19]
-    except OSError:  # no such process, no /proc, or another user's process that is hidden
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except OSError:  # no such process, no /proc, or a hidden process of another user
         with contextlib.suppress(PermissionError):
             try:
                 os.kill(pid, 0)

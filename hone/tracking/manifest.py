@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: size and checksum of every file in it."""
+"""The manifest of a checkpoint folder: size and checksum of every file."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _STEP = re.compile(r"global_step_\d+")
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest of all files in the folder."""
+    """Writes the manifest of all files in the folder."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     entries = {str(p.relative_to(folder)): [p.stat().st_size, _checksum(p)] for p in files}
     atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
 
 
 def checkpoint_of(folder: Path) -> Path | None:
-    """The `global_step_N` that a folder is, or is in: at most two levels up."""
+    """Returns the `global_step_N` among the folder and its two parents, or None."""
     folder = folder.resolve()  # "." has no name
     return next((p for p in (folder, *folder.parents[:2]) if _STEP.fullmatch(p.name)), None)
 
 
 def damage(folder: Path, within: Path | None = None) -> str | None:
-    """What is wrong with a checkpoint, or None; `within` limits the check to one folder in it."""
+    """Returns the damage of a checkpoint, or None; `within` limits the check to one of its subfolders."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -41,18 +41,18 @@ def damage(folder: Path, within: Path | None = None) -> str | None:
     if not isinstance(manifest, dict) or not manifest or not all(map(_is_entry, manifest.items())):
         return f"its manifest cannot be read: {MANIFEST} is no table of files"
     try:
-        inside = (within or folder).resolve().relative_to(folder.resolve()).parts
-    except ValueError:  # a link that leads out of the checkpoint: all files are checked
-        inside = ()
-    names = [name for name in manifest if Path(name).parts[: len(inside)] == inside]
+        subfolder = (within or folder).resolve().relative_to(folder.resolve()).parts
+    except ValueError:  # the link leads out of the checkpoint: check all files
+        subfolder = ()
+    names = [name for name in manifest if Path(name).parts[: len(subfolder)] == subfolder]
     if not names:
-        return f"its manifest names no file in {'/'.join(inside)}"
+        return f"its manifest names no file in {'/'.join(subfolder)}"
     problems = (_damage_of(folder, name, *manifest[name]) for name in names)
     return next(filter(None, problems), None)
 
 
 def _is_entry(item: tuple[str, JsonValue]) -> bool:
-    """A file name inside the folder with a size and a checksum."""
+    """Whether an entry is a file name inside the folder with a size and a checksum."""
     path, entry = Path(item[0]), item[1]
     is_inside = not path.is_absolute() and ".." not in path.parts
     is_pair = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
@@ -74,12 +74,12 @@ def _damage_of(folder: Path, name: str, size: int, checksum: int) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _cached_checksum(file: Path, size: int, mtime_ns: int) -> int:
-    """One process checks the same model several times: its tokenizer, its config, its weights."""
+    """Caches checksums, because a process checks a model for tokenizer, config and weights each."""
     return _checksum(file)
 
 
 def _checksum(file: Path) -> int:
-    """A cheap checksum against truncation and bit rot."""
+    """Returns a cheap checksum, which detects truncation and bit rot."""
     checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):

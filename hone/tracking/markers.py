@@ -1,4 +1,4 @@
-"""The timers of a step, and verl's markers and loggers; markers of profilers and traces do nothing."""
+"""Step timers, and verl's markers and loggers; profiler and trace markers do nothing."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def simple_timer(
     timing_raw: MutableMapping[str, float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[None]:
-    """Add the seconds inside to `timing_raw[name]`, also when it ends in an exception."""
-    started = clock()
+    """Adds the elapsed seconds of the block to `timing_raw[name]`, also on an exception."""
+    start = clock()
     try:
         yield
     finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + clock() - started
+        timing_raw[name] = timing_raw.get(name, 0.0) + clock() - start
 
 
 class Timers:
-    """Named stopwatches: `with timers.timer("gen"): ...`, then `timers.drain()` once per step."""
+    """Accumulates named timers: `with timers.timer("gen"): ...`, then `timers.drain()` once per step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -45,14 +45,14 @@ class Timers:
         return simple_timer(name, self._seconds, self._clock)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds that another process measured."""
+        """Adds seconds that another process measured."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
         return {TIMING + name: seconds for name, seconds in self._seconds.items()}
 
     def drain(self) -> dict[str, float]:
-        """The metrics so far; the timers start from zero again."""
+        """Returns the metrics and resets the timers."""
         metrics = self.metrics()
         self._seconds.clear()
         return metrics
@@ -65,7 +65,7 @@ def marked_timer(
     domain: str | None = None,
     category: str | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """`simple_timer`, without a mark in the profile."""
+    """Same as `simple_timer`; adds no profiler range."""
     return simple_timer(name, timing_raw)
 
 
@@ -89,13 +89,13 @@ def rollout_trace_op(function: F) -> F:
 
 @contextlib.contextmanager
 def rollout_trace_attr(**attributes: JsonValue) -> Iterator[None]:
-    """Does nothing around the block."""
+    """Does nothing before or after the block."""
     yield
 
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """verl's profiler settings of one role."""
+    """verl's profiler settings for one role."""
 
     tool: str | None = None
     enable: bool = False
@@ -106,7 +106,7 @@ class ProfilerConfig:
 
 
 class DistProfiler:
-    """verl's profiler of one worker, always off; `global_profiler` records all workers."""
+    """verl's per-worker profiler, always disabled; `global_profiler` profiles all workers."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class DistProfiler:
 
 
 class RolloutTraceConfig:
-    """verl's trace backend; traces are sent nowhere here, and `init` warns about it."""
+    """verl's trace backend; traces are not sent anywhere, and `init` warns about that."""
 
     @classmethod
     def init(
@@ -160,13 +160,13 @@ class RolloutTraceConfig:
 
 
 class LocalLogger:
-    """Writes the metrics of a step on one line."""
+    """Prints the metrics of a step on one line."""
 
     def __init__(self, print_to_console: bool = True) -> None:
         self.print_to_console = print_to_console
 
     def flush(self) -> None:
-        """Every line is written at once."""
+        """Does nothing: every line is flushed when it is printed."""
 
     def log(self, data: Mapping[str, JsonValue], step: int) -> None:
         if self.print_to_console:
@@ -175,12 +175,12 @@ class LocalLogger:
 
 
 def print_rank_0(message: str) -> None:
-    """Print one line, on rank 0 only."""
+    """Prints one line on rank 0 only."""
     print_with_rank(message, int(os.environ.get("RANK", "0")), log_only_rank_0=True)
 
 
 def print_with_rank(message: str, rank: int = 0, log_only_rank_0: bool = False) -> None:
-    """Print one line that begins with the rank."""
+    """Prints one line that begins with the rank."""
     if rank == 0 or not log_only_rank_0:
         _print(message if log_only_rank_0 else f"[Rank {rank}] {message}")
 
@@ -197,7 +197,7 @@ def log_with_rank(
     level: int = logging.INFO,
     log_only_rank_0: bool = False,
 ) -> None:
-    """Log a message that begins with the rank."""
+    """Logs a message that begins with the rank."""
     if rank == 0 or not log_only_rank_0:
         logger.log(level, "[Rank %d] %s", rank, message)
 
@@ -205,12 +205,12 @@ def log_with_rank(
 def log_gpu_memory_usage(
     head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int = 0
 ) -> None:
-    """Log the memory in use on the CUDA device; nothing without one."""
+    """Logs the memory in use on the CUDA device, if there is one."""
     import torch
 
     if torch.cuda.is_available():
-        used, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        line = f"{head}, memory allocated (GB): {used / 2**30:.2f}, reserved: {held / 2**30:.2f}"
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        line = f"{head}, memory allocated (GB): {allocated / 2**30:.2f}, reserved: {reserved / 2**30:.2f}"
         (logger or logging.getLogger(__name__)).log(level, line)
 
 
@@ -229,10 +229,10 @@ class GPUMemoryLogger:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def logged(*arguments: P.args, **options: P.kwargs) -> R:
-            where = f"{self._role} {function.__name__}"
-            log_gpu_memory_usage(f"Before {where}", self._logger, self._level)
+            name = f"{self._role} {function.__name__}"
+            log_gpu_memory_usage(f"Before {name}", self._logger, self._level)
             result = function(*arguments, **options)
-            log_gpu_memory_usage(f"After {where}", self._logger, self._level)
+            log_gpu_memory_usage(f"After {name}", self._logger, self._level)
             return result
 
         return logged

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line, with "step" and sorted keys; the record of a run."""
+"""`metrics.jsonl`, the record of a run: one JSON object per line, with "step" and sorted keys."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ NONFINITE = "_nonfinite"
 
 
 def encode_line(metrics: Mapping[str, Number], step: int) -> str:
-    """Strict JSON: NaN and infinities become null, and `_nonfinite` says which they were."""
-    strange: JsonObject = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
-    line: JsonObject = {k: None if k in strange else v for k, v in metrics.items()}
-    if strange:
-        line[NONFINITE] = strange
+    """Encodes strict JSON: NaN and infinities become null and are listed in `_nonfinite`."""
+    nonfinite: JsonObject = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
+    line: JsonObject = {k: None if k in nonfinite else v for k, v in metrics.items()}
+    if nonfinite:
+        line[NONFINITE] = nonfinite
     line[STEP] = step
     return json.dumps(line, sort_keys=True, allow_nan=False)
 
 
 def decode_line(line: str | bytes) -> Row | None:
-    """The metrics of a line with NaN and infinities restored; None when the line is torn."""
+    """Decodes a line and restores NaN and infinities; returns None for an incomplete line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or not isinstance(row.get(STEP), int):
         return None
-    strange = row.pop(NONFINITE, None)
-    for key, value in strange.items() if isinstance(strange, dict) else ():
-        with contextlib.suppress(ValueError, TypeError):  # an unreadable note: the value stays null
+    nonfinite = row.pop(NONFINITE, None)
+    for key, value in nonfinite.items() if isinstance(nonfinite, dict) else ():
+        with contextlib.suppress(ValueError, TypeError):  # an invalid entry: the value stays null
             row[key] = float(value)
     return row
 
 
 class MetricsFile:
-    """Append metrics, read them back, or cut them back to a step."""
+    """Appends metrics, reads them, and truncates them to a step."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def append(self, metrics: Mapping[str, Number | Scalar], step: int) -> None:
-        """Write one line; it has left this process when the call returns."""
+        """Writes one line without buffering."""
         numbers = as_numbers(metrics)
         if STEP in numbers and numbers.pop(STEP) != step:
             raise ValueError(f"metrics say step={metrics[STEP]} but are logged at step={step}")
@@ -61,14 +61,14 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(self.path, "ab", buffering=0) as file:
-                # The half line of a killed writer must not swallow this one.
+                # Start a new line after the partial line of a killed writer.
                 file.write(b"\n" + line if self._ends_torn() else line)
         except OSError as error:
             reason = f"cannot append step {step} ({error.strerror}): free space or fix access"
             raise OSError(error.errno, reason, str(self.path)) from error
 
     def rows(self) -> Iterator[Row]:
-        """Every line in order; torn ones (a killed writer's last) are skipped."""
+        """Yields every line in order; skips incomplete ones, such as the last of a killed writer."""
         for number, row in self.lines():
             if row is not None:
                 yield row
@@ -76,7 +76,7 @@ class MetricsFile:
                 log.warning("%s:%d is not a metrics line; skipped", self.path, number)
 
     def lines(self) -> Iterator[tuple[int, Row | None]]:
-        """Number and metrics of every line that is not blank; None for a torn one."""
+        """Yields the number and metrics of every non-blank line; None for an incomplete one."""
         if not self.path.exists():
             return
         with open(self.path, "rb") as file:
@@ -85,14 +85,14 @@ class MetricsFile:
                     yield number, decode_line(line)
 
     def cut_back(self, step: int) -> int:
-        """Drop the lines after `step`, and torn ones, in one atomic write; returns how many."""
+        """Drops the lines after `step` and incomplete ones in one atomic write; returns how many."""
         if not self.path.exists():
             return 0
         lines = [line for line in self.path.read_bytes().split(b"\n") if line.strip()]
-        earlier = [line for line in lines if (row := decode_line(line)) and row[STEP] <= step]
-        if len(earlier) < len(lines) or self._ends_torn():
-            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in earlier))
-        return len(lines) - len(earlier)
+        earlier_lines = [line for line in lines if (row := decode_line(line)) and row[STEP] <= step]
+        if len(earlier_lines) < len(lines) or self._ends_torn():
+            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in earlier_lines))
+        return len(lines) - len(earlier_lines)
 
     def _ends_torn(self) -> bool:
         with open(self.path, "rb") as file:
@@ -103,12 +103,12 @@ class MetricsFile:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
-    """The lines of a `metrics.jsonl`, or of the one in a run folder."""
+    """Reads the lines of a `metrics.jsonl`, or of the one in a run folder."""
     return list(MetricsFile(metrics_at(path)).rows())
 
 
 def metrics_at(path: str | os.PathLike[str]) -> Path:
-    """The `metrics.jsonl` that a path names: itself, or the one in the run folder it is."""
+    """Returns the `metrics.jsonl` for a path to the file or to its run folder."""
     file = Path(path)
     if file.is_dir():
         file = file / "metrics.jsonl"
@@ -120,7 +120,7 @@ def metrics_at(path: str | os.PathLike[str]) -> Path:
 
 
 def series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one key, ordered by step; a step logged again counts once, the last."""
+    """Returns steps and values of one key, ordered by step; the last value of a repeated step counts."""
     by_step = {row[STEP]: float(row[key]) for row in rows if row.get(key) is not None}
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]

@@ -1,7 +1,7 @@
 """The MLflow tracker.
 
-Writes to $MLFLOW_TRACKING_URI, or to `mlruns/` in the run folder when that is not set. MLflow
-allows fewer characters in names than our metrics have: `@` reads `_at_`, others `_`.
+Writes to $MLFLOW_TRACKING_URI, or to `mlruns/` in the run folder if that is not set. MLflow allows
+fewer characters in names than our metrics use: `@` becomes `_at_`, other characters `_`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, flatt
 from hone.tracking.run_folder import keep_id, resumed_id
 from hone.types import Row
 
-PARAMS_PER_CALL = 100  # MLflow's limits on one call and on one value
+PARAMS_PER_CALL = 100  # MLflow's limits per call and per value
 PARAM_CHARACTERS = 500
 
 
@@ -27,23 +27,23 @@ class MlflowTracker(Tracker):
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             if run.folder is None:
                 raise TrackerError("tracker 'mlflow' needs a run folder or $MLFLOW_TRACKING_URI")
-            # Without this MLflow 3 refuses plain files, and its slim package has no other store.
+            # MLflow 3 rejects file stores by default, and its slim package has no other store.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self.mlflow.set_tracking_uri((run.folder / "mlruns").resolve().as_uri())
         self.mlflow.set_experiment(run.project_name)
-        earlier = resumed_id(run, "mlflow")
-        active = self.mlflow.start_run(run_id=earlier, run_name=run.experiment_name)
+        run_id = resumed_id(run, "mlflow")
+        active = self.mlflow.start_run(run_id=run_id, run_name=run.experiment_name)
         self.run_id: str = active.info.run_id
         keep_id(run, "mlflow", self.run_id)
-        if earlier is None:  # MLflow takes each parameter once
+        if run_id is None:  # MLflow accepts each parameter only once
             flat = flatten(run.config)
             params = ((allowed_name(key), str(v)[:PARAM_CHARACTERS]) for key, v in flat)
-            while some := dict(itertools.islice(params, PARAMS_PER_CALL)):
-                self.mlflow.log_params(some, run_id=self.run_id)
+            while chunk := dict(itertools.islice(params, PARAMS_PER_CALL)):
+                self.mlflow.log_params(chunk, run_id=self.run_id)
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
-        named = {allowed_name(key): float(value) for key, value in metrics.items()}
-        self.mlflow.log_metrics(named, step=step, run_id=self.run_id)
+        values = {allowed_name(key): float(value) for key, value in metrics.items()}
+        self.mlflow.log_metrics(values, step=step, run_id=self.run_id)
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         text = json.dumps([dict(row) for row in rows], indent=1, default=str)
@@ -54,5 +54,5 @@ class MlflowTracker(Tracker):
 
 
 def allowed_name(key: str) -> str:
-    """Letters, digits and `_-. /` stay; `@` reads `_at_`; anything else is `_`."""
+    """Keeps letters, digits and `_-. /`; replaces `@` with `_at_` and anything else with `_`."""
     return re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_"), flags=re.ASCII)

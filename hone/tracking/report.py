@@ -1,7 +1,7 @@
-"""`hone report RUN…`: one HTML page for a run, or for several runs over each other.
+"""`hone report RUN…`: writes one HTML page for a run, or for several runs overlaid.
 
 The page is self-contained and safe to open: the template (`report.html`) escapes all text, and the
-content policy of the page allows only its own script (`report.js`) and style (`report.css`).
+content security policy allows only the page's script (`report.js`) and style (`report.css`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OVERVIEW = re.compile(
     r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
     r"|perf/throughput|(train|val)/loss"
 )
-"""The charts that are open at first; the others are grouped by the first part of their name."""
+"""Charts that are open at first; the others are grouped by the first part of their name."""
 SUMMARY = re.compile(r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss")
 BESIDE_THE_STEP = ("testing", "save_checkpoint")
 """Timers that `timing_s/step` does not include."""
@@ -42,22 +42,22 @@ PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
 GOLDEN_ANGLE = 137.508
 """Degrees of hue between the colours of further runs."""
 
-# Control characters, and the marks that make text run backwards, hide or mislead.
+# Control characters, and Unicode marks that reverse or hide text.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
 )
 
 
 def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Read the run folders and write the page to `out`."""
+    """Reads the run folders and writes the page to `out`."""
     if not runs:
         raise ValueError("a report needs at least one run folder")
-    loaded = [load_run(path, label) for path, label in zip(runs, labels_of(runs), strict=True)]
-    return atomic_write_text(out, render(loaded))
+    run_data = [load_run(path, label) for path, label in zip(runs, labels_of(runs), strict=True)]
+    return atomic_write_text(out, render(run_data))
 
 
 def render(runs: Sequence[RunData]) -> str:
-    """The whole page as text."""
+    """Renders the whole page."""
     from jinja2 import Environment, FileSystemLoader
 
     folder = Path(__file__).parent
@@ -96,11 +96,11 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def visible(text: str, limit: int = CHARACTERS_SHOWN) -> str:
-    """The text with invisible characters made visible, cut at `limit`; the template escapes it."""
-    whole = text.replace("\r\n", "\n")
-    printable = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", whole[:limit])
-    more = len(whole) - limit
-    return printable + (f" … {more:,} more characters" if more > 0 else "")
+    """Escapes invisible characters and truncates at `limit`; the template escapes HTML."""
+    content = text.replace("\r\n", "\n")
+    printable = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", content[:limit])
+    excess = len(content) - limit
+    return printable + (f" … {excess:,} more characters" if excess > 0 else "")
 
 
 def number(value: float | None) -> str:
@@ -113,11 +113,11 @@ def _hash(text: str) -> str:
 
 
 def _colours(run_count: int) -> str:
-    further = (f"hsl({i * GOLDEN_ANGLE % 360:.0f} 55% 45%)" for i in range(8, run_count))
+    extra_colours = (f"hsl({i * GOLDEN_ANGLE % 360:.0f} 55% 45%)" for i in range(8, run_count))
     runs = "".join(
         f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"
         f"body.hide-{i} .of{i}{{display:none}}"
-        for i, c in enumerate([*RUN_COLOURS[:run_count], *further])
+        for i, c in enumerate([*RUN_COLOURS[:run_count], *extra_colours])
     )
     parts = (
         f"rect.t{i}{{fill:{c}}}.key.t{i}{{background:{c}}}" for i, c in enumerate(PART_COLOURS)
@@ -136,7 +136,7 @@ class Result(NamedTuple):
 
 
 def result_of(run: RunData, key: str) -> Result | None:
-    """The result of a run in a metric; None where it has no finite value."""
+    """Returns the result of a run for a metric; None if it has no finite value."""
     steps, values = run.metrics.of(key).finite()
     if not len(values):
         return None
@@ -145,13 +145,13 @@ def result_of(run: RunData, key: str) -> Result | None:
 
 
 def _headline(run: RunData, keys: Sequence[str]) -> Result | None:
-    """The result shown large: a held-out one where there is one."""
+    """Returns the main result, which is a held-out one if there is one."""
     by_rank = sorted(keys, key=lambda key: (not key.startswith("val"), key))
     return next(filter(None, (result_of(run, key) for key in by_rank)), None)
 
 
 def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
-    """Metric names by group; of overview metrics that are equal throughout, the first is one."""
+    """Groups metric names; the overview has only the first of metrics with equal values."""
     overview = [key for key in names if OVERVIEW.fullmatch(key)]
     overview.sort(key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key)))
     by_values: dict[tuple[bytes, ...], str] = {}
@@ -166,7 +166,7 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str
 
 
 def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
-    """The curves of a metric; a long one is its buckets' means, and `raw` their extremes."""
+    """Returns the curves of a metric; a long curve has bucket means, and `raw` has bucket extremes."""
     curves: list[JsonObject] = []
     for index, run in enumerate(runs):
         steps, values = run.metrics.of(key)
@@ -190,7 +190,7 @@ def _points(steps: list[int], values: list[float]) -> dict[str, JsonValue]:
 
 
 class TimePart(NamedTuple):
-    """Seconds of a timer, their share of all, how often it ran, and where its bar starts."""
+    """Seconds of a timer, its share of the total, its number of calls, and the start of its bar."""
 
     name: str
     seconds: float
@@ -200,31 +200,31 @@ class TimePart(NamedTuple):
 
 
 def time_of(run: RunData) -> tuple[list[TimePart], bool]:
-    """Seconds by timer, the rest of `timing_s/step` as "other", and whether the timers overlap."""
-    # Deeper names (`timing_s/agent_loop/…`) and `gen_max` are details of a part that is counted.
+    """Returns seconds per timer, with the rest of `timing_s/step` as "other", and whether timers overlap."""
+    # Nested names (`timing_s/agent_loop/…`) and `gen_max` are parts of timers that are counted.
     timers = [key for key in run.metric_names() if re.fullmatch(f"{TIMING}[^/]+", key)]
-    spent = {key.removeprefix(TIMING): run.metrics.of(key).finite().values for key in timers}
-    spent.pop("gen_max", None)
-    whole = float(sum(spent.pop("step", [])))
-    if whole:
-        whole += sum(float(sum(spent.get(name, []))) for name in BESIDE_THE_STEP)
-    totals = {name: float(sum(values)) for name, values in spent.items() if len(values)}
+    timer_values = {key.removeprefix(TIMING): run.metrics.of(key).finite().values for key in timers}
+    timer_values.pop("gen_max", None)
+    step_seconds = float(sum(timer_values.pop("step", [])))
+    if step_seconds:
+        step_seconds += sum(float(sum(timer_values.get(name, []))) for name in BESIDE_THE_STEP)
+    totals = {name: float(sum(values)) for name, values in timer_values.items() if len(values)}
     ordered = sorted(totals, key=lambda name: (totals[name], name), reverse=True)
-    inside = sum(totals.values())
-    if totals and whole > inside:
-        totals["other"] = whole - inside
+    timed_seconds = sum(totals.values())
+    if totals and step_seconds > timed_seconds:
+        totals["other"] = step_seconds - timed_seconds
         ordered.append("other")
-    whole_or_sum = max(whole, inside) or 1.0
+    total_seconds = max(step_seconds, timed_seconds) or 1.0
     parts: list[TimePart] = []
     for name in ordered:
         start = parts[-1].start + 1000 * parts[-1].share if parts else 0.0
-        share, times = totals[name] / whole_or_sum, len(spent.get(name, ()))
+        share, times = totals[name] / total_seconds, len(timer_values.get(name, ()))
         parts.append(TimePart(name, totals[name], share, times, start))
-    return parts, bool(whole) and inside > whole * 1.02
+    return parts, bool(step_seconds) and timed_seconds > step_seconds * 1.02
 
 
 def _settings(runs: Sequence[RunData]) -> list[tuple[str, bool, list[tuple[str, str]]]]:
-    """Every config key, whether the runs differ in it, and its value and origin in each."""
+    """Returns every config key, whether the runs differ in it, and its value and origin per run."""
 
     def cell(run: RunData, key: str) -> tuple[str, str]:
         if key not in run.config:

@@ -1,4 +1,4 @@
-"""What a report shows of one run; what cannot be read is left out and named in the notes."""
+"""Loads the data of one run for a report; unreadable data is skipped and listed in the notes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hone.types import Row
 PROMPTS_SHOWN = 6
 VALIDATIONS_SHOWN = 12
 HUGE = 1e300
-"""Larger values are shown as infinite: their sums and differences would no longer be numbers."""
+"""Larger values are shown as infinite, because their sums and differences could overflow."""
 LARGEST_STEP = 2**62
 NO_ROLLOUTS = (
     "no responses of training steps are here (rollouts/step_N.parquet): "
@@ -32,7 +32,7 @@ NO_ROLLOUTS = (
 
 
 class Series(NamedTuple):
-    """The values of one key in order of steps; a step logged again counts once, the last."""
+    """The values of one key, ordered by step; the last value of a repeated step counts."""
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -47,7 +47,7 @@ NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 
 @dataclass
 class RunMetrics:
-    """Every series of a run by key, and the first and last step that any line has."""
+    """All series of a run by key, and the first and last step of any line."""
 
     series: dict[str, Series] = field(default_factory=dict)
     steps: tuple[int, int] | None = None
@@ -59,14 +59,14 @@ class RunMetrics:
 
 @dataclass
 class RunData:
-    """One run as the report sees it."""
+    """The data of one run for the report."""
 
     label: str
     metrics: RunMetrics
     config: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value as JSON text."""
     origins: Row | None = None
-    """Dotted key -> where it was set; a key not in it has its default. None: not recorded."""
+    """Dotted key -> where it was set; other keys have their default. None if not recorded."""
     validation: dict[str, list[Sample]] = field(default_factory=dict)
     """Prompt -> its response at each validation, oldest first."""
     best: list[Sample] = field(default_factory=list)
@@ -78,7 +78,7 @@ class RunData:
 
 
 def load_run(path: str | os.PathLike[str], label: str) -> RunData:
-    """Read a run folder, named by itself or by its `metrics.jsonl`."""
+    """Loads a run from its folder or its `metrics.jsonl`."""
     file = metrics_at(path)
     folder = RunFolder(file.parent)
     metrics = load_metrics(file)
@@ -105,7 +105,7 @@ def _flat(config: Row) -> Row:
 def _keys(
     file: Path, read: Callable[[], Row], make: Callable[[Row], Row], notes: list[str]
 ) -> Row | None:
-    """The keys of a file; None where there is none, and with a note where it cannot be read."""
+    """Returns the keys of a file; None if it does not exist, and None with a note if it is unreadable."""
     import yaml
 
     if not file.exists():
@@ -120,10 +120,10 @@ def _keys(
     return None
 
 
-def _samples(inside: Path, run: RunData, key: str) -> StepFiles:
-    """Sample files in the run folder, or where the run's config put them instead."""
-    elsewhere = json.loads(run.config.get(key, "null"))
-    folders = [inside, Path(elsewhere)] if isinstance(elsewhere, str) else [inside]
+def _samples(default: Path, run: RunData, key: str) -> StepFiles:
+    """Returns the sample files in the run folder, or in the folder set by the run's config."""
+    setting = json.loads(run.config.get(key, "null"))
+    folders = [default, Path(setting)] if isinstance(setting, str) else [default]
     for folder in folders:
         try:
             if files := step_files(folder):
@@ -134,7 +134,7 @@ def _samples(inside: Path, run: RunData, key: str) -> StepFiles:
 
 
 def _validation_by_prompt(files: StepFiles, notes: list[str]) -> dict[str, list[Sample]]:
-    """The first prompts of the last validation, each through all (or evenly spaced) validations."""
+    """Returns the first prompts of the last validation, with samples of evenly spaced validations."""
     if len(files) > VALIDATIONS_SHOWN:
         gap = (len(files) - 1) / (VALIDATIONS_SHOWN - 1)
         files = [files[round(i * gap)] for i in range(VALIDATIONS_SHOWN)]
@@ -142,7 +142,7 @@ def _validation_by_prompt(files: StepFiles, notes: list[str]) -> dict[str, list[
     if not by_file:
         return {}
     prompts = list(dict.fromkeys(sample.prompt for sample in by_file[-1]))[:PROMPTS_SHOWN]
-    # Of several responses to a prompt the first is shown.
+    # The first of several responses to a prompt is shown.
     firsts = [{sample.prompt: sample for sample in reversed(samples)} for samples in by_file]
     return {prompt: [first[prompt] for first in firsts if prompt in first] for prompt in prompts}
 
@@ -152,33 +152,33 @@ def _short(error: Exception) -> str:
 
 
 def load_metrics(file: Path) -> RunMetrics:
-    """Read a `metrics.jsonl` line by line, so that a long run is never in memory as dictionaries."""
-    torn: list[int] = []
+    """Reads a `metrics.jsonl` line by line, so that memory never holds a long run as dictionaries."""
+    bad_lines: list[int] = []
 
     def rows() -> Iterator[Row]:
         for number, row in MetricsFile(file).lines():
             if row is None:
-                torn.append(number)
+                bad_lines.append(number)
             else:
                 yield row
 
     metrics = metrics_of(rows())
-    if torn:
-        amount = f"{_lines(len(torn))}, the first being line {torn[0]}"
+    if bad_lines:
+        amount = f"{_lines(len(bad_lines))}, the first being line {bad_lines[0]}"
         metrics.notes.append(f"{file.name}: left out what is no metrics line ({amount})")
     return metrics
 
 
 def metrics_of(rows: Iterable[Row]) -> RunMetrics:
-    """The series of rows as `decode_line` gives them."""
+    """Builds the series from the rows of `decode_line`."""
     steps_of: dict[str, array[int]] = defaultdict(lambda: array("q"))
     values_of: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    refused: Counter[str] = Counter()
-    metrics, far = RunMetrics(), 0
+    invalid: Counter[str] = Counter()
+    metrics, dropped_lines = RunMetrics(), 0
     for row in rows:
         step = row[STEP]
         if abs(step) > LARGEST_STEP:
-            far += 1
+            dropped_lines += 1
             continue
         first, last = metrics.steps or (step, step)
         metrics.steps = min(first, step), max(last, step)
@@ -188,14 +188,14 @@ def metrics_of(rows: Iterable[Row]) -> RunMetrics:
             try:
                 values_of[key].append(value)
             except (TypeError, OverflowError):  # null, text, a list; an integer beyond floats
-                refused[key] += 1
+                invalid[key] += 1
             else:
                 steps_of[key].append(step)
-    if far:
-        metrics.notes.append(f"{_lines(far)} left out: the step is beyond ±2^62")
+    if dropped_lines:
+        metrics.notes.append(f"{_lines(dropped_lines)} left out: the step is beyond ±2^62")
     for key in sorted(values_of):
-        if refused[key]:
-            metrics.notes.append(f"{key}: left out where it is no number ({_lines(refused[key])})")
+        if invalid[key]:
+            metrics.notes.append(f"{key}: left out where it is no number ({_lines(invalid[key])})")
         if values_of[key]:
             values = np.array(values_of.pop(key))
             huge = np.isfinite(values) & (np.abs(values) > HUGE)

@@ -1,4 +1,4 @@
-"""Responses for the report, from the parquet files of rollouts and validations."""
+"""Reads responses for the report from the parquet files of rollouts and validations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hone.types import JsonObject, JsonValue
 
 EXTREMES_SHOWN = 5
 LARGEST = 1e300
-"""Larger numbers of a turn or tool, and NaN, count as absent."""
+"""Larger numbers of a turn or tool, and NaN, are treated as missing."""
 StepFiles = list[tuple[int, Path]]
 Place = tuple[float, int, int, int]
-"""Signed score, negative step, row and file of a response."""
+"""Signed score, negated step, row index and file index of a response."""
 JSON_COLUMNS = ("turns", "tool_outputs", "reward_scores")
 COLUMNS = ("uid", "prompt_text", "response_text", "score", *JSON_COLUMNS)
 
@@ -39,10 +39,10 @@ class Turn:
     score: float | None = None
     calls: tuple[ToolCall, ...] = ()
     reward: float | None = None
-    """What tools and interactions gave the turn."""
+    """Reward of the turn from tools and interactions."""
     tokens: float | None = None
     is_learned: bool = True
-    """Its tokens carry mask 1."""
+    """Whether its tokens have loss mask 1."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sample:
 
 
 def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
-    """Every row of a file; a column that the file does not have is empty."""
+    """Reads every row of a file; a missing column is empty."""
     table = _columns(path, COLUMNS, notes, "reward/")
     count = max(map(len, table.values()), default=0)
     scores = _scores(table.get("score", [None] * count), path, notes)
@@ -89,16 +89,16 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
 
 
 def _turns(turns: JsonValue, outputs: JsonValue) -> tuple[Turn, ...]:
-    """The turns of a response, each with its tool calls; values of another form are left out."""
-    made = [_call(output) for output in _objects(outputs)]
-    calls = iter(made)
+    """Parses the turns of a response with their tool calls; malformed values are skipped."""
+    tool_calls = [_call(output) for output in _objects(outputs)]
+    calls = iter(tool_calls)
     return tuple(
         Turn(
             role=str(turn.get("role", "")),
             text=str(turn.get("text", "")),
             score=_number(turn.get("score")),
             calls=tuple(
-                islice(calls, int(min(max(_number(turn.get("calls")) or 0, 0), len(made))))
+                islice(calls, int(min(max(_number(turn.get("calls")) or 0, 0), len(tool_calls))))
             ),
             reward=_number(turn.get("reward")),
             tokens=_number(turn.get("tokens")),
@@ -110,9 +110,9 @@ def _turns(turns: JsonValue, outputs: JsonValue) -> tuple[Turn, ...]:
 
 def _call(output: JsonObject) -> ToolCall:
     arguments = output.get("arguments")
-    named = arguments.items() if isinstance(arguments, dict) else ()
-    listed = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in named)
-    return ToolCall(f"{output.get('name', '')}({listed})", _number(output.get("reward")))
+    items = arguments.items() if isinstance(arguments, dict) else ()
+    arguments_text = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in items)
+    return ToolCall(f"{output.get('name', '')}({arguments_text})", _number(output.get("reward")))
 
 
 def _parse(text: JsonValue) -> JsonValue:
@@ -127,8 +127,8 @@ def _objects(value: JsonValue) -> list[JsonObject]:
 
 
 def _numbers(value: JsonValue | dict[str, float | None]) -> dict[str, float]:
-    named = value.items() if isinstance(value, dict) else ()
-    return {name: number for name, v in named if (number := _number(v)) is not None}
+    items = value.items() if isinstance(value, dict) else ()
+    return {name: number for name, v in items if (number := _number(v)) is not None}
 
 
 def _number(value: JsonValue) -> float | None:
@@ -136,20 +136,20 @@ def _number(value: JsonValue) -> float | None:
 
 
 def _total(part: JsonValue) -> float | None:
-    """A reward part: one number, or one per token."""
+    """Sums a reward part, which is one number or one per token."""
     parts = part if isinstance(part, list) else [part]
     numbers = [number for number in parts if isinstance(number, int | float)]
     return float(sum(numbers)) if len(numbers) == len(parts) else None
 
 
 def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
-    """The best and the worst scored responses of a run, one per prompt; of equals, the latest."""
+    """Returns the best and worst responses of a run, one per prompt; the latest of equal scores."""
     best: dict[int, Place] = {}
     worst: dict[int, Place] = {}
     for number, (step, path) in enumerate(files):
         table = _columns(path, ("score", "prompt_text", "uid"), notes)
         scores = _scores(table.get("score", []), path, notes)
-        # By text: a `uid` is another one in every epoch.
+        # The key is the text, because a `uid` changes with every epoch.
         prompts = table.get("prompt_text") or table.get("uid") or [None] * len(scores)
         for row, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
             if score is None or not math.isfinite(score):
@@ -175,7 +175,7 @@ def _scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[f
 def _columns(
     path: Path, names: Sequence[str], notes: list[str], prefix: str | None = None
 ) -> dict[str, list[JsonValue]]:
-    """Those of the named columns, and of the prefix, that a file has; none if it is unreadable."""
+    """Returns the columns of a file by name or prefix; none if the file is unreadable."""
     import pyarrow
     import pyarrow.parquet as parquet
 

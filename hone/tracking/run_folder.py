@@ -1,4 +1,4 @@
-"""A run is a folder: its config, its metrics, its rollouts and its checkpoints, by fixed names."""
+"""The run folder: config, metrics, rollouts and checkpoints under fixed names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hone.types import Row, Settings
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
-    """The file that names the latest checkpoint of a run, under verl's name."""
+    """Returns the file that names the latest checkpoint of a run; the function name is verl's."""
     return str(RunFolder(root_path).latest_file)
 
 
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
-    """The folder of the latest checkpoint, under verl's name; None where there is none."""
+    """Returns the folder of the latest checkpoint, or None; the function name is verl's."""
     if path is None or not (file := RunFolder(path).latest_file).is_file():
         return None
     folder = Path(path) / directory_format.format(int(file.read_text(encoding="utf-8")))
@@ -29,7 +29,7 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 
 
 class RunFolder:
-    """The names inside a run folder; the folder itself appears with the first write."""
+    """The paths inside a run folder, which is created by the first write."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -56,24 +56,24 @@ class RunFolder:
         return self.path / f"global_step_{step}"
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Step and folder of every finished checkpoint, oldest first."""
+        """Returns step and folder of every finished checkpoint, oldest first."""
         entries = _numbered(self.path, r"global_step_(\d+)")
         return [(step, path) for step, path in entries if path.is_dir()]
 
     def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
-        """Write the config and each key's origin; an earlier one that differs becomes `config.N.yaml`."""
+        """Writes the config and its origins; an earlier config that differs is kept as `config.N.yaml`."""
         import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        if self.config_file.exists() and (before := self.config_file.read_bytes()) != text.encode():
-            earlier = len(list(self.path.glob("config.*.yaml"))) + 1
-            atomic_write_bytes(self.path / f"config.{earlier}.yaml", before)
+        if self.config_file.exists() and (old := self.config_file.read_bytes()) != text.encode():
+            number = len(list(self.path.glob("config.*.yaml"))) + 1
+            atomic_write_bytes(self.path / f"config.{number}.yaml", old)
         atomic_write_text(self.config_file, text)
         if origins is not None:
             atomic_write_text(self.origins_file, json.dumps(dict(origins), indent=1))
 
     def read_config(self) -> Row:
-        """The resolved config; empty when none was written."""
+        """Returns the resolved config; empty if none was written."""
         import yaml
 
         if not self.config_file.exists():
@@ -81,7 +81,7 @@ class RunFolder:
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
     def earlier_config(self) -> Row:
-        """The resolved config, or nothing where it cannot be read."""
+        """Returns the resolved config; empty if it cannot be read."""
         import yaml
 
         try:
@@ -96,16 +96,16 @@ class RunFolder:
         return json.loads(self.origins_file.read_text(encoding="utf-8"))
 
     def cut_back(self, step: int) -> None:
-        """Remove all metrics, rollouts and validations after `step`; checkpoints stay."""
+        """Removes metrics, rollouts and validations after `step`; checkpoints are kept."""
         for folder in (self.path, self.rollouts, self.validation):
             remove_leftovers(folder)
         self.metrics.cut_back(step)
-        for at, file in (*step_files(self.rollouts), *step_files(self.validation)):
-            if at > step:
+        for file_step, file in (*step_files(self.rollouts), *step_files(self.validation)):
+            if file_step > step:
                 file.unlink(missing_ok=True)
 
     def tracker_id(self, tracker: str) -> str | None:
-        """The id a remote tracker gave this run, so that a resumed process continues it."""
+        """Returns the id that a remote tracker gave this run, so that a resumed process continues it."""
         return self._tracker_ids().get(tracker)
 
     def keep_tracker_id(self, tracker: str, run_id: str) -> None:
@@ -121,20 +121,20 @@ class RunFolder:
 
 
 def resumed_id(run: RunInfo, tracker: str) -> str | None:
-    """The id of the remote run that this run continues; None for a fresh run."""
+    """Returns the id of the remote run that this run continues; None for a fresh run."""
     if run.folder is None or run.resumed_from is None:
         return None
     return RunFolder(run.folder).tracker_id(tracker)
 
 
 def keep_id(run: RunInfo, tracker: str, run_id: str) -> None:
-    """Write down the id of the remote run, where there is a run folder."""
+    """Saves the id of the remote run if there is a run folder."""
     if run.folder is not None:
         RunFolder(run.folder).keep_tracker_id(tracker, run_id)
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of every `step_N.parquet` in a folder, in order of steps."""
+    """Returns step and path of every `step_N.parquet` in a folder, ordered by step."""
     return _numbered(folder, r"step_(\d+)\.parquet")
 
 
@@ -145,7 +145,7 @@ def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
 
 
 def labels_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Folder names, with parents where two are the same."""
+    """Returns folder names, with parents if two are equal."""
     resolved = [Path(path).resolve() for path in paths]
     resolved = [path.parent if path.is_file() else path for path in resolved]
     labels = [path.name for path in resolved]

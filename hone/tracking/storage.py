@@ -1,4 +1,4 @@
-"""Why a write failed, in words, also where a library wrapped the system's error in its own."""
+"""Explains failed writes, also if a library wrapped the system error."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FAILURES = {
     errno.EROFS: ("the file system is read-only", "mount it writable or name another folder"),
     errno.ESTALE: ("the network file system lost the file (stale file handle)", "check the mount"),
 }
-"""System error -> what is wrong, and what to do about it."""
+"""System error -> cause and remedy."""
 
 
 def storage_failure(error: BaseException | None) -> int | None:
-    """The number of the system's error behind a failed write; None where storage is not the cause."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    """Returns the errno behind a failed write; None if storage is not the cause."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         if isinstance(error, OSError) and error.errno in _FAILURES:
             return error.errno
         failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: one per rank
@@ -43,7 +43,7 @@ def storage_failure(error: BaseException | None) -> int | None:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Give a failed write the name of the file, where the library that wrote it left it out."""
+    """Adds the file name to the error of a failed write if the library omitted it."""
     try:
         yield
     except OSError as error:
@@ -53,17 +53,17 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def reason(number: int) -> str:
-    """What is wrong, as the beginning of a sentence."""
+    """Returns the cause, as the beginning of a sentence."""
     return _FAILURES[number][0]
 
 
 def remedy(number: int) -> str:
-    """What to do about it."""
+    """Returns the remedy."""
     return _FAILURES[number][1]
 
 
 def storage_sentence(error: BaseException) -> str | None:
-    """One sentence about a failed write, where storage is the cause."""
+    """Returns one sentence about a failed write; None if storage is not the cause."""
     number = storage_failure(error)
     if number is None:
         return None

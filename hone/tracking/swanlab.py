@@ -1,4 +1,4 @@
-"""The SwanLab tracker; SWANLAB_MODE=offline or local keeps all in the run folder."""
+"""The SwanLab tracker; SWANLAB_MODE=offline or local keeps all data in the run folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SwanlabTracker(Tracker):
         super().__init__(run)
         self.swanlab = require("swanlab", "swanlab")
         options: dict[str, str] = {}
-        if earlier := resumed_id(run, "swanlab"):
-            options |= {"id": earlier, "resume": "allow"}
+        if earlier_id := resumed_id(run, "swanlab"):
+            options |= {"id": earlier_id, "resume": "allow"}
         if run.folder is not None:
             options["logdir"] = str(run.folder / "swanlab")
             (run.folder / "swanlab").mkdir(parents=True, exist_ok=True)

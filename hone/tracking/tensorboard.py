@@ -1,4 +1,4 @@
-"""The tensorboard tracker; event files go to `tensorboard/` in the run folder or to $TENSORBOARD_DIR."""
+"""The TensorBoard tracker; event files go to $TENSORBOARD_DIR or to `tensorboard/` in the run folder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TensorboardTracker(Tracker):
         require("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run redoes the steps after its checkpoint: tensorboard hides the first ones.
-        redone = None if run.resumed_from is None else run.resumed_from + 1
-        self.writer = SummaryWriter(str(folder), purge_step=redone)
+        # A resumed run repeats the steps after its checkpoint; `purge_step` hides their first values.
+        purge_step = None if run.resumed_from is None else run.resumed_from + 1
+        self.writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._command = f"tensorboard --logdir {shlex.quote(str(folder))}"
         screen().line(f"watch the run: {self._command}")
 
@@ -34,7 +34,7 @@ class TensorboardTracker(Tracker):
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         for number, row in enumerate(rows):
-            # Model text is a Markdown code block, so that nothing in it is taken for markup.
+            # Model text is a Markdown code block, so that it is not parsed as markup.
             blocks = {
                 k: indent(str(v), "    ", lambda line: True) or "    " for k, v in row.items()
             }

@@ -1,4 +1,4 @@
-"""`Tracking`: one call to log a step, any number of trackers."""
+"""`Tracking` sends the metrics of a step to any number of trackers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ TRACKERS: Table[Callable[[RunInfo], Tracker]] = Table(
 
 
 def _names(backend: str | Sequence[str]) -> list[str]:
-    """Tracker names; `file` is verl's name of `jsonl`."""
+    """Normalizes tracker names; `file` is verl's name of `jsonl`."""
     names = [backend] if isinstance(backend, str) else backend
     return ["jsonl" if name == "file" else name for name in names]
 
 
 class Tracking:
-    """Hand a step's metrics to every tracker.
+    """Sends the metrics of each step to every tracker.
 
-    A run with a folder always keeps `metrics.jsonl`, named as a backend or not: resuming, curves
-    and reports read it. If that write fails the run stops; a failure of any other tracker is
-    logged, counted in `tracking/failures/<name>`, and the run goes on.
+    A run with a folder always writes `metrics.jsonl`, because resuming, curves and reports read it. If
+    that write fails, the run stops. The failure of any other tracker is logged and counted in
+    `tracking/failures/<name>`, and the run continues.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Tracking:
         resumed_from: int | None = None,
         prints_everything: bool = False,
     ) -> None:
-        place = run_folder.path if isinstance(run_folder, RunFolder) else run_folder
-        folder = None if place is None else Path(place)
+        path = run_folder.path if isinstance(run_folder, RunFolder) else run_folder
+        folder = None if path is None else Path(path)
         run = RunInfo(
             project_name,
             experiment_name,
@@ -67,7 +67,7 @@ class Tracking:
             resumed_from,
             prints_everything,
         )
-        # The record is written first: a tracker that fails later cannot lose the step.
+        # metrics.jsonl is written first, so that a failing tracker cannot lose the step.
         names = [*(["jsonl"] if folder is not None else []), *_names(default_backend)]
         self.trackers = {name: TRACKERS.get(name)(run) for name in dict.fromkeys(names)}
         self.failures: dict[str, int] = {}
@@ -78,7 +78,7 @@ class Tracking:
         step: int,
         backend: str | Sequence[str] | None = None,
     ) -> None:
-        """Hand one step's metrics to all trackers, or to those named in `backend`."""
+        """Sends the metrics of one step to all trackers, or to those named in `backend`."""
         numbers = as_numbers(data)
         numbers |= {f"tracking/failures/{name}": n for name, n in self.failures.items()}
         names = list(self.trackers) if backend is None else _names(backend)
@@ -92,12 +92,12 @@ class Tracking:
             self._guarded(name, tracker, partial(tracker.log, numbers, step))
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
-        """Show sample rows (validation generations, say) in the trackers that have tables."""
+        """Shows sample rows, such as validation generations, in the trackers that have tables."""
         for key, tracker in self.trackers.items():
             self._guarded(key, tracker, partial(tracker.log_samples, name, rows, step))
 
     def finish(self) -> None:
-        """Flush and close every tracker; calling it twice does no harm."""
+        """Flushes and closes every tracker; a second call does nothing."""
         trackers, self.trackers = self.trackers, {}
         for name, tracker in trackers.items():
             self._guarded(name, tracker, tracker.finish)
@@ -114,18 +114,18 @@ class Tracking:
         try:
             action()
         except Exception as error:
-            # Remote trackers raise whatever their transport raises; none of it may end training.
+            # Remote trackers may raise any error of their transport, which must not stop training.
             if tracker.is_the_record:
                 raise
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
-                is_code = storage_failure(error) is None  # a full disk needs no traceback
+                needs_traceback = storage_failure(error) is None  # a full disk needs no traceback
                 message = "tracker %r failed (%r); the run goes on"
-                log.warning(message, name, error, exc_info=is_code)
+                log.warning(message, name, error, exc_info=needs_traceback)
 
 
 class ValidationGenerationsLogger:
-    """Shows generations of a validation in the trackers that have tables; verl's name."""
+    """Shows validation generations in the trackers that have tables; the name is verl's."""
 
     def __init__(self, project_name: str | None = None, experiment_name: str | None = None) -> None:
         self._names = (project_name or "project", experiment_name or "experiment")
@@ -134,7 +134,7 @@ class ValidationGenerationsLogger:
     def log(
         self, loggers: str | Sequence[str], samples: Sequence[Sequence[JsonValue]], step: int
     ) -> None:
-        """`samples` are (input, output, score)."""
+        """Logs `samples`, which are (input, output, score)."""
         names = (loggers,) if isinstance(loggers, str) else tuple(loggers)
         if names not in self._tracking:
             self._tracking[names] = Tracking(*self._names, names)

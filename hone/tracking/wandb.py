@@ -1,4 +1,4 @@
-"""The Weights & Biases tracker; a resumed run continues under the id of the first."""
+"""The Weights & Biases tracker; a resumed run keeps the id of the first run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class WandbTracker(Tracker):
         self.wandb = require("wandb", "wandb")
         if run.folder is not None:
             run.folder.mkdir(parents=True, exist_ok=True)
-        earlier = resumed_id(run, "wandb")
+        run_id = resumed_id(run, "wandb")
         self.session = self.wandb.init(
             project=run.project_name,
             name=run.experiment_name,
             config=dict(run.config),
             dir=str(run.folder) if run.folder is not None else None,
-            id=earlier,
-            resume="allow" if earlier else None,
+            id=run_id,
+            resume="allow" if run_id else None,
         )
         keep_id(run, "wandb", self.session.id)
 

@@ -1,1 +1,1 @@
-"""One file a data set (or family of data sets): from upstream's records to rows of our schema."""
+"""Converts upstream records to rows of the dataset schema, one file per dataset or dataset family."""

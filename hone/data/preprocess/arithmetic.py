@@ -1,4 +1,4 @@
-"""TinyZero's generated sums, differences and products: seeded, distinct, train and test disjoint."""
+"""Generates TinyZero's sums, differences and products: seeded and distinct, with disjoint splits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = (
     "Assistant: Let me solve this step by step.\n<think>"
 )
 MAX_MISSES = 100_000
-"""Repeated draws in a row after which the range is said to hold too few problems."""
+"""Consecutive repeated draws after which the range counts as exhausted."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Problem:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """a+b and b+a are one problem: knowing one gives away the other."""
+        """Identifies a problem; a+b and b+a are the same one, because one reveals the other."""
         a, b = (self.a, self.b) if self.operation == "-" else sorted((self.a, self.b))
         return a, self.operation, b
 
 
 def _operand(rng: random.Random) -> int:
-    """TinyZero's operands: one third up to 99, two thirds up to 999."""
+    """Draws an operand as TinyZero does: one third up to 99, two thirds up to 999."""
     return rng.randint(0, 99 if rng.randint(1, 3) == 1 else 999)
 
 
 def distinct_problems(seed: int, operations: Sequence[str]) -> Iterator[Problem]:
-    """Endless distinct problems without negative results, in the order that the seed fixes."""
+    """Yields distinct problems without negative results, in an order set by the seed."""
     rng = random.Random(f"arithmetic:{seed}")
     seen: set[tuple[int, str, int]] = set()
     misses = 0
@@ -71,7 +71,7 @@ def tinyzero_splits(
     test_size: int = 4_096,
     seed: int = 1,
 ) -> Splits:
-    """`yolo/<name>-3_digit`, operands up to 999: the test rows are drawn first."""
+    """Builds `yolo/<name>-3_digit` with operands up to 999; the test rows are drawn first."""
     problems = distinct_problems(seed, operations)
     splits: Splits = {"train": [], "test": []}
     for split, size in (("test", test_size), ("train", train_size)):

@@ -1,4 +1,4 @@
-"""Countdown: make a target from numbers. TinyZero's rows, and a generator of our own."""
+"""Countdown, the task of reaching a target with given numbers: TinyZero's rows and a generator."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ TEMPLATES = {
     ),
     "chat": _TASK,
 }
-"""`base` and `qwen-instruct` are whole texts (data.prompt_format=raw); `chat` is one user turn."""
+"""`base` and `qwen-instruct` are pre-rendered (data.prompt_format=raw); `chat` is one user turn."""
 
 UPSTREAM = Upstream(("countdown", "Countdown-Tasks-3to4"), "Jiayi-Pan/Countdown-Tasks-3to4")
 MAX_MISSES = 100_000
-"""Repeated or unusable draws in a row after which the range is said to hold too few problems."""
+"""Consecutive repeated or unusable draws after which the range counts as exhausted."""
 
 Key = tuple[tuple[int, ...], int]
 
 
 def problem_key(numbers: Iterable[int], target: int) -> Key:
-    """What makes a problem: the order of the numbers does not make another one."""
+    """Identifies a problem regardless of the order of its numbers."""
     return tuple(sorted(int(number) for number in numbers)), int(target)
 
 
@@ -92,7 +92,7 @@ class Ranges:
 
 
 def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None:
-    """Join two of the values until one is left; None when a division has no whole result."""
+    """Combines two values until one is left; returns None if a division is not exact."""
     numbers = tuple(rng.choice(ranges.numbers) for _ in range(rng.choice(ranges.sizes)))
     pool = [(number, str(number)) for number in numbers]
     while len(pool) > 1:
@@ -112,7 +112,7 @@ def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None
 def generate_problems(
     count: int, *, seed: int, ranges: Ranges, exclude: Collection[Key] = ()
 ) -> list[CountdownProblem]:
-    """`count` distinct solvable problems, none of them in `exclude` (say, the test set's keys)."""
+    """Generates `count` distinct solvable problems that are not in `exclude` (e.g. the test set's keys)."""
     rng = random.Random(f"countdown:{seed}")
     seen = set(exclude)
     problems: list[CountdownProblem] = []
@@ -134,7 +134,7 @@ def generate_problems(
 
 
 def countdown_row(record: Row, split: str, index: int, *, template: str) -> Row:
-    """A row of a record with `nums`, `target` and perhaps a worked `solution`."""
+    """Builds a row from a record with `nums`, `target` and an optional `solution`."""
     if template not in TEMPLATES:
         raise DataError(f"template {template!r} is not known; use one of {', '.join(TEMPLATES)}")
     numbers, target = [int(number) for number in record["nums"]], int(record["target"])
@@ -142,8 +142,8 @@ def countdown_row(record: Row, split: str, index: int, *, template: str) -> Row:
     truth: Row = {"target": target, "numbers": list(numbers)}
     row = task_row("countdown", prompt, "math", truth, split, index)
     solution = record.get("solution")
-    more = {} if solution is None else {"solution": solution}
-    return {"target": target, "nums": numbers, **row, **more}
+    solution_column = {} if solution is None else {"solution": solution}
+    return {"target": target, "nums": numbers, **row, **solution_column}
 
 
 def splits(
@@ -153,7 +153,7 @@ def splits(
     test_size: int = 1_024,
     template_type: str = "base",
 ) -> Splits:
-    """Upstream's problems; training problems that are also in test are left out."""
+    """Builds rows of upstream's problems; training problems that are also in the test set are dropped."""
     records = source.need(UPSTREAM)
     train = records["train"]
     if "test" in records:
@@ -181,7 +181,7 @@ def generated_splits(
     min_target: int = Ranges.min_target,
     max_target: int = Ranges.max_target,
 ) -> Splits:
-    """Generated problems: test first, then train without any of test's."""
+    """Generates the test problems first, then training problems that are not among them."""
     ranges = Ranges(min_numbers, max_numbers, min_number, max_number, min_target, max_target)
     test = generate_problems(test_size, seed=seed, ranges=ranges)
     held_out = {problem.key for problem in test}

@@ -1,4 +1,4 @@
-"""Maths: GSM8K in five forms, MATH, test-only benchmarks, DAPO's problems, and Geometry3K."""
+"""Math datasets: GSM8K in five forms, MATH, test-only benchmarks, DAPO's problems, and Geometry3K."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTERACTION_SYSTEM = (
 
 
 def final_answer(answer: str) -> str:
-    """The number after `#### `, without commas."""
+    """Returns the number after `#### `, without commas."""
     match = re.search(r"####\s*(-?[0-9.,]+)", answer)
     if match is None:
         raise DataError(f"a gsm8k answer has no '#### number': {answer[-80:]!r}")
@@ -37,7 +37,7 @@ def final_answer(answer: str) -> str:
 
 
 def gsm8k_row(record: Row, split: str, index: int, *, kind: str) -> Row:
-    """A row of one kind: plain, tool, agent_loop (tools, run by tool_agent), interaction, conversation."""
+    """Builds a row of kind plain, tool, agent_loop (tools run by tool_agent), interaction or conversation."""
     question, answer = record["question"], record["answer"]
     prompt = f"{question} {HASHES if kind in ('plain', 'conversation') else TICKED_HASHES}"
     if kind == "conversation":
@@ -67,7 +67,7 @@ BOXED = "Let's think step by step and output the final answer within \\boxed{}."
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` or `\\fbox{…}` with balanced braces, or `\\boxed x`."""
+    """Returns the content of the last balanced `\\boxed{…}` or `\\fbox{…}`, or of `\\boxed x`."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -83,7 +83,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def math_row(record: Row, split: str, index: int) -> Row | None:
-    """None where the solution boxes nothing: there is no answer to compare with."""
+    """Builds a row; returns None if the solution has no boxed answer to compare with."""
     answer = last_boxed(record["solution"])
     prompt = f"{record['problem']} {BOXED}"
     return task_row(MATH.hub, prompt, "math", answer, split, index) if answer else None
@@ -105,17 +105,17 @@ BENCHMARKS = {
     "mawps": ("mawps", "MU-NLPC/Calc-mawps", BOXED),
     "dapo_math": ("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ANSWER_LINE),
 }
-"""Name -> data source, path on the hub, and the form of the answer that its scorer reads."""
+"""Name -> data source, path on the Hub, and the answer format that the scorer reads."""
 
 
 def tidy_answer(answer: JsonValue) -> str:
-    """The answer as a solver would write it: no unit in brackets behind it, no `.0`."""
+    """Removes a trailing unit in brackets and a trailing `.0`, as a solver would write the answer."""
     text = re.sub(r"(?<=\d)\s*\([^()]*\)$", "", str(answer).strip())
     return re.sub(r"^(-?\d+)\.0$", r"\1", text)
 
 
 def benchmark(source: Source, *, name: str) -> Splits:
-    """A test set, or DAPO's training set."""
+    """Builds a test set, or DAPO's training set."""
     data_source, hub, form = BENCHMARKS[name]
     if name == "dapo_math":
         upstream = Upstream((name,), hub, splits={"train": ("train",)})
@@ -149,7 +149,7 @@ GEO3K_INSTRUCTION = (
 GEO3K_TOOL = "calc_geo3k_reward"
 GEO3K_SYSTEM = EXPERT.format(task="geometry problem") + CHECK.format(tool=GEO3K_TOOL) + "\\boxed{}."
 HOLD_OUT_EVERY = 5
-"""Of a source without splits, each fifth problem is held out."""
+"""Every fifth problem of a source without splits is held out."""
 
 
 def geo3k_row(record: Row, split: str, index: int, *, with_tool: bool) -> Row:
@@ -164,7 +164,7 @@ def geo3k_row(record: Row, split: str, index: int, *, with_tool: bool) -> Row:
 
 
 def _geo3k_example(record: Row, source: Source) -> Row:
-    """Upstream's own record: a question with four choices and a diagram named by its id."""
+    """Converts an upstream record: a question with four choices and a diagram named by its id."""
     file = source.path(GEO3K, "examples")
     assert file is not None
     name = f"{record['id']}.png"

@@ -1,4 +1,4 @@
-"""HellaSwag (which of four endings continues a text) and HH-RLHF (which of two replies is preferred)."""
+"""HellaSwag (choose one of four endings of a text) and HH-RLHF (choose the better of two replies)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELLASWAG = Upstream(
 
 
 def clean(text: str) -> str:
-    """The text without WikiHow's marks in brackets."""
+    """Removes WikiHow's bracketed tags from the text."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -44,7 +44,7 @@ _REPLY = "\n\nAssistant:"
 
 
 def pair(record: Row) -> Row | None:
-    """{prompt, chosen, rejected}; None for two transcripts that differ before the last reply."""
+    """Returns {prompt, chosen, rejected}; None if the transcripts differ before the last reply."""
     if record.get("prompt"):
         return {name: record[name] for name in ("prompt", "chosen", "rejected")}
     chosen, rejected = record["chosen"], record["rejected"]
@@ -59,7 +59,7 @@ def pair(record: Row) -> Row | None:
 
 
 def hh_rlhf(source: Source, *, subsets: str = ",".join(SUBSETS)) -> Splits:
-    """Rows by `subset/split`: sft/train, rm/train (75 %), rm/test (25 %), rl/train."""
+    """Builds rows by `subset/split`: sft/train, rm/train (75 %), rm/test (25 %), rl/train."""
     names = [name.strip() for name in subsets.split(",") if name.strip()]
     if not names or not set(names) <= set(SUBSETS):
         raise DataError(f"hh-rlhf has the subsets {', '.join(SUBSETS)}, not {subsets!r}")

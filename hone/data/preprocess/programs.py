@@ -1,4 +1,4 @@
-"""Programming tasks with their tests, as JSON text: tests of different shapes must share a column."""
+"""Programming tasks; tests are stored as JSON text because their shapes differ within one column."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split
 from hone.types import JsonValue, Row
 
 ASK = "Write the whole solution in one Python code block (```python)."
-# Where the scorer puts the model's program, in a test that needs text before it.
+# The scorer replaces this mark with the model's program, in tests that need code before it.
 CODE_MARK = "__CODE__"
 
 HUMANEVAL = Upstream(("humaneval",), "openai/openai_humaneval", splits={"test": ("test",)})
@@ -34,7 +34,7 @@ def _row(
 
 
 def humaneval_tests(record: Row) -> str:
-    """The tests as one source, with helper functions of the prompt that are not the program's own."""
+    """Returns the tests as one source, with the helper functions of the prompt."""
     helpers = ""
     try:
         tree = ast.parse(record.get("prompt") or "")
@@ -62,12 +62,12 @@ def mbpp_row(record: Row, split: str, index: int) -> Row:
 
 
 def mbpp_splits(source: Source) -> Splits:
-    """Upstream's splits; the records of its one file name their split."""
+    """Builds upstream's splits; records of its single file name their split."""
     files = source.need(MBPP)
     splits: Splits = {name: files.get(name, []) for name in MBPP.splits}
     for record in splits.pop("all"):
         name = {"val": "validation"}.get(record["split"], record["split"])
-        if name in splits:  # the ten records of split `prompt` are examples for prompts
+        if name in splits:  # skips split `prompt`, ten few-shot examples
             splits[name].append(record)
     return {split: rows for split, rows in rows_by_split(splits, mbpp_row).items() if rows}
 

@@ -1,4 +1,4 @@
-"""Open-domain questions in Search-R1's form: one or several of seven sets, merged."""
+"""Open-domain questions in Search-R1's form, from one or more of seven datasets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def _upstream(name: str, *folders: str, train: tuple[str, ...] = ()) -> Upstream
 
 
 _PLAIN = ("triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-# AmbigNQ's questions are NQ's: they replace NQ's own training file where that is missing.
+# AmbigNQ uses NQ's questions, so it replaces NQ's training file if that is missing.
 SETS = {"nq": _upstream("nq", "nq_open", train=("ambig_nq/train",))}
 SETS |= {name: _upstream(name) for name in _PLAIN}
 WIKI_QA = Upstream(("wiki_corpus",), "", splits={"questions": ("questions",)})
 HOLD_OUT_EVERY = 8
-"""Each eighth of the closed-world questions is held out."""
+"""Every eighth closed-world question is held out."""
 
 _ANSWER = (
     " When you know enough, answer inside <answer> and </answer> without detailed illustration,"
@@ -43,7 +43,7 @@ TOOL_PROMPT = (
     " you want." + _ANSWER
 )
 STYLES = {"search_r1": SEARCH_PROMPT, "reason": REASON_PROMPT, "tool": TOOL_PROMPT}
-"""Style -> prompt: Search-R1's one user message, the same without search, verl's tool-calling form."""
+"""Style -> prompt: Search-R1's user message, the same without search, and verl's tool-calling form."""
 
 
 def golden_answers(record: Row) -> list[str]:
@@ -54,7 +54,7 @@ def golden_answers(record: Row) -> list[str]:
 
 
 def qa_row(record: Row, source: str, split: str, index: int, style: str) -> Row:
-    """A row of a question; with style `tool` it carries the arguments of the search tool."""
+    """Builds a row from a question; style `tool` adds the arguments of the search tool."""
     if style not in STYLES:
         raise DataError(f"style {style!r} is not known; use one of {', '.join(STYLES)}")
     question = record["question"].strip()
@@ -63,10 +63,10 @@ def qa_row(record: Row, source: str, split: str, index: int, style: str) -> Row:
     truth: Row = {"target": golden_answers(record)}
     if style != "tool":
         return task_row(source, prompt, "fact-reasoning", truth, split, index)
-    tagged = f"searchR1_{source}"
-    create_kwargs = {"ground_truth": truth, "question": question, "data_source": tagged}
+    data_source = f"searchR1_{source}"
+    create_kwargs = {"ground_truth": truth, "question": question, "data_source": data_source}
     row = task_row(
-        tagged,
+        data_source,
         prompt,
         "fact-reasoning",
         truth,
@@ -87,7 +87,7 @@ def splits(
     style: str = "search_r1",
     template_type: str = "base",
 ) -> Splits:
-    """Train and test rows of the named sets, one after the other."""
+    """Builds train and test rows of the named datasets, concatenated in order."""
     if template_type != "base":
         raise DataError(f"template_type {template_type!r} is not known; Search-R1 has base alone")
     merged: Splits = {}
@@ -101,7 +101,7 @@ def splits(
 
 
 def closed_world_splits(source: Source, *, style: str = "search_r1") -> Splits:
-    """Questions whose answer is in the small Wikipedia corpus."""
+    """Builds rows of the questions whose answer is in the small Wikipedia corpus."""
     records = source.need(WIKI_QA)["questions"]
     answerable = [record for record in records if record["answer_in_corpus"]]
     merged: Splits = {"train": [], "test": []}

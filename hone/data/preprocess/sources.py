@@ -1,4 +1,4 @@
-"""Where upstream's records come from (a folder of files, or the hub), and the row made of one."""
+"""Reads upstream records from a folder or the Hub, and builds rows from them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from hone.types import JsonValue, Row
 
 Splits = dict[str, list[Row]]
 MakeRow = Callable[[Row, str, int], Row | None]
-"""(record, split, index) -> row, or None for a record that is left out."""
+"""(record, split, index) -> row, or None to skip the record."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """A data set's names: its folder(s) and file stems locally, its path and config on the hub."""
+    """The names of a dataset: local folders and file stems, and its path and config on the Hub."""
 
     folders: Sequence[str]
-    """Folder names it may have; the first is the usual one."""
+    """Possible folder names; the first is the usual one."""
     hub: str
     config: str | None = None
     splits: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {"train": ("train",), "test": ("test",)}
     )
-    """Our split -> the names it may have upstream (`stem`, or `folder/stem`), best first."""
+    """Our split -> its possible upstream names (`stem` or `folder/stem`), best first."""
 
 
 class Source:
-    """A folder or the hub, from which splits are read."""
+    """Reads splits from a folder or the Hub."""
 
     def __init__(self, source_dir: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if source_dir is None else Path(source_dir).expanduser()
@@ -41,7 +41,7 @@ class Source:
             raise DataError(f"source folder {self.folder} does not exist")
 
     def find(self, upstream: Upstream, split: str) -> list[Row] | None:
-        """The records of a split, or None where the source has none."""
+        """Returns the records of a split, or None if the source has none."""
         if self.folder is not None:
             path = self.path(upstream, split)
             file = None if path is None else read_file(path, BadRows("raise"))
@@ -53,7 +53,7 @@ class Source:
         return next((self._hub[key][name] for name in names), None)
 
     def path(self, upstream: Upstream, split: str) -> Path | None:
-        """The file of a split in the folder."""
+        """Returns the file of a split in the folder, or None."""
         assert self.folder is not None
         for name in upstream.splits[split]:
             *inside, stem = name.split("/")
@@ -63,10 +63,10 @@ class Source:
         return None
 
     def need(self, upstream: Upstream, *splits: str) -> Splits:
-        """Those of the splits (all of the upstream's by default) that exist; an error when none does."""
+        """Returns the splits that exist (of all by default); raises DataError if none does."""
         splits = splits or tuple(upstream.splits)
-        found = {split: self.find(upstream, split) for split in splits}
-        present = {split: records for split, records in found.items() if records is not None}
+        by_split = {split: self.find(upstream, split) for split in splits}
+        present = {split: records for split, records in by_split.items() if records is not None}
         if not present:
             names = [name for split in splits for name in upstream.splits[split]]
             where = f"folder {self.folder}" if self.folder else f"hub data set {upstream.hub}"
@@ -77,12 +77,12 @@ class Source:
         return present
 
     def rows(self, upstream: Upstream, make: MakeRow) -> Splits:
-        """The rows of every split that exists."""
+        """Builds the rows of every split that exists."""
         return rows_by_split(self.need(upstream), make)
 
 
 def rows_by_split(splits: Splits, make: MakeRow) -> Splits:
-    """The rows of the records of each split."""
+    """Builds rows from the records of each split."""
     return {
         split: [row for i, record in enumerate(records) if (row := make(record, split, i))]
         for split, records in splits.items()
@@ -101,7 +101,7 @@ def task_row(
     system: str | None = None,
     **extra_info: JsonValue,
 ) -> Row:
-    """A row in verl's schema, with `prompt` as the user message."""
+    """Builds a row in verl's schema, with `prompt` as the user message."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     return {
         "data_source": data_source,
