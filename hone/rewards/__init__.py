@@ -1,7 +1,7 @@
-"""Rewards: scores by rule, and the managers that put them on tokens.
+"""Rule-based scores, and the managers that turn them into token rewards.
 
-Names are resolved when first used, so that a scoring process starts without torch. Reward models
-(networks) are not here: they are workers, and their scores are mixed with these by the trainer.
+Names are resolved on first use, so that a scoring process starts without torch. Reward models (networks)
+are not here: they are workers, and the trainer mixes their scores with these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a scorer is called: by the keywords it takes, whether plain or async.
+"""Calls a plain or async scorer with the keyword arguments that it accepts.
 
-Built-in scorers, a user's function and a registered one differ in signature; this is the one
-place that knows. It neither catches nor judges what the scorer does.
+Built-in, user-defined and registered scorers differ in signature; only this file handles the
+difference. It neither catches the scorer's exceptions nor checks its result.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hone.types import Function, Row, Settings
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""What the batch manager passes: lists, one item per response."""
+"""The arguments of the batch manager: lists with one item per response."""
 FORMAT_ARGUMENTS = (
     "format_score",
     "structure_format_score",
     "final_format_score",
     "retrieval_score",
 )
-"""Credit for form; config keys under `reward_model` that only some scorers know."""
+"""Format rewards: config keys under `reward_model` that only some scorers accept."""
 _RUN_ARGUMENTS = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb")
 AMBIENT_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_RUN_ARGUMENTS, "score_observations"})
-"""Passed to every scorer that accepts them; other scorers are called without."""
+"""Passed to every scorer that accepts them; other scorers are called without them."""
 
 
 class ScorerSignatureError(SetupError, TypeError):
@@ -36,10 +36,10 @@ class ScorerSignatureError(SetupError, TypeError):
 
 
 def accepted_names(function: Function) -> frozenset[str] | None:
-    """The keyword names `function` accepts; None if it accepts any, or has no signature (a builtin)."""
+    """Returns the accepted keyword names; None if any name is accepted or a builtin has no signature."""
     try:
         return _accepted_names(function)
-    except TypeError:  # an object that cannot be hashed
+    except TypeError:  # the object is not hashable
         return _accepted_names.__wrapped__(function)
 
 
@@ -56,7 +56,7 @@ def _accepted_names(function: Function) -> frozenset[str] | None:
 
 
 def explicit_names(cls: type) -> frozenset[str]:
-    """The parameter names of the `__init__` of a class and of its bases."""
+    """Returns the parameter names of `__init__` in a class and its bases."""
     names: set[str] = set()
     for ancestor in cls.__mro__:
         if "__init__" in vars(ancestor) and ancestor is not object:
@@ -71,10 +71,7 @@ def call_scorer(function: Function, arguments: Settings, options: Settings) -> A
 
 
 def taken_arguments(function: Function, arguments: Settings, options: Settings) -> Row:
-    """The row's arguments that the scorer accepts, and every option.
-
-    An option that the scorer does not accept is an error, so that no setting is lost silently.
-    """
+    """Returns the row's arguments that the scorer accepts, and every option."""
     names = accepted_names(function)
     if names is None:
         return {**arguments, **options}
@@ -89,7 +86,7 @@ def taken_arguments(function: Function, arguments: Settings, options: Settings) 
 
 
 def check_signature(function: Function, arguments: Sequence[str], options: Settings) -> None:
-    """Raise if the scorer cannot be called with arguments of these names and these options."""
+    """Raise if the scorer cannot be called with these argument names and options."""
     if not callable(function):
         raise ScorerSignatureError(
             f"the score function is {function!r:.80}, which cannot be called; "
@@ -105,13 +102,13 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
                 f"{', '.join(map(repr, unknown))}; check custom_reward_function.reward_kwargs"
             )
     names = accepted_names(function)
-    taken = taken_arguments(function, dict.fromkeys(arguments), options)
+    call_arguments = taken_arguments(function, dict.fromkeys(arguments), options)
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # a builtin that does not tell its arguments: the first batch shows
+        return  # a builtin without a signature: the first batch will show errors
     try:
-        signature.bind(**taken)
+        signature.bind(**call_arguments)
         if names is None or not names.isdisjoint(arguments):
             return
         problem = "it takes none of these"
@@ -126,7 +123,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
 
 
 def _hint(names: set[str], arguments: Sequence[str]) -> str:
-    """Advice for a signature of a well-known kind."""
+    """Returns advice for a signature of a well-known kind."""
     if names & {"completion", "completions", "prompt", "prompts"}:
         return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
     if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:

@@ -1,7 +1,7 @@
-"""A deadline for a call in this process: soft, because Python cannot kill a running function.
+"""A soft deadline for a call in this process; Python cannot kill a running function.
 
-In the main thread a timer signal interrupts the call; elsewhere the call runs in a helper thread
-that is left behind when it is late. The prime manager's processes are the hard deadline.
+In the main thread a timer signal interrupts the call. In other threads the call runs in a helper thread,
+which is abandoned when it is late. The prime manager's processes provide a hard deadline.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class DeadlineExceeded(BaseException):
-    """Not an Exception, so that a scorer's own `except Exception` does not swallow it."""
+    """Raised at the deadline; not an Exception, so that a scorer's `except Exception` does not catch it."""
 
 
 def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
-    """`function()`, or DeadlineExceeded after `timeout_s` seconds."""
+    """Returns `function()`, or raises DeadlineExceeded after `timeout_s` seconds."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         return _by_signal(function, timeout_s)
     future: Future[T] = Future()
@@ -30,7 +30,7 @@ def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
     def work() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # carried to the caller, who raises it
+        except BaseException as error:  # raised again in the caller's thread
             future.set_exception(error)
 
     thread = threading.Thread(target=work, name="hone-score", daemon=True)
@@ -46,7 +46,7 @@ def _by_signal(function: Callable[[], T], timeout_s: float) -> T:
         raise DeadlineExceeded
 
     handler = signal.signal(signal.SIGALRM, late)
-    # The interval repeats, for a scorer whose bare `except` ate the first signal.
+    # The timer repeats, because a bare `except` in a scorer may catch the first signal.
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, max(timeout_s, 1.0))
     started = time.monotonic()
     try:

@@ -1,7 +1,7 @@
-"""Arithmetic written by a model, evaluated without `eval`: + - * /, unary minus, parentheses, ints.
+"""Evaluates model-written arithmetic without `eval`: + - * /, unary minus, parentheses, integers.
 
-Values are exact fractions. Text that is long, deep or holds long numbers is refused before any
-arithmetic happens. `evaluate_compat` is the wider, float language that TinyZero's `eval` accepted.
+Values are exact fractions. Text that is long, deeply nested or has long numbers is refused before any
+arithmetic. `evaluate_compat` is the larger float language that TinyZero's `eval` accepted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
 
 
 class ExpressionError(ValueError):
-    """The text is not an expression of the small language, or it is unreasonably large."""
+    """The text is not a valid expression, or it is too large."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Evaluated:
 
 
 def evaluate(text: str) -> Evaluated:
-    """Value of `text`, or ExpressionError. Time is bounded by MAX_CHARS, MAX_DEPTH, MAX_DIGITS."""
+    """Returns the value of `text`. Time is bounded by MAX_CHARS, MAX_DEPTH and MAX_DIGITS."""
     has_long_number = len(text) > MAX_DIGITS and _LONG_NUMBER.search(text[:MAX_CHARS])
     if has_long_number or not _EXACT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
         raise ExpressionError(f"not integers of {MAX_DIGITS} digits with + - * / ( )")
@@ -60,7 +60,7 @@ def evaluate(text: str) -> Evaluated:
 
 
 def evaluate_compat(text: str) -> float:
-    """The value that TinyZero's whitelisted `eval` gives: floats, `**`, `//` too. Huge powers are refused."""
+    """Returns the value of TinyZero's `eval`, with floats, `**` and `//`. Huge powers are refused."""
     if not _COMPAT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
         raise ExpressionError("not in the whitelist of characters")
     more: dict[Any, Callable[..., Any]] = {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos}
@@ -69,11 +69,11 @@ def evaluate_compat(text: str) -> float:
 
 
 def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..., Any]]) -> Any:
-    """The value of a short and shallow expression: its numbers by `leaf`, its operators by the table."""
-    deep = len(text) > MAX_DEPTH and (
+    """Evaluates a short, shallow expression: `leaf` converts numbers, the table has the operators."""
+    is_deep = len(text) > MAX_DEPTH and (
         _SIGNS.search(text) or (text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH)
     )
-    if deep or len(text) > MAX_CHARS:
+    if is_deep or len(text) > MAX_CHARS:
         raise ExpressionError(f"longer than {MAX_CHARS} characters, or deeper than {MAX_DEPTH}")
 
     def value(node: ast.expr) -> Any:
@@ -93,7 +93,7 @@ def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..
 
 
 def nesting_depth(text: str) -> int:
-    """How deep brackets of any kind are nested."""
+    """Returns the nesting depth of brackets of any kind."""
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")

@@ -1,7 +1,7 @@
-"""What can go wrong when a row is scored, and the stated policy for it.
+"""The failures of scoring a row, and the configured policy for them.
 
-A failure is never a silent zero: it stops the run (`raise`) or scores `failure_score`, and either
-way it is counted by reason. Reasons are short words; they become metric names.
+A failure is never a silent zero: it stops the run (`raise`) or scores `failure_score`, and is always
+counted by reason. Reasons are short words, because they become metric names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None
 
 
 class counted_mishaps:
-    """Counts mishaps inside the `with` block that did not stop a scorer, by reason."""
+    """Counts problems that do not stop a scorer inside the `with` block, by reason."""
 
     def __enter__(self) -> dict[str, int]:
         self._outer, self._counts = _mishaps.get(), dict[str, int]()
@@ -31,27 +31,27 @@ class counted_mishaps:
 
 
 def count_mishap(reason: str, count: int = 1) -> None:
-    """Note a mishap inside a scorer (a symbolic check that ran out of time)."""
+    """Count a problem that did not stop a scorer (a symbolic check that ran out of time)."""
     counts = _mishaps.get()
     if counts is not None:
         counts[reason] = counts.get(reason, 0) + count
 
 
 class SetupError(Exception):
-    """The run is set up wrongly (a scorer, an option, the sandbox): raised under every policy."""
+    """The configuration is wrong (a scorer, an option, the sandbox); raised under every policy."""
 
 
 class WrongSetting(SetupError, ValueError):
-    """A setting of the rewards that cannot be used."""
+    """A reward setting is invalid."""
 
 
 class RewardError(RuntimeError):
-    """A row could not be scored and the policy is to stop."""
+    """A row could not be scored, and the policy is to stop."""
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What a failed row does to the run: `reward_model.reward_kwargs`."""
+    """The policy for failed rows, from `reward_model.reward_kwargs`."""
 
     on_failure: str
     failure_score: float
@@ -71,7 +71,7 @@ class FailurePolicy:
 
 @dataclass(frozen=True)
 class Scored:
-    """A row's score, what else the scorer returned, and mishaps on the way."""
+    """A row's score, the scorer's other values, and the problems that did not stop it."""
 
     score: float
     extras: JsonObject = field(default_factory=dict)
@@ -80,9 +80,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A row without a score: `reason` is the counted word, `detail` is for people."""
+    """A row without a score: `reason` names the counter, `detail` is for people."""
 
     reason: str
     detail: str
     error: tuple[str, ...] = ()
-    """Names of the class of an exception and of those that it derives from."""
+    """The class names of an exception and of its bases."""

@@ -1,6 +1,6 @@
-"""Ground truths as they arrive from parquet: scalars, dicts, arrays, or JSON text of these.
+"""Reads ground truths from parquet: scalars, dicts, arrays, or JSON text of these.
 
-Reads only what a scorer asks for; it does not decide what a ground truth means.
+It converts types only; scorers decide what a ground truth means.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from hone.types import JsonObject, JsonValue
 
 INVALID = "[INVALID]"
-"""What a scorer's `pred` says where a response has no answer."""
+"""The `pred` of a response without an answer."""
 _PLAIN = frozenset((int, float, str, bool, type(None)))
 
 
 class GroundTruthError(ValueError):
-    """A row's ground truth does not have the form its scorer needs."""
+    """A row's ground truth does not have the format that its scorer needs."""
 
 
 def decode(value: JsonValue) -> JsonValue:
-    """JSON text of an object or array becomes that object; anything else is returned as it is."""
+    """Parses JSON text of an object or array; returns anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -32,7 +32,7 @@ def decode(value: JsonValue) -> JsonValue:
 def is_missing(value: JsonValue) -> bool:
     """Whether a ground truth is null, NaN, blank text, `[INVALID]`, or a container of only these.
 
-    Compared with it, an empty response would be right.
+    An empty response would match such a ground truth.
     """
     value = decode(plain(value))
     if isinstance(value, Mapping):
@@ -45,7 +45,7 @@ def is_missing(value: JsonValue) -> bool:
 
 
 def integer(value: JsonValue, name: str) -> int:
-    """`value` as the integer it is, or GroundTruthError: nothing is rounded."""
+    """Returns `value` as an integer, or raises GroundTruthError; nothing is rounded."""
     if type(value) is int:
         return value
     value = plain(value)
@@ -62,7 +62,7 @@ def integer(value: JsonValue, name: str) -> int:
 
 
 def integers(value: JsonValue, name: str) -> list[int]:
-    """`value` as a list of integers, or GroundTruthError."""
+    """Returns `value` as a list of integers, or raises GroundTruthError."""
     if not isinstance(value, list):
         raise GroundTruthError(
             f"{name} of ground_truth must be a list of integers; got {value!r:.80}. "
@@ -72,19 +72,19 @@ def integers(value: JsonValue, name: str) -> list[int]:
 
 
 def mapping(value: JsonValue, *keys: str) -> JsonObject:
-    """`value` as a mapping that holds `keys`, or GroundTruthError."""
+    """Returns `value` as a mapping with `keys`, or raises GroundTruthError."""
     decoded = decode(plain(value))
     if isinstance(decoded, dict) and all(key in decoded for key in keys):
         return decoded
-    got = sorted(decoded) if isinstance(decoded, dict) else repr(value)[:80]
+    description = sorted(decoded) if isinstance(decoded, dict) else repr(value)[:80]
     raise GroundTruthError(
-        f"ground_truth must be a mapping with {', '.join(keys)}; got {got}. "
+        f"ground_truth must be a mapping with {', '.join(keys)}; got {description}. "
         "Check reward_model.ground_truth of the data row."
     )
 
 
 def plain(value: JsonValue) -> JsonValue:
-    """NumPy scalars and arrays (and containers of them) as plain Python values."""
+    """Converts NumPy scalars and arrays, also in containers, to plain Python values."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, (dict, Mapping)):

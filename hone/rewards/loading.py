@@ -1,6 +1,6 @@
-"""From the config to a reward manager: which class, which scorer, which policy.
+"""Builds the reward manager from the config: its class, its scorer and its failure policy.
 
-The only file of this room that reads the config tree; everything else asks for what it uses.
+No other file of this package reads the config tree; they receive the values that they use.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ def load_reward_manager(
     compute_score: Function | None = None,
     **reward_kwargs: Any,
 ) -> AbstractRewardManager:
-    """The manager that `reward_manager`, `reward_model` and `custom_reward_function` ask for.
+    """Returns the manager that `reward_manager`, `reward_model` and `custom_reward_function` select.
 
-    `compute_score` is a score function that a program hands over in place of the configured one.
-    `reward_kwargs` override `reward_model.reward_kwargs`; names the built-in managers do not know
-    are handed to the scorer.
+    `compute_score` replaces the configured score function. `reward_kwargs` override
+    `reward_model.reward_kwargs`; names that the built-in managers do not accept go to the scorer.
     """
     model = config.reward_model
     for source, target in model.scores.items():
         register_score(source, target)
-        # Its options are checked when rows are scored: until then other rules may own them.
+        # Its options are checked when rows are scored, because they may belong to other rules.
         check_signature(load_object(target), ROW_ARGUMENTS, {})
     if model.score_observations:
         _warn_of_observations()
@@ -95,7 +94,7 @@ def _warn_of_observations() -> None:
 
 
 def get_custom_reward_fn(config: PPOTrainerConfig | EvaluationConfig) -> Function | None:
-    """The user's scorer with its `reward_kwargs` bound, or None when none is configured."""
+    """Returns the user's scorer with its `reward_kwargs` bound, or None if none is configured."""
     custom = config.custom_reward_function
     if not custom.path:
         return None
@@ -108,7 +107,7 @@ def get_custom_reward_fn(config: PPOTrainerConfig | EvaluationConfig) -> Functio
 
 
 def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, Row]:
-    """Rewards [B, T] and the extra columns, from any manager."""
+    """Returns rewards [B, T] and the extra columns, from any manager."""
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result.get("reward_extra_info", {})
 
@@ -129,7 +128,7 @@ def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
 
 
 def _manager_settings(config: PPOTrainerConfig) -> Row:
-    """`reward_model.reward_kwargs` less the policy, with null values filled from their source."""
+    """Returns `reward_model.reward_kwargs` without the policy, with null values replaced by defaults."""
     model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
     names = {field.name for field in dataclasses.fields(model.reward_kwargs)} - _POLICY
     settings = {name: getattr(model.reward_kwargs, name) for name in names}
@@ -137,15 +136,15 @@ def _manager_settings(config: PPOTrainerConfig) -> Row:
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
     if settings["num_processes"] is None and sandbox.url:
-        # Scoring processes wait for the service, so its slots set their number, not the cores.
+        # Scoring processes wait for the service, so the service's slots limit them, not the cores.
         settings["num_processes"] = sandbox.max_concurrent
     return settings
 
 
 def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Row:
-    """Keyword arguments for scorers: what the user set, and where the code sandbox is.
+    """Returns the scorers' keyword arguments: the user's settings and the location of the code sandbox.
 
-    A user's own scorer is given those that it names, and all of `score_kwargs`.
+    A user-defined scorer gets those that it names, and all of `score_kwargs`.
     """
     model = config.reward_model
     options = {

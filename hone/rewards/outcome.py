@@ -1,6 +1,6 @@
-"""From what a scorer returns to a score: one row scored, its result checked and made plain.
+"""Scores one row, and checks and converts what the scorer returns.
 
-Catches what a scorer raises and hands it back as a counted failure; the policy is the manager's.
+A scorer's exception is returned as a counted failure; the manager applies the policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Comparisons = dict[symbolic.Pair, bool | Failed]
 
 @dataclass(frozen=True)
 class Response:
-    """The arguments of a scorer for one response."""
+    """A scorer's arguments for one response."""
 
     data_source: str
     solution_str: str
@@ -30,18 +30,18 @@ class Response:
     extra_info: Row
 
     def arguments(self) -> Row:
-        """The scorer's keyword arguments."""
+        """Returns the scorer's keyword arguments."""
         return dict(vars(self))
 
 
 def score_row(compute_score: Function, row: Response, options: Settings) -> Scored | Failed:
-    """Score one row. What is wrong with the set-up (SetupError) is raised, whatever the policy."""
+    """Score one row. A SetupError is raised under every policy."""
     try:
         with counted_mishaps() as mishaps:
             result = call_scorer(table.in_detail(compute_score), row.arguments(), options)
     except SetupError:
         raise
-    except Exception as error:  # a user's scorer may raise anything; the policy decides
+    except Exception as error:  # a user's scorer may raise anything; the policy applies
         return failed_by(error, compute_score)
     outcome = read_result(result)
     if mishaps and isinstance(outcome, Scored):
@@ -50,7 +50,7 @@ def score_row(compute_score: Function, row: Response, options: Settings) -> Scor
 
 
 def failed_by(error: BaseException, compute_score: Function) -> Failed:
-    """The failure for an exception, with the user's own line."""
+    """Returns the failure for an exception, with the line in the user's code."""
     place = place_of_error(error, compute_score)
     where = f" at {place}" if place else ""
     return Failed(
@@ -61,7 +61,7 @@ def failed_by(error: BaseException, compute_score: Function) -> Failed:
 
 
 def read_result(result: Any) -> Scored | Failed:
-    """A number, a dict with `score`, or a tuple whose first item is the score."""
+    """Converts a number, a dict with `score`, or a tuple that starts with the score."""
     extras: JsonObject = {}
     value = result
     if isinstance(result, Mapping):
@@ -87,17 +87,17 @@ def read_result(result: Any) -> Scored | Failed:
 
 
 def vote_of(pred: JsonValue) -> str | None:
-    """What a response votes for in maj@k, by its scorer's `pred`; None casts no vote."""
+    """Returns a response's vote in maj@k, from its scorer's `pred`; None is no vote."""
     return None if pred is None or str(pred).strip() in ("", INVALID) else str(pred)
 
 
 def compare_ahead(
     compute_score: Function, rows: Sequence[Response], options: Settings
 ) -> list[Comparisons]:
-    """Make the symbolic comparisons that our own rules will need, together and in one budget.
+    """Make the symbolic comparisons of the built-in rules together, within one budget.
 
-    Returns each row's comparisons, for another process. A user's own score function is not called:
-    it may have side effects.
+    Returns each row's comparisons, for another process. A user's score function is not called, because it
+    may have side effects.
     """
     pairs: list[list[symbolic.Pair]] = []
     for row in rows:

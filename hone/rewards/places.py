@@ -1,4 +1,4 @@
-"""Where a score function is written, and which of its lines raised: for messages."""
+"""Finds where a score function is defined, and which of its lines raised, for messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 def describe(function: Function) -> str:
-    """`name of file` for a function from a user's file, else `module.name`."""
+    """Returns `name of file` for a function from a user's file, else `module.name`."""
     inner = unbound(function)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     module = getattr(inner, "__module__", "?")
@@ -26,28 +26,28 @@ def describe(function: Function) -> str:
 
 
 def place_of(function: Function) -> str | None:
-    """`file:line` of the definition; None for what is not written in Python."""
+    """Returns `file:line` of the definition, or None if it is not written in Python."""
     code = _code_of(unbound(function))
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def place_of_error(error: BaseException, function: Function) -> str | None:
-    """`file:line` where a score function raised: the innermost line of the user's own file.
+    """Returns `file:line` where a score function raised: the innermost line in the user's file.
 
-    A call that did not reach the user's code is at the definition of the function.
+    If the call did not reach the user's code, this is the definition of the function.
     """
     frames = traceback.extract_tb(error.__traceback__)
     code = _code_of(unbound(function))
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    trace = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     if code is None or _is_ours(code.co_filename):
-        # The table's rules are called through our code; a registered one is the user's.
+        # The table's rules are called through our code, but a registered rule is in the user's file.
         outside = [frame for frame in frames if not _is_ours(frame.filename)]
-        own = [f for f in outside if not f.filename.startswith(_INSTALLED)] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else place_of(function)
+        trace = [f for f in outside if not f.filename.startswith(_INSTALLED)] or frames
+    return f"{trace[-1].filename}:{trace[-1].lineno}" if trace else place_of(function)
 
 
 def unbound(function: Function) -> Function:
-    """The function inside `functools.partial` and `functools.wraps`."""
+    """Returns the function inside `functools.partial` and `functools.wraps`."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func

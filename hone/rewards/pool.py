@@ -1,7 +1,7 @@
-"""Scoring processes with hard deadlines: a call that is late is killed, its slot filled again.
+"""Scoring processes with hard deadlines: a late call is killed and its process is replaced.
 
-Workers are fresh interpreters (never forks of this threaded process) that import no torch. One thread
-per worker waits for its answer; results come back in the order of the jobs.
+Workers are new interpreters (never forks of this threaded process) without torch. One thread
+per worker waits for its answer; results are in the order of the jobs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hone.types import Settings
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""A worker imports Python modules before its first job; on a loaded machine that takes a while."""
+"""The limit is long because a worker imports modules before its first job, slowly on a busy machine."""
 START_RETRIES = 2
-"""How often in a row a worker that was killed while it started is replaced."""
+"""How many times in a row a worker that died during its start is replaced."""
 MESSAGE_TIMEOUT_S = 60.0
-"""A worker that neither takes nor finishes a message for this long has stopped."""
+"""A worker that does not read or finish a message for this long counts as dead."""
 KILL_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
@@ -43,13 +43,13 @@ class PoolError(RuntimeError):
 
 
 class _Worker:
-    """One process, and the socket to it."""
+    """A process and the socket to it."""
 
     def __init__(self, factory: str, keywords: Settings) -> None:
         ours, theirs = socket.socketpair()
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(MESSAGE_TIMEOUT_S), 0))
-        # A fresh interpreter finds the modules that this one finds.
+        # The new interpreter must find the same modules as this one.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
             self.process = subprocess.Popen(
@@ -60,11 +60,11 @@ class _Worker:
                 env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             )
         self.link = Connection(ours.detach())
-        with contextlib.suppress(OSError):  # it has died already: the pool sees its end
+        with contextlib.suppress(OSError):  # it has died already; _start notices that
             self.link.send((factory, dict(keywords)))
 
     def kill(self) -> None:
-        """End the process and every child it left in its session."""
+        """Kill the process and all children left in its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
@@ -72,7 +72,7 @@ class _Worker:
 
 
 class DeadlinePool(Generic[T]):
-    """Processes that each hold what `factory` (`"module:name"`) makes from `keywords`.
+    """Processes that each hold the object that `factory` (`"module:name"`) creates from `keywords`.
 
     `run` calls that object once per job with the job's keyword arguments.
     """
@@ -91,18 +91,18 @@ class DeadlinePool(Generic[T]):
         _open_pools.add(self)
 
     def run(self, jobs: Sequence[Settings], timeout_s: float) -> list[T | Failed]:
-        """The return value of each job, or Failed with reason `timeout`, `crash` or `exception`."""
+        """Returns each job's value, or Failed with reason `timeout`, `crash` or `exception`."""
         with self._lock:
             if self._closed:
                 raise PoolError("the pool is closed; make a new one")
             if self._owner != os.getpid():
-                # A fork of the owner: its workers answer the owner, so start our own.
+                # In a fork, the existing workers answer the parent process, so start new ones.
                 self._workers, self._idle, self._owner = set(), [], os.getpid()
             self._stopping = False
             threads = ThreadPoolExecutor(self.size, thread_name_prefix="hone-score")
             try:
                 return list(threads.map(lambda job: self._call(job, timeout_s), jobs))
-            except BaseException:  # of a worker's start, or an interrupt: wait for no answer
+            except BaseException:  # a failed start or an interrupt: do not wait for answers
                 self._stopping = True
                 for worker in self._workers - set(self._idle):
                     worker.kill()
@@ -118,7 +118,7 @@ class DeadlinePool(Generic[T]):
         self._drop_if_stopping(worker)
         try:
             worker.link.send((dict(arguments), timeout_s))
-        except OSError:  # it died while idle (killed for memory, say): the job goes to another
+        except OSError:  # it died while idle (out of memory): another worker gets the job
             self._drop(worker)
             return self._call(arguments, timeout_s)
         try:
@@ -140,11 +140,11 @@ class DeadlinePool(Generic[T]):
         return answer
 
     def _start(self) -> _Worker:
-        """Start a worker and wait until it is ready; one that dies meanwhile is replaced a few times."""
+        """Start a worker and wait until it is ready; one that dies is replaced up to START_RETRIES times."""
         for _ in range(START_RETRIES + 1):
             try:
                 worker = _Worker(self.factory, self.keywords)
-            except OSError as error:  # no process, memory or descriptor left
+            except OSError as error:  # out of processes, memory or descriptors
                 raise _overloaded(f"could not be started: {error}") from error
             self._workers.add(worker)
             self._drop_if_stopping(worker)
@@ -168,7 +168,7 @@ class DeadlinePool(Generic[T]):
         )
 
     def _drop_if_stopping(self, worker: _Worker) -> None:
-        """Drop a worker that came too late to be killed by an interrupted `run`."""
+        """Drop a worker that started too late for an interrupted `run` to kill it."""
         if self._stopping:
             self._drop(worker)
             raise PoolError("the run of this pool was stopped")

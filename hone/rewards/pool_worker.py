@@ -1,6 +1,6 @@
-"""The process on the other side of `pool.py`: make the callable once, then answer jobs.
+"""The worker process of `pool.py`: creates the callable once, then runs jobs.
 
-Ends when the pool closes its socket. A call that outlives a vanished parent ends by the timer.
+It ends when the pool closes its socket. If the parent has died, a timer ends a running call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hone.rewards.failures import Failed, SetupError
 from hone.types import Function, Row
 
 GRACE_S = 10.0
-"""How long after its deadline a call whose parent vanished may still run."""
+"""How long after its deadline a call may run when the parent has died."""
 
 
 def serve(link: Connection) -> None:
@@ -24,7 +24,7 @@ def serve(link: Connection) -> None:
     module, _, name = factory.partition(":")
     try:
         function: Function = getattr(importlib.import_module(module), name)(**keywords)
-    except Exception as error:  # the pool's owner must see why its scorer does not load
+    except Exception as error:  # the parent must see why its scorer does not load
         link.send(Failed("start", f"{type(error).__name__}: {error}"))
         return
     link.send("ready")
@@ -40,12 +40,12 @@ def serve(link: Connection) -> None:
 
 
 def _call(function: Function, arguments: Row) -> object:
-    """The result; a SetupError is returned as it is, any other exception as Failed."""
+    """Returns the result; a SetupError is returned unchanged, any other exception as Failed."""
     try:
         return function(**arguments)
     except SetupError as error:
         return error
-    except Exception as error:  # a user's code may raise anything; the pool's owner decides
+    except Exception as error:  # a user's code may raise anything; the parent decides
         return Failed("exception", f"{type(error).__name__}: {error}")
 
 

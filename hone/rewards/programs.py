@@ -1,7 +1,7 @@
-"""Programs written by a model: finding the code, reading the tests, running one test in the box.
+"""Handles model-written programs: extracts the code, reads the tests, runs one test in a box.
 
-Every test is its own run in `hone.sandbox`, and the verdict is formed where the program cannot reach:
-output is compared here, assertions run in a second box. Nothing is scored here.
+Every test is a separate run in `hone.sandbox`, decided where the program cannot tamper with it: output is
+compared here, assertions run in a second box. Nothing is scored here.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON = ("", "python", "py", "python3")
-_TOLERANCE = 1e-6  # relative to the truth, absolute below 1
+_TOLERANCE = 1e-6  # relative to the expected value, absolute below 1
 CODE_MARK = "__CODE__"
-"""A line of a test's source; what stands before it is run before the program too."""
+"""A marker line in a test's source; the lines above it also run before the program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The resources of one run of a program, and where it runs."""
+    """The resource limits of one run of a program, and where it runs."""
 
     timeout_s: float
     memory_mb: int | None = None
-    """None takes `reward_model.sandbox_fusion.memory_limit_mb`'s default."""
+    """None means the default of `reward_model.sandbox_fusion.memory_limit_mb`."""
     url: str | None = None
-    """A sandbox service; None runs in the local box."""
+    """The URL of a sandbox service; None runs in a local box."""
 
     @property
     def memory(self) -> int:
@@ -70,7 +70,7 @@ class SourceTest:
     source: str
 
     def parts(self) -> tuple[str, str]:
-        """Imports and classes that program and tests both use, and the tests."""
+        """Splits the source into the imports and classes that program and tests share, and the tests."""
         before, mark, after = self.source.partition(CODE_MARK)
         if not mark:
             return "", self.source
@@ -83,7 +83,7 @@ Test = StdinTest | CallTest | SourceTest
 
 
 def extract_code(text: str) -> str:
-    """The last Python block in fences (closed or not); without fences the whole text."""
+    """Returns the last fenced Python block (closed or not), or the whole text without fences."""
     code = None
     position = 0
     while (opening := _FENCE.search(text, position)) is not None:
@@ -96,7 +96,7 @@ def extract_code(text: str) -> str:
 
 
 def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Test]:
-    """The tests of a row: its ground truth, or `extra_info["test_cases"]`."""
+    """Returns the tests of a row: its ground truth, or `extra_info["test_cases"]`."""
     content = truth.decode(truth.plain(ground_truth))
     if not content and extra_info:
         content = truth.decode(truth.plain(extra_info.get("test_cases")))
@@ -112,8 +112,8 @@ def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Tes
 def _tests(content: JsonValue) -> list[Test]:
     if isinstance(content, str):
         lines = [line.strip() for line in content.splitlines()]
-        says_nothing = all(not line or line[0] == "#" or line == CODE_MARK for line in lines)
-        return [] if says_nothing else [SourceTest(content)]
+        is_empty = all(not line or line[0] == "#" or line == CODE_MARK for line in lines)
+        return [] if is_empty else [SourceTest(content)]
     if isinstance(content, dict):
         return _tests_of_mapping(content)
     tests: list[Test] = []
@@ -149,14 +149,14 @@ def _tests_of_mapping(content: JsonObject) -> list[Test]:
 
 
 def _arguments(item: JsonValue) -> list[JsonValue]:
-    """Arguments of a call: a list, or lines of JSON, one per argument."""
+    """Returns the arguments of a call from a list, or from lines with one JSON value per argument."""
     if isinstance(item, str):
         return [json.loads(line) for line in item.splitlines() if line.strip()]
     return item if isinstance(item, list) else [item]
 
 
 def _returned(value: JsonValue) -> JsonValue:
-    """The returned value; the benchmarks wrap it in a list or write it as JSON."""
+    """Returns the expected value, which benchmarks wrap in a list or write as JSON."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -170,7 +170,7 @@ def _text(value: JsonValue) -> str:
 
 
 def passes(code: str, test: Test, limits: Limits) -> bool:
-    """Run one test. SandboxError (the box, not the program, failed) is passed on."""
+    """Run one test. Raises SandboxError when the box failed, not the program."""
     if isinstance(test, StdinTest):
         output = _output(code, test.stdin, limits)
         return output is not None and same_output(output, test.expected)
@@ -179,7 +179,7 @@ def passes(code: str, test: Test, limits: Limits) -> bool:
     secret = secrets.token_hex(16)
     message = json.dumps({"function": test.function, "arguments": test.arguments})
     output = _output(code + _CALL.replace("SECRET", secret), message, limits)
-    # Only the call's own end could print the secret on the last line.
+    # Only the end of `_hone_call` can print the secret on the last line.
     *_, last_line = ["", *(output or "").rstrip().splitlines()]
     answer = last_line.removeprefix(secret)
     return answer != last_line and is_json_of(answer, test.expected)
@@ -202,7 +202,7 @@ _hone_call()
 
 
 def _holds(code: str, test: SourceTest, limits: Limits) -> bool:
-    """Whether the assertions hold; a judge in a second box decides."""
+    """Whether the assertions hold, as decided by a judge in a second box."""
     from hone.sandbox.judging import judge
 
     preamble, tests = test.parts()
@@ -219,7 +219,7 @@ def _holds(code: str, test: SourceTest, limits: Limits) -> bool:
 
 
 def _output(code: str, stdin: str, limits: Limits) -> str | None:
-    """Standard output of a run that ended well, else None."""
+    """Returns the standard output of a successful run, else None."""
     from hone.sandbox import run_python
 
     service = _service(limits.url, limits.memory)
@@ -239,7 +239,7 @@ def _in_sandbox(run: Callable[..., T], limits: Limits, **texts: str) -> T:
 
 @lru_cache(maxsize=8)
 def _service(url: str | None, memory_mb: int) -> SandboxService | None:
-    """The service; None for the local box. A process runs one test at a time, so one slot is enough."""
+    """Returns the service, or None for the local box. One slot suffices: tests run one at a time."""
     if url is None:
         return None
     from hone.sandbox.service import SandboxService
@@ -248,7 +248,7 @@ def _service(url: str | None, memory_mb: int) -> SandboxService | None:
 
 
 def count_passed(code: str, tests: Sequence[Test], limits: Limits, first: int) -> tuple[bool, int]:
-    """Whether all tests pass, and how many of the `first` do (counted only when not all pass)."""
+    """Returns whether all tests pass, and how many of the `first` do (counted only if not all pass)."""
     failed_at = next((i for i, t in enumerate(tests) if not passes(code, t, limits)), None)
     if failed_at is None:
         return True, min(first, len(tests))
@@ -258,7 +258,7 @@ def count_passed(code: str, tests: Sequence[Test], limits: Limits, first: int) -
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Equal line by line less surrounding space, or word by word with a tolerance for decimals."""
+    """Whether outputs match line by line without outer spaces, or word by word with a decimal tolerance."""
     lines, truth_lines = (
         [line.strip() for line in text.strip().splitlines()] for text in (output, expected)
     )
@@ -272,7 +272,7 @@ def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     if ("." not in expected and "e" not in expected.lower()) or "_" in word:
-        return False  # an integer is met exactly; float() takes 1_000, no output format does
+        return False  # integers must match exactly; float() accepts 1_000, no output format does
     try:
         return _close(float(word), float(expected))
     except ValueError:
@@ -280,7 +280,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def is_json_of(text: str, expected: JsonValue) -> bool:
-    """Whether this is JSON of the expected value. Text that is no JSON, or too deep, is not."""
+    """Whether the text is JSON of the expected value; False for invalid or too deeply nested JSON."""
     try:
         return _same_value(json.loads(text), expected)
     except (ValueError, RecursionError):
@@ -302,7 +302,7 @@ def _same_value(value: JsonValue, expected: JsonValue) -> bool:
 
 
 def _close(value: float, target: float) -> bool:
-    """Within the tolerance of a decimal truth; infinities and NaN only when they are the truth."""
+    """Whether a value is within the tolerance of a decimal; infinities and NaN must match exactly."""
     try:
         value = float(value)
     except OverflowError:

@@ -1,7 +1,7 @@
-"""How repetitive a text is: 0 for a text without repeats, towards 1 for one that only repeats.
+"""Measures how repetitive a text is: 0 without repeats, close to 1 for a text that only repeats.
 
-The sum of the common prefixes of neighbouring suffixes in sorted order, over its largest possible
-value n(n+1)/2; characters count, not tokens (PURE's measure).
+This is PURE's measure: the sum of common prefixes of adjacent sorted suffixes, divided by its maximum
+n(n+1)/2. It counts characters, not tokens.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 MAX_CHARS = 100_000
-"""Longer texts are judged by their end, where loops are."""
+"""Only the end of longer texts is measured, because loops occur there."""
 
 
 def repeatness(text: str) -> float:
-    """2 · Σ LCP(adjacent suffixes) / (n · (n + 1)); 0 for an empty text."""
+    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)); 0 for an empty text."""
     codes = np.frombuffer(text[-MAX_CHARS:].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     n = len(codes)
     if n < 2:
@@ -33,13 +33,13 @@ def repeatness(text: str) -> float:
 
 
 def _ranks_by_doubling(codes: np.ndarray) -> list[np.ndarray]:
-    """`ranks[k][i]` orders the 2^k characters from i on (fewer at the end), until all differ."""
+    """Returns `ranks`: `ranks[k][i]` orders the 2^k characters from i on, until all differ."""
     n = len(codes)
     ranks = [np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64)]
     width = 1
     while ranks[-1].max() < n - 1:
         current = ranks[-1]
-        follow = np.full(n, -1, dtype=np.int64)  # nothing after the end sorts first
+        follow = np.full(n, -1, dtype=np.int64)  # the end of the text sorts first
         follow[: n - width] = current[width:] if width < n else current[:0]
         pairs = current * (n + 1) + follow + 1
         ranks.append(np.unique(pairs, return_inverse=True)[1].reshape(-1).astype(np.int64))

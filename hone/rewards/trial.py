@@ -1,7 +1,7 @@
-"""A scorer called before training: on rows of the data, with texts that hold their ground truth.
+"""Tests a scorer before training, on rows of the data, with responses that contain the ground truth.
 
-A scorer that returns one number works, whatever the number. One that fails on every text in the same way,
-by an error that no response can cause, never works. Other failures may be the text's fault.
+A scorer that returns any number works. A scorer never works if every response fails with the same error
+and no response can cause that error. Other failures may be caused by the response.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FORMS = (
     "{prompt}\n{truth}",
     "",
 )
-"""Responses, the plainest first; a prompt often shows the form that is asked for."""
+"""Responses, the simplest first; the prompt is included because it often shows the required format."""
 FAULTS_OF_TEXT = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
-"""Errors, and those derived from them, by which a scorer may refuse a text that it cannot parse."""
+"""Errors, including subclasses, that a scorer may raise for a text that it cannot parse."""
 
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A row of the data, its place in the file, and a scorer's arguments for it."""
+    """A row of the data, its place in the file, and the scorer's arguments for it."""
 
     where: str
     data_source: str
@@ -72,7 +72,7 @@ class Verdict:
 
 
 def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
-    """Call the scorer in the process in which the run will; `rows` are of one data source."""
+    """Call the scorer in the process that the run will use; all `rows` have one data source."""
     failures: list[Failed] = []
     for row in rows:
         for response in row.responses():
@@ -81,15 +81,15 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
                 return Verdict()
             failures.append(outcome)
             if outcome.reason in ("no_ground_truth", "timeout"):
-                break  # no other text changes the first; the second costs its whole limit
+                break  # no other text helps the first; the second takes its whole time limit
     first = failures[0]
     detail = first.detail
     place = None if manager.uses_table else place_of(manager.compute_score)
     if place is not None and place.rpartition(":")[0] not in detail:
         detail = f"the score function of {place}: {detail}"
-    alike = {(failed.reason, failed.error) for failed in failures} == {(first.reason, first.error)}
+    same = {(failed.reason, failed.error) for failed in failures} == {(first.reason, first.error)}
     source = f"{rows[0].where} (data_source {rows[0].data_source!r})"
-    if alike and _is_certain(first):
+    if same and _is_certain(first):
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
     policy = manager.policy
     consequence = (
@@ -107,14 +107,14 @@ def _is_certain(failed: Failed) -> bool:
     """Whether no response could have caused the failure."""
     if failed.reason == "exception":
         return not FAULTS_OF_TEXT & set(failed.error)
-    # None is what a function without a final `return` gives for a text that it does not know.
+    # A function without a final `return` returns None for a text that it does not recognize.
     return failed.reason in ("no_ground_truth", "nan", "inf") or (
         failed.reason == "bad_return" and not failed.detail.startswith("None ")
     )
 
 
 def _text_of(value: JsonValue) -> str:
-    """The text of a ground truth or prompt; of a container, one text in it."""
+    """Returns the text of a ground truth or prompt, or one text inside a container."""
     if isinstance(value, Mapping):
         return _text_of(value.get("content") or next(iter(value.values()), ""))
     if isinstance(value, (list, tuple)):
@@ -125,8 +125,8 @@ def _text_of(value: JsonValue) -> str:
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
 ) -> Callable[[Settings], float | str]:
-    """A function from a row to the score of its ground truth, by the score function of `file.py` or
-    `file.py:name`; or to the reason why it fails on every text with the ground truth in it."""
+    """Returns a function that scores a row's ground truth with the score function of `file.py` or
+    `file.py:name`, or returns the reason why every text with the ground truth fails."""
     path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
     function = load_extern_object(path, name or CustomRewardFunctionConfig.name)
     manager = NaiveRewardManager(None, 0, function)

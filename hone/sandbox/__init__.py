@@ -1,6 +1,6 @@
-"""Untrusted code in a box: no network, no files of ours, hard limits, killed whole.
+"""Runs untrusted code in a box without network or host files, under hard limits.
 
-`run_python(code)` for one program, `run_many(jobs)` for many, `layers()` for which walls stand.
+`run_python(code)` runs one program, `run_many(jobs)` runs many, `layers()` lists the active layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""run_python and run_many: what the rest of the package calls.
+"""The entry points of the package: run_python and run_many.
 
 The parameters are those of Job; see result.py for their meaning and defaults.
 """
@@ -26,10 +26,10 @@ def run_python(
     caller: socket.socket | None = None,
     **limits: Unpack[JobFields],
 ) -> SandboxResult:
-    """Run untrusted Python and wait for the verdict. Keyword arguments are the fields of Job.
+    """Run untrusted Python and wait for the result. Keyword arguments are the fields of Job.
 
-    Raises SandboxUnavailable when a wall named in minimum is missing: nothing has run then.
-    caller: a connection whose end ends the run.
+    Raises SandboxUnavailable, before anything runs, when a layer named in minimum is missing.
+    caller: the run is ended when this connection closes.
     """
     return run_job(Job(code, **limits), plan_for(minimum, interpreter), caller)
 
@@ -41,7 +41,7 @@ def run_many(
     minimum: Collection[str] = DEFAULT_MINIMUM,
     interpreter: str | None = None,
 ) -> list[SandboxResult]:
-    """Run jobs side by side, at most max_concurrent at a time; verdicts in the order of jobs."""
+    """Run jobs in parallel, at most max_concurrent at a time; results are in the order of jobs."""
     if max_concurrent < 1:
         raise ValueError(f"sandbox: max_concurrent={max_concurrent} must be at least 1")
     plan = plan_for(minimum, interpreter)

@@ -1,6 +1,6 @@
-"""One run from start to verdict, as a few callbacks the warden's loop calls.
+"""One run from start to result, as callbacks for the warden's event loop.
 
-Owns the run's descriptors, its cgroup and its deadline; gives all of them back. Never blocks.
+A box owns and releases the run's descriptors, its cgroup and its deadline. It never blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hone.sandbox.rights import raised
 from hone.sandbox.spawn import Standard, execute, limit
 
 SETUP_S = 30.0  # longest time from fork to the program's start
-LOOK_S = 0.05  # how often a box's memory is looked at
+LOOK_S = 0.05  # interval between two memory checks
 _CHUNK = 1 << 16
-_OWN_PROCESSES = 2  # bubblewrap's: one outside the box, one that is the first inside
+_OWN_PROCESSES = 2  # of bubblewrap: one outside the box, and the first process inside it
 _OWN_MEMORY = 8 << 20
 
 
@@ -39,28 +39,28 @@ class Box(Descriptors):
         super().__init__(selector)
         self.order = order
         self.pid = 0
-        self.lend: Callable[[list[int]], None] | None = None  # to the caller, see client.py
+        self.lend: Callable[[list[int]], None] | None = None  # sends them to the caller (client.py)
         self._number = number
         self._deadline = time.monotonic() + SETUP_S
         self._next_look = time.monotonic() + LOOK_S
-        self._waiting = False  # a spare: it has no order yet
-        self._limit: Status | None = None  # the limit for which it was killed
+        self._waiting = False  # True for a spare without an order
+        self._limit: Status | None = None  # why the run was killed
         self._error: str | None = None
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self._events: set[str] = set()  # those still to come before it is done
+        self._events: set[str] = set()  # events that must occur before the run is done
         self._group: Group | None = None
         self._home: str | None = None
         self._status_text = b""
         self._process_fd: int | None = None
         self._init_fd: int | None = None  # the first process of the box's PID namespace
         self._init_pid = 0
-        self._channel: int | None = None  # the caller's end, until it is lent
+        self._channel: int | None = None  # the caller's end, until it is sent
         self._gate: int | None = None
-        self._report: int | None = None  # where a child without bubblewrap says what failed
-        self._empty_stdin: int | None = None  # of a spare
+        self._report: int | None = None  # the pipe for setup errors of a child without bubblewrap
+        self._empty_stdin: int | None = None  # standard input of a spare, filled later
         self._program = memoryview(b"")
-        self._feed: int | None = None  # where the program goes in
-        self._completed = False  # bubblewrap saw the program itself end
+        self._feed: int | None = None  # the pipe through which the program enters the box
+        self._completed = False  # bubblewrap reported the program's exit code
         self._started: float | None = None
         self._ended: float | None = None
         self._exit: int | None = None
@@ -78,7 +78,7 @@ class Box(Descriptors):
             self._launch(stdin, [self._open_feed(), *files[1:]], staged)
 
     def prepare(self, staged: dict[str, str]) -> None:
-        """Build a box that waits for its program, with bubblewrap; `order` has its kind."""
+        """Build a box with bubblewrap that waits for its program; `order` determines the kind of box."""
         self._limit_group()
         self._waiting, self._deadline = True, math.inf
         if self.order.channel:
@@ -100,7 +100,7 @@ class Box(Descriptors):
             self._open_gate()
 
     def _open_channel(self) -> int:
-        """Make a socket pair; returns the box's end, which is closed here once the box has it."""
+        """Creates a socket pair and returns the box's end; `_launch` closes it once the box has it."""
         ours, theirs = socket.socketpair()
         self._channel = self._own(ours.detach())
         return self._own(theirs.detach())
@@ -112,7 +112,7 @@ class Box(Descriptors):
 
     @property
     def ready(self) -> bool:
-        """Whether it waits for an order and is alive at this moment."""
+        """Whether the box is alive and waits for an order."""
         if not self._waiting or "process" not in self._events:
             return False
         poll = select.poll()
@@ -139,17 +139,17 @@ class Box(Descriptors):
         err_read, err_write = self._pipe()
         standard = (stdin, out_write, err_write)
         if self.order.plan.bwrap is not None:
-            closing = self._spawn_bubblewrap(standard, files, staged)
+            to_close = self._spawn_bubblewrap(standard, files, staged)
         else:
             self._home = direct.make_home(self.order, files)
             self._report, report = self._pipe()
             self.pid = direct.fork(self.order, self._home, self._group, standard, report)
             self._lend()
             self._begin()
-            closing = [report]
+            to_close = [report]
         if self.order.channel:
-            closing.append(stdin)
-        for descriptor in (out_write, err_write, *closing):
+            to_close.append(stdin)
+        for descriptor in (out_write, err_write, *to_close):
             self._close(descriptor)
         self._watch("stdout", out_read, lambda: self._on_output("stdout", out_read))
         self._watch("stderr", err_read, lambda: self._on_output("stderr", err_read))
@@ -159,7 +159,7 @@ class Box(Descriptors):
     def _spawn_bubblewrap(
         self, standard: Standard, files: list[int], staged: dict[str, str]
     ) -> list[int]:
-        """Start bubblewrap; the descriptors that only it needs."""
+        """Start bubblewrap and return the descriptors that only bubblewrap needs."""
         status_read, status_write = self._pipe()
         gate_read, self._gate = self._pipe()
         keep = [*files, status_write, gate_read]
@@ -168,10 +168,10 @@ class Box(Descriptors):
         if self.order.plan.seccomp:
             keep.append(self._memory(seccomp.build_filter()))
             words += ["--seccomp", str(keep[-1])]
-        # By descriptor, so that no path shows in the process list.
+        # Options are passed through a descriptor, so that the process list shows no path.
         keep.append(self._memory("\0".join(words).encode() + b"\0"))
         command = bubblewrap.command(self.order, keep[-1])
-        # No environment at all: /proc/1/environ inside the box is bubblewrap's own.
+        # The environment is empty because /proc/1/environ inside the box is that of bubblewrap.
         with self._group.entered() if self._group is not None else contextlib.nullcontext():
             self.pid = execute(command, standard=standard, keep=keep)
         self._watch("status", status_read, lambda: self._on_status(status_read))
@@ -192,7 +192,7 @@ class Box(Descriptors):
         self._events.discard(event)
 
     def _on_status(self, descriptor: int) -> None:
-        """Read the pid of the box's first process, which bubblewrap blocks until its limits are set."""
+        """Read the pid of the box's first process, which bubblewrap blocks until the limits are set."""
         data = os.read(descriptor, _CHUNK)
         if not data:
             self._over("status", descriptor)
@@ -234,7 +234,7 @@ class Box(Descriptors):
             self._channel = None
 
     def _feed_program(self) -> None:
-        """Write the program into the box once its limits are set: a box without a warden runs nothing."""
+        """Write the program into the box after the limits are set, so a box without a warden runs nothing."""
         feed = self._feed
         assert feed is not None
         try:
@@ -242,11 +242,11 @@ class Box(Descriptors):
                 self._program = self._program[os.write(feed, self._program) :]
         except BlockingIOError:
             with contextlib.suppress(KeyError):
-                again = functools.partial(self.guard, self._feed_program)
-                self._selector.register(feed, selectors.EVENT_WRITE, again)
+                retry = functools.partial(self.guard, self._feed_program)
+                self._selector.register(feed, selectors.EVENT_WRITE, retry)
             return
         except BrokenPipeError:
-            pass  # the box has died, which its end reports
+            pass  # the box has died; its exit is handled in _on_exit
         self._forget(feed)
 
     def _fail(self, error: Exception) -> None:
@@ -258,9 +258,9 @@ class Box(Descriptors):
         if not data:
             self._over(name, descriptor)
             return
-        room = self.order.job.output_bytes - sum(map(len, self._output.values()))
-        self._output[name] += data[:room]
-        if len(data) > room:
+        remaining_bytes = self.order.job.output_bytes - sum(map(len, self._output.values()))
+        self._output[name] += data[:remaining_bytes]
+        if len(data) > remaining_bytes:
             self.kill(Status.OUTPUT)
 
     def _on_exit(self) -> None:
@@ -270,7 +270,7 @@ class Box(Descriptors):
         self._exit = os.waitstatus_to_exitcode(status)
         self._over("process", self._process_fd)
         self.pid = 0 if self.order.plan.bwrap is not None else self.pid
-        self._kill_all()  # a program that ended may have left others behind
+        self._kill_all()  # the program may have left child processes
         if self._init_fd is not None:
             self._watch("namespace", self._init_fd, self._on_empty)
 
@@ -282,7 +282,7 @@ class Box(Descriptors):
     # ---- limits ----
 
     def check(self, now: float) -> None:
-        """Enforce the deadline and the sum of memory."""
+        """Enforce the deadline and the limit on total memory."""
         if now < self.wake_at:
             return
         if now >= self._deadline:
@@ -291,18 +291,18 @@ class Box(Descriptors):
             self.kill(Status.TIMEOUT)
             return
         self._next_look = now + LOOK_S
-        # One process the kernel killed for memory ends the run: the rest would wait for it.
+        # If the kernel kills one process for memory, the run ends: the others would wait for it.
         if self._group is not None and "memory" in self._group.directories:
-            too_much = self._group.out_of_memory()
+            over_limit = self._group.out_of_memory()
         else:
             resident = resident_bytes(self._init_pid) if self._init_pid else 0
-            too_much = resident > self.order.job.memory_mb << 20
-        if too_much:
+            over_limit = resident > self.order.job.memory_mb << 20
+        if over_limit:
             self.kill(Status.MEMORY)
 
     @property
     def wake_at(self) -> float:
-        """When check() is due; never for a box that is already ending."""
+        """The time at which check() is due; infinity for a box that is already ending."""
         if self._limit is not None or self._ended is not None:
             return math.inf
         return min(self._deadline, self._next_look)
@@ -332,7 +332,7 @@ class Box(Descriptors):
         return not self._events
 
     def reply(self) -> SandboxResult | SandboxError:
-        """The verdict, or the error of the box."""
+        """Returns the result, or the error of the box."""
         stdout, stderr = (bytes(self._output[name]) for name in ("stdout", "stderr"))
         if self._error is None and self._limit is None:
             self._error = self._setup_error(stderr)
@@ -366,15 +366,15 @@ class Box(Descriptors):
         return Status.MEMORY if last_line.startswith(b"MemoryError") else Status.ERROR
 
     def _setup_error(self, stderr: bytes) -> str | None:
-        """The reason why the program did not start; None if it did."""
-        if self._report is not None:  # without bubblewrap: what the child said before exec
+        """Returns the reason why the program did not start, or None if it started."""
+        if self._report is not None:  # without bubblewrap, the child reports errors before exec
             return os.read(self._report, _CHUNK).decode(errors="replace").strip() or None
         if self._started is not None and (self._completed or (self._exit or 0) <= 0):
             return None
         return stderr.decode(errors="replace") or f"exit {self._exit}"
 
     def release(self) -> bool:
-        """Free all resources; False while the cgroup still has a dying member."""
+        """Free all resources. Returns False while the cgroup still has a member that is exiting."""
         for descriptor in list(self._fds):
             self._forget(descriptor)
         if self._home is not None:

@@ -1,7 +1,7 @@
-"""The box as bubblewrap builds it: what is mounted where, and which options say so.
+"""The mounts and command-line options of a box that bubblewrap builds.
 
-Every namespace of its own, no capability, uid 65534, an empty working directory in memory, /usr and
-the interpreter read-only, nothing else. Leaves out limits: spawn.py and the warden set them.
+A box has new namespaces, no capabilities, uid 65534, an empty working directory in memory, and read-only
+mounts of /usr and the interpreter. The limits are set by spawn.py and the warden.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LINKS = {
 
 @functools.lru_cache(maxsize=1)
 def find() -> tuple[str | None, tuple[str, ...]]:
-    """bubblewrap's path and those of its newer options that this version has."""
+    """Returns bubblewrap's path and the newer options that this version supports."""
     path = shutil.which("bwrap") or shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
     if path is None:
         return None, ()
@@ -38,7 +38,7 @@ def find() -> tuple[str | None, tuple[str, ...]]:
 
 
 def options(order: Order, staged: dict[str, str], files: list[int]) -> list[str]:
-    """Options of one run. staged: path → where it can be reached from here."""
+    """Returns the options of one run. staged: path → where this process can reach it."""
     plan, reads = order.plan, order.plan.interpreter.reads
     words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     words += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
@@ -59,14 +59,14 @@ def options(order: Order, staged: dict[str, str], files: list[int]) -> list[str]
             words += ["--symlink", target, path]
     words += ["--perms", "0700", "--size", str(order.job.disk_mb << 20), "--tmpfs", BOX]
     words += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
-    # Files come last: a box that waits for its program waits here, with all mounts in place.
+    # Files come last: a spare blocks here until its program arrives, after all mounts are made.
     for name, descriptor in zip(order.files, files, strict=True):
         words += ["--perms", "0600", "--file", str(descriptor), f"{BOX}/{name}"]
     return words + (["--disable-userns"] if "disable-userns" in plan.bwrap_options else [])
 
 
 def command(order: Order, options_fd: int) -> list[str]:
-    """The command line; its options are read from a descriptor."""
+    """Returns the command line; bubblewrap reads its options from a descriptor."""
     assert order.plan.bwrap is not None
     program = [order.plan.interpreter.executable, f"{BOX}/main.py", *order.job.argv]
     return [order.plan.bwrap, "--args", str(options_fd), "--", *program]

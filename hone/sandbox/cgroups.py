@@ -1,7 +1,7 @@
-"""One cgroup per run: the sum of its memory and the number of its processes, and who is still in it.
+"""One cgroup per run limits total memory and the number of processes, and lists the members.
 
-Groups are made below the group this process is in, so a run never escapes limits set on us.
-Leaves out CPU shares: the CPU limit is an rlimit.
+Groups are created below the group of this process, so a run never escapes the limits of this process.
+CPU shares are not set: the CPU limit is an rlimit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PREFIX = "hone-"
 
 @dataclass(frozen=True)
 class Parents:
-    """Where groups can be made: controller ("memory", "pids") → directory; one for both in v2."""
+    """The directories for new groups: controller ("memory", "pids") → directory; the same one in v2."""
 
     version: int
     directories: Mapping[str, str]
@@ -31,7 +31,7 @@ class Parents:
 
 
 def find_parents(proc: Path = Path("/proc/self")) -> tuple[Parents | None, str]:
-    """The directories to make groups in, or None; and a sentence with the controllers or the reason."""
+    """Returns the parent directories or None, and a sentence with the controllers or the reason."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -62,15 +62,15 @@ def _find_v1(memberships: list[str], mounts: list[str]) -> Parents:
 
 
 def _find_v2(memberships: list[str], mounts: list[str]) -> Parents:
-    """Controllers that child groups have, or could be given here."""
+    """Finds the controllers that child groups have, or that can be enabled here."""
     own = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
     for mount_point, kind, _ in map(_parse_mount, mounts):
         if kind == "cgroup2":
             directory = _inside(mount_point, own)
             control = Path(directory, "cgroup.subtree_control")
-            with contextlib.suppress(OSError):  # not ours to change, or it has processes itself
-                offered = Path(directory, "cgroup.controllers").read_text().split()
-                names = [name for name in ("memory", "pids") if name in offered]
+            with contextlib.suppress(OSError):  # not permitted, or the group itself has processes
+                available = Path(directory, "cgroup.controllers").read_text().split()
+                names = [name for name in ("memory", "pids") if name in available]
                 enabled = control.read_text().split()
                 if missing := [f"+{name}" for name in names if name not in enabled]:
                     control.write_text(" ".join(missing))
@@ -85,13 +85,13 @@ def _parse_mount(line: str) -> tuple[str, str, list[str]]:
 
 
 def _inside(mount_point: str, own: str) -> str:
-    """A container sees its own group as the mount's root, whatever the membership file says."""
+    """Inside a container, its group is the root of the mount, whatever the membership file says."""
     directory = os.path.join(mount_point, own.lstrip("/"))
     return directory if os.path.isdir(directory) else mount_point
 
 
 class Group:
-    """One run's groups, one directory per controller hierarchy."""
+    """The cgroups of one run, one directory per controller hierarchy."""
 
     def __init__(self, version: int, directories: Mapping[str, Path]) -> None:
         self.version = version
@@ -114,7 +114,7 @@ class Group:
         return group
 
     def limit(self, memory_bytes: int, processes: int) -> None:
-        """Set both limits, or change them."""
+        """Set or change both limits."""
         if self._limits == (memory_bytes, processes):
             return
         if "memory" in self.directories:
@@ -129,21 +129,21 @@ class Group:
             files = [(required, size), ("memory.swap.max", "0"), ("memory.oom.group", "1")]
         else:
             required, with_swap = "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", size)
-            # Never below the other limit: raised before it, lowered after it.
+            # This limit must never be below the other one: raise it first, lower it last.
             files = [with_swap, (required, size), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:
                 (self.directories["memory"] / name).write_text(value)
             except OSError:
                 if name == required:
-                    raise  # the others are absent in kernels without swap accounting
+                    raise  # the others do not exist in kernels without swap accounting
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Processes that this thread starts inside the block are born as members (version 1).
+        """Processes that this thread starts inside the block are members from their start (version 1).
 
-        Moving oneself costs nothing; moving another process stops forks on the whole machine for
-        an RCU grace period, many milliseconds on a busy one.
+        A thread moves itself at no cost. Moving another process blocks forks on the whole machine for an
+        RCU grace period, which takes many milliseconds under load.
         """
         homes = self._open_parents() if self.version == 1 else []
         if not homes:
@@ -162,7 +162,7 @@ class Group:
                     os.close(home)
 
     def _open_parents(self) -> list[int]:
-        """The parents' lists of tasks, open for writing before we leave them; none if one is not ours."""
+        """Opens the parents' task lists before we leave them; returns [] if one is not permitted."""
         homes: list[int] = []
         try:
             with raised():
@@ -174,12 +174,12 @@ class Group:
         return homes
 
     def admit(self, pid: int) -> None:
-        """Move a process into the group, unless it was born there."""
+        """Move a process into the group, unless it was started there."""
         for directory in () if self._members_start_inside else self._unique:
             (directory / "cgroup.procs").write_text(str(pid))
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed something in here for memory."""
+        """Whether the kernel killed a member for memory."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, KeyError):
             for line in (self.directories["memory"] / name).read_text().splitlines():
@@ -189,7 +189,7 @@ class Group:
         return False
 
     def kill(self) -> None:
-        """SIGKILL to every member."""
+        """Send SIGKILL to every member."""
         for directory in self._unique:
             with contextlib.suppress(OSError):
                 if self.version == 2:
@@ -200,16 +200,16 @@ class Group:
                         os.kill(int(pid), signal.SIGKILL)
 
     def remove(self) -> bool:
-        """Remove the directories; False while a member is still on its way out."""
-        gone = True
+        """Remove the directories. Returns False while a member is still exiting."""
+        all_removed = True
         for directory in self._unique:
             try:
                 directory.rmdir()
             except FileNotFoundError:
                 continue
             except OSError:
-                gone = False
-        return gone
+                all_removed = False
+        return all_removed
 
 
 def group_name(number: int) -> str:
@@ -217,7 +217,7 @@ def group_name(number: int) -> str:
 
 
 def sweep(parents: Parents) -> None:
-    """Remove empty groups whose maker was killed before it could."""
+    """Remove empty groups whose creator was killed before it could remove them."""
     for base in parents.unique:
         for directory in Path(base).glob(f"{_PREFIX}[0-9]*-*"):
             maker = directory.name[len(_PREFIX) :].split("-")[0]
@@ -227,9 +227,9 @@ def sweep(parents: Parents) -> None:
 
 
 def resident_bytes(root: int) -> int:
-    """Private memory of a process and all it started, for a run without a memory cgroup.
+    """Returns the private memory of a process and its descendants, for runs without a memory cgroup.
 
-    Between two looks a run can overshoot; a cgroup cannot be overshot.
+    A run can exceed its limit between two checks; with a cgroup it cannot.
     """
     pages, queue = 0, [root]
     while queue:

@@ -1,6 +1,6 @@
-"""The caller's side: run a program in a box and wait for the verdict.
+"""The client side: sends a program to a box and waits for the result.
 
-One warden per process, started on first use and shared by all threads; a killed one is replaced.
+Each process has one warden, started on first use and shared by all threads. A killed warden is replaced.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hone.sandbox.warden import LENT, MAX_MESSAGE
 
 HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _ATTEMPTS = 3  # for a box that is killed before its program starts
-_GRACE_S = 30.0  # beyond a run's own deadline, before we give up on the warden
-_DYING_S = 5.0  # from a warden's last closed socket to its end, on a busy machine
+_GRACE_S = 30.0  # time beyond the run's deadline before the warden counts as stuck
+_DYING_S = 5.0  # longest time from a warden's last closed socket to its exit, on a busy machine
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.warden import main;"
     " main(int(sys.argv[2]), float(sys.argv[3]))"
@@ -36,11 +36,11 @@ _BOOT = (
 
 
 class HungUp(SandboxError):
-    """The client of the run closed its connection."""
+    """The caller of the run closed its connection."""
 
 
 def wait_for(connection: socket.socket, timeout_s: float, caller: socket.socket | None) -> None:
-    """Return when there is something to read. HungUp when the caller goes first, else TimeoutError."""
+    """Wait for data on the connection. Raises HungUp if the caller disconnects first, else TimeoutError."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if caller is not None:
@@ -54,7 +54,7 @@ def wait_for(connection: socket.socket, timeout_s: float, caller: socket.socket 
 
 
 class WardenHandle:
-    """Starts the warden when first needed; sends it orders."""
+    """Starts the warden on first use and sends it orders."""
 
     def __init__(self, keep_spares_s: float) -> None:
         self.keep_spares_s = keep_spares_s  # read when a warden starts
@@ -78,7 +78,7 @@ class WardenHandle:
                         ) from error
 
     def close(self) -> None:
-        """End the warden and every box with it."""
+        """End the warden and all of its boxes."""
         with self._lock:
             self._drop()
 
@@ -118,15 +118,15 @@ class WardenHandle:
 
 
 def _kill_session(session: int) -> None:
-    """Kill every process of a dead warden's session: boxes in their first moments, which bubblewrap
-    has not yet bound to their parent's life. Its number cannot be in use again while one is left."""
+    """Kill a dead warden's session: boxes that bubblewrap has not yet tied to their parent's lifetime.
+    The kernel does not reuse the session's number while a member is left."""
     alive = True
     while alive:
         alive = False
         for name in os.listdir("/proc"):
             with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
                 if os.getsid(int(name)) == session and os.path.exists(f"/proc/{name}/exe"):
-                    os.kill(int(name), signal.SIGKILL)  # a zombie has no exe
+                    os.kill(int(name), signal.SIGKILL)  # zombies have no exe
                     alive = True
 
 
@@ -134,21 +134,21 @@ _warden = WardenHandle(KEEP_S)
 
 
 def run_job(job: Job, plan: Plan, caller: socket.socket | None = None) -> SandboxResult:
-    """Run one job. SandboxError when the box, not the program, failed.
+    """Run one job. Raises SandboxError when the box failed, not the program.
 
-    caller: a connection whose end ends the run (HungUp).
+    caller: the run is ended (HungUp) when this connection closes.
     """
     with Run(job, plan, caller=caller) as run:
         return run.result()
 
 
 def close() -> None:
-    """End the warden of this process; the next run starts another."""
+    """End the warden of this process; the next run starts a new one."""
     _warden.close()
 
 
 class Run:
-    """A run under way; the end of the `with` block ends it. One that could not start is tried again."""
+    """A run in progress, ended by leaving the `with` block. A box that fails to start is retried."""
 
     def __init__(
         self, job: Job, plan: Plan, *, channel: bool = False, caller: socket.socket | None = None
@@ -168,13 +168,13 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Give back what the run holds; a run under way is ended."""
+        """Close the run's connection and descriptors, which ends a run in progress."""
         self._connection.close()
         while self._lent:
             os.close(self._lent.pop())
 
     def channel(self) -> int:
-        """Our end of the socket that is the program's standard input, once; the caller closes it."""
+        """Returns the other end of the program's standard input; call it once and close the descriptor."""
         while True:
             while not self._started and self._receive():
                 pass
@@ -183,7 +183,7 @@ class Run:
             self._settle()
 
     def result(self) -> SandboxResult:
-        """Wait for the verdict."""
+        """Wait for the result."""
         while True:
             while self._receive():
                 pass
@@ -210,10 +210,10 @@ class Run:
                 os.close(descriptor)
 
     def _receive(self) -> bool:
-        """Receive a part of the reply; False at its end.
+        """Receive a part of the reply; returns False at its end.
 
-        The kernel takes a box down with its warden, but for the moment in which the box is being
-        built: so the warden lends us its first process before the program may start.
+        The kernel kills a box when its warden dies, except while the box is being built. The warden therefore
+        sends us a descriptor of the box's first process before the program starts.
         """
         try:
             wait_for(self._connection, SETUP_S + self._job.timeout_s + _GRACE_S, self._caller)
@@ -230,7 +230,7 @@ class Run:
         return bool(chunk)
 
     def _settle(self) -> SandboxResult | None:
-        """The verdict after the reply; None when the run was started again."""
+        """Returns the result in the reply, or None when the run was restarted."""
         reply = b"".join(self._chunks)
         answer = pickle.loads(reply) if reply else self._clean_up()
         if isinstance(answer, NotStarted) and self._attempt < _ATTEMPTS:
@@ -243,7 +243,7 @@ class Run:
         return verdict
 
     def _clean_up(self) -> SandboxError:
-        """The warden has died: take the box down, and say whether its program had started."""
+        """Kill the box of a dead warden; the returned error tells whether its program had started."""
         for process in self._lent[:1]:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""File descriptors that one box owns: opened close-on-exec, watched, and all given back at its end."""
+"""File descriptors of one box: opened close-on-exec, watched, and closed when the box ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Descriptors(ABC):
         return descriptor
 
     def guard(self, action: Callable[[], None]) -> None:
-        """Call it; an exception ends this run alone, never the warden and the other runs."""
+        """Call the action; an exception ends this run only, never the warden or other runs."""
         try:
             action()
         except Exception as error:

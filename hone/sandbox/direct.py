@@ -1,7 +1,7 @@
 """The box without bubblewrap: a temporary directory, Landlock for files, seccomp for sockets.
 
-Weaker than bubblewrap (no PID namespace: host processes are visible in number, not in content; denied
-paths stay visible to stat(2)), and used only where the configured minimum allows it.
+It is weaker than bubblewrap and used only where the configured minimum allows it: without a PID namespace
+the pids of host processes are visible (their contents are not), and stat(2) sees denied paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hone.sandbox.spawn import ORDINARY_SIGNALS, Standard, limit
 log = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_SETUP_FAILED = 126  # for the process list alone: the report says what failed
+_SETUP_FAILED = 126  # shown in the process list only; the report pipe has the reason
 _CLOSE_RANGE, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
 _SET_PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -39,7 +39,7 @@ _TCP_BIND_CONNECT, _SCOPE_SOCKETS_SIGNALS = 0b11, 0b11
 
 
 def make_home(order: Order, files: list[int]) -> str:
-    """The run's directory on the host, filled with its files."""
+    """Creates the run's directory on the host with its files."""
     home = tempfile.mkdtemp(prefix=f"hone-box-{os.getpid()}-")
     for name, descriptor in zip(order.files, files, strict=True):
         path = os.path.join(home, name)
@@ -50,7 +50,7 @@ def make_home(order: Order, files: list[int]) -> str:
 
 
 def remove_home(home: str) -> None:
-    """Remove it with the system's tools, which have no recursion limit and never follow a link."""
+    """Remove the directory with the system's tools, which have no recursion limit and follow no links."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf", "--one-file-system"]):
         tools = {"PATH": "/usr/bin:/bin"}
         subprocess.run([*command, "--", home], stderr=subprocess.DEVNULL, env=tools)
@@ -59,9 +59,9 @@ def remove_home(home: str) -> None:
 
 
 def fork(order: Order, home: str, group: Group | None, standard: Standard, report: int) -> int:
-    """Fork, limit, close in and execute the program; the child's pid.
+    """Fork, set limits, restrict and execute the program; returns the child's pid.
 
-    report: gets a sentence when something fails before exec, and is closed by exec.
+    report: receives a sentence when something fails before exec; exec closes it.
     """
     pid = os.fork()
     if pid:
@@ -72,7 +72,7 @@ def fork(order: Order, home: str, group: Group | None, standard: Standard, repor
                 group.admit(os.getpid())
         for target, descriptor in enumerate(standard):
             os.dup2(descriptor, target)
-        # Every descriptor is made close-on-exec where it is opened; this is the second lock.
+        # All descriptors are opened close-on-exec; this closes any that were missed.
         _LIBC.syscall(_CLOSE_RANGE, 3, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC)
         for number in ORDINARY_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -87,24 +87,24 @@ def fork(order: Order, home: str, group: Group | None, standard: Standard, repor
             seccomp.install(seccomp.build_filter(keep_group=True))
         argv = [interpreter.executable, f"{home}/main.py", *order.job.argv]
         os.execve(argv[0], argv, box_environment(home))
-    except BaseException as error:  # whatever it was, the child must not go on as a second warden
+    except BaseException as error:  # the child must never continue as a second warden
         os.write(report, f"sandbox: {type(error).__name__}: {error}".encode())
     finally:
         os._exit(_SETUP_FAILED)
 
 
 def landlock_abi() -> int:
-    """The kernel's Landlock version; 0 where it has none."""
+    """Returns the kernel's Landlock version, or 0 without Landlock."""
     return max(0, _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
 
 
 def restrict(*, read: Iterable[str], write: Iterable[str]) -> None:
-    """From here on this process reads only `read`, and reads and writes only `write`."""
+    """Restrict this process to reading `read` and to reading and writing `write`."""
     version = landlock_abi()
     if version == 0:
         raise OSError("landlock: this kernel has none; use bubblewrap")
-    handled = _RIGHTS_BY_ABI[max(abi for abi in _RIGHTS_BY_ABI if abi <= version)]
-    attributes = struct.pack("Q", handled)
+    handled_rights = _RIGHTS_BY_ABI[max(abi for abi in _RIGHTS_BY_ABI if abi <= version)]
+    attributes = struct.pack("Q", handled_rights)
     if version >= 4:
         attributes += struct.pack("Q", _TCP_BIND_CONNECT)
     if version >= 6:
@@ -112,10 +112,10 @@ def restrict(*, read: Iterable[str], write: Iterable[str]) -> None:
     ruleset = _call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     try:
         for path in read:
-            _allow(ruleset, path, _READ & handled)
+            _allow(ruleset, path, _READ & handled_rights)
         for path in write:
-            _allow(ruleset, path, handled)
-        _LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # the kernel asks for it
+            _allow(ruleset, path, handled_rights)
+        _LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # required by the kernel
         _call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
@@ -125,7 +125,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         target = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
-        return  # nothing to allow; what is not named stays denied
+        return  # no rule is needed: paths without one stay denied
     try:
         rights &= -1 if os.path.isdir(path) else _FILE_RIGHTS
         _call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, target), 0)

@@ -1,7 +1,7 @@
-"""Which Python runs in the box, and the few paths it needs to be seen there.
+"""Chooses the Python interpreter for the box and the paths that must be visible to it.
 
-The standard library only: site-packages is masked, unless the interpreter named is a virtual
-environment's own. Leaves out how the paths are bound: bubblewrap.py and direct.py do that.
+Only the standard library is visible: site-packages is masked, unless the chosen interpreter belongs to
+a virtual environment. bubblewrap.py and direct.py bind the paths.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FACTS = (
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python and what must be visible for it to start."""
+    """A Python interpreter and the paths that it needs to start."""
 
     executable: str
     reads: tuple[str, ...]
-    """Paths outside the system's that it needs, read-only."""
+    """Read-only paths that it needs outside the system directories."""
     masks: tuple[str, ...]
-    """Directories below those that are hidden."""
+    """Directories below `reads` that are hidden."""
 
     def reachable_by(self, uid: int, gid: int) -> bool:
-        """Whether that user could open all of it by path."""
+        """Whether that user can open all paths."""
         for path in map(Path, (self.executable, *self.reads)):
             for step in (path, *path.parents):
                 info = step.stat()
@@ -50,7 +50,7 @@ class Interpreter:
 
 @functools.lru_cache(maxsize=8)
 def describe(executable: str | None = None) -> Interpreter:
-    """The interpreter at that path; None is the one this process runs on, outside its venv."""
+    """Describes the interpreter at that path; None is the base interpreter of this process."""
     if executable is None:
         base = getattr(sys, "_base_executable", None) or sys.executable
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -85,8 +85,8 @@ def describe(executable: str | None = None) -> Interpreter:
 
 
 def choose(executable: str | None, *, uid: int, gid: int, staged: bool) -> Interpreter:
-    """The interpreter to use for programs that run as uid. Falls back to the system's when none
-    was named and the running one lies where uid cannot go."""
+    """Chooses the interpreter for programs that run as uid: the system's when none is named and uid
+    cannot reach the running one."""
     named = describe(executable)
     if staged or named.reachable_by(uid, gid):
         return named

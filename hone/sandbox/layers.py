@@ -1,6 +1,6 @@
-"""Which walls stand on this machine, proven by running a probe in a box; and the minimum they meet.
+"""Finds the layers that work on this machine by running a probe, and checks the configured minimum.
 
-Fails closed: a missing wall that the minimum names stops the run before it starts.
+It fails closed: if the minimum names a missing layer, the run does not start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.sandbox.plan import NOBODY, Plan
 from hone.sandbox.result import Job, SandboxError, SandboxUnavailable
 
 DEFAULT_MINIMUM = frozenset({"filesystem", "network", "processes"})
-# What one may ask for → the layers any of which gives it.
+# Guarantee → the layers, any one of which provides it.
 GUARANTEES: dict[str, tuple[str, ...]] = {
     "filesystem": ("bubblewrap", "landlock"),
     "network": ("bubblewrap", "seccomp"),
@@ -43,7 +43,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class LayerState:
-    """Whether a layer holds, and a sentence about it."""
+    """Whether a layer is active, with a sentence that explains it."""
 
     active: bool
     detail: str
@@ -56,22 +56,22 @@ class _Machine:
 
 
 def layers(interpreter_path: str | None = None) -> dict[str, LayerState]:
-    """Every layer's state on this machine. The first call runs a probe; later ones remember."""
+    """Returns the state of every layer on this machine. The first call runs a probe; the result is cached."""
     return dict(_examine(interpreter_path).layers)
 
 
 def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> Plan:
-    """The plan that meets the minimum, or SandboxUnavailable naming what is missing."""
+    """Returns the plan that meets the minimum, or raises SandboxUnavailable with the missing layers."""
     machine = _examine(interpreter_path)
     unknown = sorted(set(minimum) - set(GUARANTEES) - set(LAYERS))
     if unknown:
         names = ", ".join([*GUARANTEES, *LAYERS])
         raise ValueError(f"sandbox: minimum names {unknown[0]!r}, which is unknown; known: {names}")
     for name in sorted(minimum):
-        givers = GUARANTEES.get(name, (name,))
-        if not any(machine.layers[layer].active for layer in givers):
+        providers = GUARANTEES.get(name, (name,))
+        if not any(machine.layers[layer].active for layer in providers):
             problem = f"the configured minimum asks for {name!r}, which nothing here gives"
-            raise _unavailable(problem, machine, givers)
+            raise _unavailable(problem, machine, providers)
     if machine.plan is None:
         raise _unavailable("no box can be built here", machine, LAYERS)
     return machine.plan
@@ -121,7 +121,7 @@ def _examine(interpreter_path: str | None) -> _Machine:
 
 
 def _variants(root: bool) -> Iterator[tuple[str | None, bool, bool]]:
-    """(bubblewrap, fresh /proc, staged interpreter): the strongest box first."""
+    """Yields (bubblewrap, fresh /proc, staged interpreter), the strongest box first."""
     bwrap, _ = bubblewrap.find()
     if bwrap is not None:
         for proc in (True, False):
@@ -136,13 +136,13 @@ def _states(
     plan: Plan | None, facts: dict[str, str | int], refusals: list[str]
 ) -> dict[str, LayerState]:
     boxed = plan is not None and plan.bwrap is not None
-    bare = plan is not None and plan.bwrap is None
+    unboxed = plan is not None and plan.bwrap is None
     filtered = plan is not None and plan.seccomp and facts.get("seccomp") in ("2", "")
     missing = refusals[0] if refusals else f"not found; install it: {bubblewrap.INSTALL}"
     namespaces = f"{bubblewrap.find()[0]}: own namespaces, uid {facts.get('uid')}"
     denied = f"{len(seccomp.DENIED['x86_64'])} system calls denied"
     abi = direct.landlock_abi()
-    landlock = f"ABI {abi}" if bare else f"ABI {abi}, not needed: bubblewrap hides the files"
+    landlock = f"ABI {abi}" if unboxed else f"ABI {abi}, not needed: bubblewrap hides the files"
     return {
         "bubblewrap": LayerState(boxed, namespaces if boxed else missing),
         "rlimits": LayerState(
@@ -150,5 +150,5 @@ def _states(
             "address space, CPU, file size, open files, processes",
         ),
         "seccomp": LayerState(filtered, denied if filtered else "no filter in force"),
-        "landlock": LayerState(bare, landlock if abi else "this kernel has none"),
+        "landlock": LayerState(unboxed, landlock if abi else "this kernel has none"),
     }

@@ -1,6 +1,6 @@
 """How boxes are built on this machine, and the order for one run.
 
-Decided once by layers.py, carried out by the warden. Holds no state and starts nothing.
+layers.py makes the plan once; the warden carries it out. This file holds no state and starts nothing.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is the same for all runs."""
+    """The settings that all runs share."""
 
     bwrap: str | None
     """Path of bubblewrap; None builds the box from Landlock and seccomp alone."""
     bwrap_options: tuple[str, ...]
-    """Options this bubblewrap has beyond the oldest supported: 'disable-userns'."""
+    """Options that this bubblewrap supports beyond the oldest supported version: 'disable-userns'."""
     proc: bool
     """Whether a fresh /proc can be mounted (some containers forbid it)."""
     drop_to: int | None
-    """User to become before anything untrusted runs; None when already unprivileged."""
+    """The user that runs untrusted code; None when this process is already unprivileged."""
     seccomp: bool
     interpreter: Interpreter
     staged: bool
-    """The interpreter lies where drop_to cannot go: the warden binds it to where it can."""
+    """Whether drop_to cannot reach the interpreter, so that the warden must bind it elsewhere."""
     cgroup: Parents | None
 
 
 @dataclass(frozen=True)
 class Order:
-    """One run as the warden gets it; the job's texts travel beside it as descriptors."""
+    """One run as the warden receives it; the job's texts are sent as descriptors."""
 
     plan: Plan
     job: Job
     channel: bool
-    """Standard input is one end of a socket; the caller is lent the other."""
+    """Whether standard input is a socket whose other end the caller receives."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, *, channel: bool = False) -> Order:
-        # Exact types: the warden cannot import NumPy, whose floats and texts a job may hold.
+        # Exact types are needed: the warden cannot import NumPy, whose floats and strings a job may hold.
         exact: Row = {name: type(most)(getattr(job, name)) for name, (_, most) in RANGES.items()}
         exact |= {"cpu_s": None if job.cpu_s is None else float(job.cpu_s), "code": "", "stdin": ""}
         exact |= {
@@ -58,12 +58,12 @@ class Order:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files whose texts travel beside it, in their order."""
+        """Names of the files that are sent as descriptors, in that order."""
         return ("main.py", *self.job.files)
 
 
 def box_environment(home: str) -> dict[str, str]:
-    """All that a program in the box sees of an environment. The hash seed is fixed: replays."""
+    """Returns the program's whole environment. The hash seed is fixed for reproducible runs."""
     return {
         "HOME": home,
         "LANG": "C.UTF-8",

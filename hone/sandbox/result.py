@@ -1,6 +1,6 @@
-"""What goes into the sandbox and what comes out: the job, its limits, the verdict, the errors.
+"""The input and output of the sandbox: the job, its limits, the result, the errors.
 
-Nothing here starts a process. Limits are per run; their defaults stand here, once.
+Nothing here starts a process. Limits are per run; this file alone defines their defaults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import TypedDict
 
 MAX_TIMEOUT_S = 86_400.0
-MAX_FILES = 200  # descriptors that travel in one message are limited to 253
+MAX_FILES = 200  # one message can carry at most 253 descriptors
 RANGES: dict[str, tuple[float, float]] = {
     "timeout_s": (0.0, MAX_TIMEOUT_S),
     "memory_mb": (1, 1 << 20),
@@ -22,46 +22,46 @@ RANGES: dict[str, tuple[float, float]] = {
     "disk_mb": (1, 1 << 20),
     "open_files": (16, 1 << 16),
 }
-"""Least and most of every limit of a run; the most is finite, so that every run ends."""
-_CPU_BEHIND_WALL_S = 5  # a warden on a busy machine looks late: the wall limit is still the first
+"""The range of every limit of a run; the upper bounds are finite, so that every run ends."""
+_CPU_BEHIND_WALL_S = 5  # so that the wall limit applies first, even if a busy warden checks late
 
 
 class SandboxError(RuntimeError):
-    """The box itself failed: says nothing about the program that was to run in it."""
+    """The box itself failed; this tells nothing about the program."""
 
 
 class SandboxUnavailable(SandboxError):
-    """A layer that the configured minimum asks for is missing: nothing was run."""
+    """A layer that the configured minimum requires is missing; nothing has run."""
 
 
 class NotStarted(SandboxError):
-    """The box or its warden was killed before the program could start: nothing has run."""
+    """The box or its warden was killed before the program started; nothing has run."""
 
 
 class Status(str, enum.Enum):
     """How a run ended."""
 
     OK = "ok"
-    """The program ended by itself with exit code 0."""
+    """The program exited with code 0."""
     ERROR = "error"
-    """The program ended by itself with another exit code, or crashed."""
+    """The program exited with another code, or crashed."""
     TIMEOUT = "timeout"
     """Wall time or CPU time ran out."""
     MEMORY = "memory"
     """The memory limit was reached."""
     OUTPUT = "output"
-    """More output than allowed; what came before the limit is kept."""
+    """The output limit was reached; the output before the limit is kept."""
     KILLED = "killed"
-    """SIGKILL or SIGTERM that none of the limits above explains."""
+    """The program was killed by SIGKILL or SIGTERM for none of the reasons above."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The verdict on one run."""
+    """The result of one run."""
 
     status: Status
     exit_code: int | None
-    """As a shell reports it (128 + signal); None when the box was killed from outside."""
+    """The code that a shell reports (128 + signal); None when the box was killed from outside."""
     stdout: str
     stderr: str
     wall_s: float
@@ -72,7 +72,7 @@ class SandboxResult:
 
 
 class JobFields(TypedDict, total=False):
-    """Job's fields but its code, as keyword arguments."""
+    """The fields of Job except its code, as keyword arguments."""
 
     stdin: str
     timeout_s: float
@@ -88,28 +88,28 @@ class JobFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Job:
-    """One program with everything it may use."""
+    """One program with its limits and input."""
 
     code: str
     stdin: str = ""
     timeout_s: float = 10.0
-    """Wall time from the moment the program may start."""
+    """Wall time, measured from the start of the program."""
     cpu_s: float | None = None
-    """CPU seconds per process (rounded up); None stands a little behind the wall time, which ends it."""
+    """CPU seconds per process (rounded up); None is slightly more than the wall time, which applies first."""
     memory_mb: int = 512
-    """Address space of each process; with a memory cgroup also the sum over all of them."""
+    """Address space of each process; with a memory cgroup also the total of all processes."""
     output_bytes: int = 1 << 20
-    """stdout and stderr together."""
+    """Total size of stdout and stderr."""
     processes: int = 32
-    """Processes and threads alive at one time."""
+    """Largest number of concurrent processes and threads."""
     disk_mb: int = 64
-    """Size of the working directory, and of any one file in it."""
+    """Size of the working directory, and of each file in it."""
     open_files: int = 128
-    """File descriptors of one process."""
+    """File descriptors per process."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Relative path in the working directory → text."""
     argv: Sequence[str] = ()
-    """sys.argv[1:] of the program."""
+    """The program's sys.argv[1:]."""
 
     def __post_init__(self) -> None:
         for name, limits in RANGES.items():
@@ -141,7 +141,7 @@ class Job:
 
 
 def check_number(name: str, value: float, least: float, most: float) -> None:
-    """A finite number in the range: of the limit's own kind, so 512.5 processes are refused."""
+    """Raise unless the value is a finite number in the range and of the limit's type (no 512.5 processes)."""
     whole = isinstance(most, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         kind = "an integer" if whole else "a number"

@@ -1,6 +1,6 @@
-"""A warden started by root works as uid 65534 and is root only where a line says so.
+"""A warden that root starts works as uid 65534 and becomes root only inside `raised()`.
 
-What it executes has no rights from the start: exec forgets the saved user id.
+Programs that it executes have no root rights, because exec resets the saved user id.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 def lower(uid: int) -> None:
-    """Become that user in effect, keeping root as the saved id. Call once, as root."""
+    """Set the effective user and keep root as the saved id. Call once, as root."""
     os.setgroups([])
     os.setresgid(uid, uid, 0)
     os.setresuid(uid, uid, 0)
@@ -32,7 +32,7 @@ def raised() -> Iterator[None]:
 
 
 def drop() -> None:
-    """Give up the saved root id for good; called in a child before untrusted code runs."""
+    """Give up the saved root id permanently; called in a child before untrusted code runs."""
     effective, saved = os.getresuid()[1:]
     if saved == 0 and effective != 0:
         group = os.getegid()

@@ -1,6 +1,6 @@
-"""Texts as files in memory that cannot be changed once they are written.
+"""In-memory files that cannot be changed once they are written.
 
-The program in the box reads its standard input from one; it must not be able to write there.
+The program in the box reads its standard input from such a file and must not be able to write to it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _WRITE, _GROW, _SHRINK, _SEAL = 0x0008, 0x0004, 0x0002, 0x0001
 
 
 def empty() -> int:
-    """A file that can be filled and sealed later."""
+    """Creates a file that can be filled and sealed later."""
     return os.memfd_create("hone-text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def write(text: str) -> int:
-    """A sealed file with this text."""
+    """Creates a sealed file with this text."""
     descriptor = empty()
     try:
-        # Lone surrogates do occur in model text; Python source cannot hold them, stdin may.
+        # Model output can contain lone surrogates; Python source cannot, standard input can.
         view = memoryview(text.encode(errors="surrogatepass"))
         while view:
             view = view[os.write(descriptor, view) :]
@@ -33,7 +33,7 @@ def write(text: str) -> int:
 
 
 def fill(descriptor: int, source: int) -> None:
-    """Copy all of source into an empty file, and seal it. source's offset stays where it is."""
+    """Copy all of source into an empty file and seal it. The offset of source does not change."""
     size, done = os.fstat(source).st_size, 0
     while done < size:
         done += os.sendfile(descriptor, source, done, size - done)
@@ -41,7 +41,7 @@ def fill(descriptor: int, source: int) -> None:
 
 
 def content(descriptor: int) -> bytes:
-    """All of it, wherever its offset is."""
+    """Returns the whole content, regardless of the offset."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 

@@ -1,7 +1,7 @@
-"""The system calls a program in the box may not make, as a BPF program assembled here.
+"""The system calls that a program in the box may not make, as a BPF program assembled here.
 
-A deny list, not an allow list: the box's walls are namespaces, this filter removes the doors to the
-kernel that no ordinary Python program uses. Leaves out 32-bit tables: a foreign ABI is refused whole.
+This is a deny list: namespaces isolate the box, and the filter removes kernel interfaces that no ordinary
+Python program uses. There are no 32-bit tables: every call of a foreign ABI is refused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data, low words
 _X32_BIT = 0x40000000
-_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag that clone(2) takes
-_TERMINAL_TRICKS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into the parent's terminal
+_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone(2)
+_TERMINAL_TRICKS = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type into the parent's terminal
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# Number on x86_64 and on aarch64; - where the architecture has no such call.
+# Call numbers on x86_64 and on aarch64; "-" where the architecture has no such call.
 _TABLE = """
 network (`socketpair` stays: it reaches no other process, and asyncio needs it):
   socket 41 198, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427
@@ -54,22 +54,22 @@ DENIED: dict[str, dict[str, int]] = {
     "x86_64": {name: int(number) for name, number, _ in _CALLS},
     "aarch64": {name: int(number) for name, _, number in _CALLS if number != "-"},
 }
-"""Machine → name → number of every call that is refused."""
+"""Machine → name → number of every refused call."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
-# Where no PID namespace holds the run together, its process group does: no process may leave it.
+# Without a PID namespace a run is killed by its process group, so no process may leave the group.
 _LEAVE_GROUP = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
 
 
 def supported(machine: str | None = None) -> bool:
-    """Whether this machine's system-call table is known here."""
+    """Whether this machine's system call table is defined here."""
     return (machine or platform.machine()) in _AUDIT_ARCH
 
 
 @functools.lru_cache(maxsize=4)
 def build_filter(machine: str | None = None, *, keep_group: bool = False) -> bytes:
-    """The filter as an array of `struct sock_filter`. keep_group also denies setsid and setpgid."""
+    """Returns the filter as an array of `struct sock_filter`. keep_group also denies setsid and setpgid."""
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
         raise ValueError(
@@ -79,31 +79,31 @@ def build_filter(machine: str | None = None, *, keep_group: bool = False) -> byt
     if keep_group:
         numbers += _LEAVE_GROUP[machine]
 
-    refuse, absent = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+    permission_error, not_implemented = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [_op(_LOAD, _ARCH), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL)]
     program.append(_op(_LOAD, _NR))
     if machine == "x86_64":
-        program += [_op(_AT_LEAST, _X32_BIT, 0, 1), _op(_RETURN, absent)]
+        program += [_op(_AT_LEAST, _X32_BIT, 0, 1), _op(_RETURN, not_implemented)]
     for number in sorted(numbers):
-        program += [_op(_EQUAL, number, 0, 1), _op(_RETURN, refuse)]
-    # clone3 hides its flags behind a pointer; libc falls back to clone when it is absent.
-    program += [_op(_EQUAL, _CLONE3, 0, 1), _op(_RETURN, absent)]
+        program += [_op(_EQUAL, number, 0, 1), _op(_RETURN, permission_error)]
+    # clone3 passes its flags by pointer, which a filter cannot read; libc falls back to clone.
+    program += [_op(_EQUAL, _CLONE3, 0, 1), _op(_RETURN, not_implemented)]
     program += [
         _op(_EQUAL, _CLONE[machine], 0, 4),
         _op(_LOAD, _ARG0),
         _op(_ANY_BIT, _NEW_NAMESPACES, 0, 1),
-        _op(_RETURN, refuse),
+        _op(_RETURN, permission_error),
         _op(_RETURN, _ALLOW),
     ]
     program += [_op(_EQUAL, _IOCTL[machine], 0, 2 + 2 * len(_TERMINAL_TRICKS)), _op(_LOAD, _ARG1)]
     for request in _TERMINAL_TRICKS:
-        program += [_op(_EQUAL, request, 0, 1), _op(_RETURN, refuse)]
+        program += [_op(_EQUAL, request, 0, 1), _op(_RETURN, permission_error)]
     program += [_op(_RETURN, _ALLOW), _op(_RETURN, _ALLOW)]
     return b"".join(program)
 
 
 def install(program: bytes) -> None:
-    """Put the calling thread, and all it starts, under the filter. Cannot be undone."""
+    """Apply the filter to the calling thread and its future children. This cannot be undone."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))

@@ -1,6 +1,6 @@
-"""A handful of attacks on the box, for `hone doctor`: does it hold on this machine, now?
+"""A few attacks on the box, with which `hone doctor` checks the sandbox of this machine.
 
-Small and quick on purpose; the tests attack harder.
+They are small and quick; the test suite has stronger ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ except OSError:
 def self_test(
     minimum: Collection[str] = DEFAULT_MINIMUM, interpreter: str | None = None
 ) -> list[Check]:
-    """Every check with its outcome. SandboxUnavailable when the minimum is not met."""
+    """Returns every check with its outcome. Raises SandboxUnavailable when the minimum is not met."""
 
     def run(code: str, **limits: Unpack[JobFields]) -> SandboxResult:
         limits.setdefault("timeout_s", 30.0)

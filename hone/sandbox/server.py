@@ -1,7 +1,7 @@
-"""Our own sandbox behind SandboxFusion's `run_code`, and `judge_code` for assertions in two boxes.
+"""Serves the local sandbox as SandboxFusion's `run_code`, and `judge_code` for assertions in two boxes.
 
-Plain HTTP without authentication: bind it to loopback or to a network you trust. A web page's request,
-or one that is no plain JSON order, is refused before anything runs.
+Plain HTTP without authentication: bind it to loopback or to a trusted network. Requests from web pages
+and requests that are not plain JSON are refused before anything runs.
 `python -m hone.sandbox.server --port 8080 --max-concurrent 8 --max-memory-mb 1024`
 """
 
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 RUN_PATH, JUDGE_PATH = "/run_code", "/judge_code"
 MAX_BODY = 64 << 20
-_LOOK_S = 0.2  # how often a request that waits for its turn looks whether its client is still there
+_LOOK_S = 0.2  # interval at which a queued request checks that its client is still connected
 _LANGUAGES = ("python", "python3")
 _STATUSES = {Status.OK: "Finished", Status.ERROR: "Finished", Status.TIMEOUT: "TimeLimitExceeded"}
 
 
 class SandboxServer(ThreadingHTTPServer):
-    """Answers both paths; at most max_concurrent programs at a time, the rest wait."""
+    """Serves both paths; at most max_concurrent programs run at a time, other requests wait."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -67,7 +67,7 @@ class SandboxServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}{RUN_PATH}"
 
     def is_own_name(self, host: str) -> bool:
-        """A name that a foreign page cannot make its own by DNS: an address, ours, or one of --name."""
+        """Whether DNS rebinding cannot forge the name: an address, our own name, or one of --name."""
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
             return True
@@ -82,7 +82,7 @@ class SandboxServer(ThreadingHTTPServer):
 
 
 class Refused(Exception):
-    """A request that is not answered by a run."""
+    """The request is refused; nothing runs."""
 
     def __init__(self, status: HTTPStatus, detail: str) -> None:
         super().__init__(detail)
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             run = self._order()
         except Refused as refusal:
-            self.close_connection = True  # its body has not been read
+            self.close_connection = True  # the body has not been read
             self._answer(refusal.status, {"detail": str(refusal)})
             return
         try:
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, answer)
 
     def _order(self) -> Callable[[], JsonObject]:
-        """The run that the request asks for; Refused if it is malformed."""
+        """Returns the requested run; raises Refused if the request is malformed."""
         if self.path not in (RUN_PATH, JUDGE_PATH):
             raise Refused(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
         self._check_sender()
@@ -137,9 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _limits(self, request: JsonObject) -> _Limits:
         limits: _Limits = {"memory_mb": self.server.max_memory_mb}
-        if request.get("memory_limit_MB") != -1:  # SandboxFusion's word for no limit
+        if request.get("memory_limit_MB") != -1:  # -1 means no limit in SandboxFusion
             memory_mb = _number(request, "memory_limit_MB", RANGES["memory_mb"][1])
-            if memory_mb is not None:  # a service gives what it has; a smaller limit is kept
+            if memory_mb is not None:  # larger requests get the server's maximum
                 limits["memory_mb"] = min(max(1, int(memory_mb)), self.server.max_memory_mb)
         timeout_s = _number(request, "run_timeout", self.server.max_timeout_s)
         if timeout_s is not None:
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         return limits
 
     def _check_sender(self) -> None:
-        """Refuse what a web page could send: another Host, a foreign Origin, or a body that is no JSON."""
+        """Refuse what a web page could send: a wrong Host, a foreign Origin, or a body that is not JSON."""
         header = self.headers.get("Host", "")
         host = header.strip().lower()
         host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: HTTPStatus, content: JsonObject) -> None:
         body = json.dumps(content).encode()
-        with contextlib.suppress(ConnectionError):  # the client has gone
+        with contextlib.suppress(ConnectionError):  # the client has disconnected
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -222,7 +222,7 @@ def _text(request: JsonObject, name: str, default: str | None = None) -> str:
 
 
 def _number(request: JsonObject, name: str, most: float) -> float | None:
-    """A positive finite number; None when the request leaves it open."""
+    """Returns a positive finite number, or None when the request does not set it."""
     value = request.get(name)
     if value is None:
         return None
@@ -241,7 +241,7 @@ def _judged(
 
 
 def _reported(result: SandboxResult) -> JsonObject:
-    """How a program ended, in SandboxFusion's words."""
+    """Converts a result to SandboxFusion's response format."""
     return {
         "status": "Success" if result.ok else "Failed",
         "message": "" if result.ok else f"the program ended with {result.status.value}",

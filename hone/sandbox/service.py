@@ -1,7 +1,7 @@
-"""A client for code-execution services that speak SandboxFusion's `run_code`.
+"""A client for code execution services with SandboxFusion's `run_code` API.
 
-For clusters whose trainer nodes may not run untrusted code at all. What the service isolates is its
-own affair; a failure of the service is an error here, never a verdict on the program.
+It is for clusters whose trainer nodes may not run untrusted code. The service is responsible for
+isolation; a failure of the service is raised as an error and never becomes a result of the program.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BUSY = frozenset({429, 502, 503, 504})
 _ABSENT = frozenset({404, 405, 501})
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.25
-_GRACE_S = 30.0  # for the service's own queue, beyond the program's limits
+_GRACE_S = 30.0  # for the service's queue, beyond the program's limits
 
 
 class SandboxServiceError(SandboxError):
-    """The service could not be reached, or did not answer as agreed."""
+    """The service could not be reached, or sent an invalid answer."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class SandboxServiceError(SandboxError):
 
 
 class SandboxService:
-    """One service, with a limit on concurrent requests."""
+    """One service with a limit on concurrent requests."""
 
     def __init__(self, url: str, *, max_concurrent: int, memory_limit_mb: int) -> None:
         if not url.startswith(("http://", "https://")):
@@ -55,7 +55,7 @@ class SandboxService:
         self._memory_limit_mb = memory_limit_mb
 
     def run(self, job: Job) -> SandboxResult:
-        """Run one job there. memory_mb is the smaller of the job's and the service's."""
+        """Run one job on the service. memory_mb is the smaller of the job's and the service's."""
         if job.files or job.argv:
             raise ValueError("sandbox service: files and argv are not part of its interface")
         request: JsonObject = {
@@ -73,7 +73,7 @@ class SandboxService:
     def judge(
         self, program: str, tests: str, *, preamble: str, timeout_s: float, memory_mb: int
     ) -> Judgement:
-        """As hone.sandbox.judging.judge, elsewhere. Only our own server has two boxes for it."""
+        """Runs hone.sandbox.judging.judge on the service; only our own server supports it."""
         url = self._url.rpartition("/")[0] + "/judge_code"
         request: JsonObject = {"program": program, "tests": tests, "preamble": preamble}
         try:
@@ -90,11 +90,11 @@ class SandboxService:
             ) from error
 
     def run_python(self, code: str, **limits: Unpack[JobFields]) -> SandboxResult:
-        """As hone.sandbox.run_python, elsewhere."""
+        """Runs hone.sandbox.run_python on the service."""
         return self.run(Job(code, **limits))
 
     def _post(self, url: str, request: JsonObject, timeout_s: float, memory_mb: int) -> Row:
-        """The answer, in one of the slots; a busy or absent service is tried again."""
+        """Sends the request and returns the answer; retries if the service is busy or unreachable."""
         limits = {"run_timeout": timeout_s}
         limits["memory_limit_MB"] = min(memory_mb, self._memory_limit_mb)
         body = json.dumps({**request, **limits}).encode()

@@ -1,7 +1,7 @@
-"""One box built ahead of its order, so that mounting and namespaces cost a waiting caller no time.
+"""Builds one box before its order arrives, so that callers do not wait for mounts and namespaces.
 
-A spare is used once, like any box, and holds nothing until its order comes. Leaves out how a box is
-built; knows only when a spare is worth building, which order it fits, and when to give it up.
+A spare is used once, like any box, and holds no data until its order arrives. This file decides when to
+build a spare, which order it fits, and when to discard it; box.py builds it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from hone.sandbox.box import Box
 from hone.sandbox.plan import Order, Plan
 
-KEEP_S = 1.0  # an unused spare is given up after this; runs further apart build none
+KEEP_S = 1.0  # lifetime of an unused spare; runs further apart build none
 
 Kind = tuple[Plan, int, bool]
 
 
 class Spares:
-    """At most one waiting box, of the kind that was ordered twice in a row."""
+    """Holds at most one spare, of the kind that was ordered twice in a row."""
 
     def __init__(
         self, build: Callable[[Order], Box], give_up: Callable[[Box], None], keep_s: float
@@ -35,11 +35,11 @@ class Spares:
 
     @property
     def due(self) -> float:
-        """When the spare is given up."""
+        """The time at which the spare is discarded."""
         return math.inf if self._box is None else self._last_time + self._keep_s
 
     def take(self, order: Order) -> Box | None:
-        """The spare, if it can become this order's box."""
+        """Returns the spare if it fits this order."""
         box = self._box
         if box is None or not box.ready or _kind(order) != _kind(box.order):
             return None
@@ -47,13 +47,13 @@ class Spares:
         return box
 
     def restock(self, order: Order) -> None:
-        """Called after an order was started: build the next spare if another is likely to follow."""
+        """Build the next spare after an order was started, if a similar order is likely to follow."""
         kind, now = _kind(order), time.monotonic()
-        likely = (
+        is_likely = (
             kind is not None and kind == self._last_kind and now - self._last_time <= self._keep_s
         )
         self._last_kind, self._last_time = kind, now
-        if not likely:
+        if not is_likely:
             return
         if self._box is not None and _kind(self._box.order) != kind:
             self.drop()
@@ -61,7 +61,7 @@ class Spares:
             self._box = self._build(order)
 
     def check(self, now: float) -> None:
-        """Give up a spare that waited long enough, or that died."""
+        """Discard a spare that is too old or dead."""
         if self._box is not None and (not self._box.ready or now >= self.due):
             self.drop()
 
@@ -72,7 +72,7 @@ class Spares:
 
 
 def _kind(order: Order) -> Kind | None:
-    """What a spare has in common with its order; None where arguments or further files are fixed
-    when a box is built."""
+    """Returns what a spare must share with its order; None if the order has arguments or more files,
+    which are fixed when a box is built."""
     plain = order.plan.bwrap is not None and not order.job.argv and not order.job.files
     return (order.plan, order.job.disk_mb, order.channel) if plain else None

@@ -1,4 +1,4 @@
-"""Starts processes by posix_spawn, which copies no memory, and sets their rlimits."""
+"""Starts processes with posix_spawn, which copies no memory, and sets their rlimits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from hone.sandbox.result import Job
 
-# Ignored by Python or by the warden; ordinary programs expect them as they come.
+# Python or the warden ignores these signals; ordinary programs expect the default handlers.
 ORDINARY_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Standard = tuple[int, int, int]
 
 
 def execute(argv: list[str], *, standard: Standard, keep: Sequence[int]) -> int:
-    """Start argv without environment and return its pid. keep: descriptors that it inherits.
+    """Start argv with an empty environment and return its pid. keep: descriptors that it inherits.
 
-    The caller closes those of keep at once: until then any child would inherit them.
+    The caller must close them immediately afterwards, because any other child would inherit them too.
     """
     for descriptor in keep:
         os.set_inheritable(descriptor, True)
@@ -26,10 +26,10 @@ def execute(argv: list[str], *, standard: Standard, keep: Sequence[int]) -> int:
 
 
 def limit(pid: int, job: Job) -> None:
-    """Set every rlimit of a process that is ours and waits; 0 is the calling one.
+    """Set every rlimit of a process of ours that waits; pid 0 is the calling process.
 
-    In a user namespace of its own the processes of the box alone are counted, its first included;
-    without one, the kernel counts all processes of this user, also those outside.
+    In a new user namespace the process limit counts only the processes of the box, including the first.
+    Otherwise the kernel counts all processes of this user, including those outside the box.
     """
     cpu_s = job.cpu_limit_s
     limits = {
@@ -41,7 +41,7 @@ def limit(pid: int, job: Job) -> None:
         resource.RLIMIT_NPROC: (job.processes + 1, job.processes + 1),
     }
     for kind, (soft, hard) in limits.items():
-        present = resource.prlimit(pid, kind)[1]
-        if present != resource.RLIM_INFINITY:  # one that is already stricter stays
-            soft, hard = min(soft, present), min(hard, present)
+        current_limit = resource.prlimit(pid, kind)[1]
+        if current_limit != resource.RLIM_INFINITY:  # a stricter existing limit is kept
+            soft, hard = min(soft, current_limit), min(hard, current_limit)
         resource.prlimit(pid, kind, (soft, hard))

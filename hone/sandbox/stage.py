@@ -1,7 +1,7 @@
-"""Makes an interpreter in a closed home reachable for an unprivileged bubblewrap.
+"""Makes an interpreter in a private home directory reachable for an unprivileged bubblewrap.
 
-Root's own Python often lies below /root, where uid 65534 cannot go. The warden, in a mount namespace
-of its own, binds just the paths that are needed to a place that is open. Nothing outside sees it.
+Root's Python is often below /root, which uid 65534 cannot enter. The warden binds only the needed paths
+to an accessible directory, in a mount namespace that is invisible to the host.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PLACES = ("/mnt", "/media", "/srv", "/opt", "/run")
 
 
 class Stage:
-    """Paths bound so far; the namespace is made with the first."""
+    """The paths bound so far; the namespace is created with the first one."""
 
     def __init__(self) -> None:
         self._place: str | None = None
         self._bound: dict[str, str] = {}
 
     def bind(self, paths: Sequence[str]) -> dict[str, str]:
-        """path → where it can be reached. OSError when this process may not mount."""
+        """Returns path → where it can be reached. Raises OSError when this process may not mount."""
         for path in paths:
             if path not in self._bound:
                 self._place = self._place or _open_place(paths)

@@ -1,7 +1,7 @@
 """The small process that starts, watches and ends all boxes of one program.
 
-Forking a trainer of many gigabytes and threads is slow and unsafe; forking this is neither. It also
-outlives a killed trainer just long enough to take its boxes down. One thread, one loop, no policy.
+Forking a trainer with many gigabytes and threads is slow and unsafe; forking this process is neither.
+The warden also outlives a killed trainer long enough to kill its boxes. It has one thread and one loop.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hone.sandbox.spares import Spares
 from hone.sandbox.stage import Stage
 
 MAX_MESSAGE = 1 << 17
-LENT = b"+"  # goes before the reply, with the descriptor
-_RETRY_S = 0.005  # a cgroup is busy until its last member is quite gone
-_LONGEST_WAIT_S = 3600.0  # the selector takes no number that a timespec cannot hold
+LENT = b"+"  # sent before the reply, with the descriptors
+_RETRY_S = 0.005  # a cgroup stays busy until its last member has exited
+_LONGEST_WAIT_S = 3600.0  # the selector rejects timeouts that a timespec cannot hold
 _SET_CHILD_SUBREAPER = 36
 
 
 class Caller:
-    """The connection one run came in on: a hang-up ends the run, the reply ends the connection."""
+    """The connection of one run: a disconnect ends the run, the reply ends the connection."""
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self._connection = connection
@@ -56,9 +56,9 @@ class Caller:
             self._selector.unregister(self._connection)
 
     def lend(self, descriptors: list[int]) -> None:
-        """Give the caller a hold on the box's first process (it can kill it if we die), and the
-        channel of a box that has one."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a hang-up is seen later
+        """Send the caller descriptors of the box's first process, which it can kill if we die, and of
+        the channel if the box has one."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # on_hang_up follows
             socket.send_fds(self._connection, [LENT], descriptors)
 
     def answer(self, reply: SandboxResult | SandboxError) -> None:
@@ -75,18 +75,18 @@ class Caller:
                 self._selector.register(self._connection, selectors.EVENT_WRITE, self._send)
             return
         except OSError:
-            pass  # the caller is gone; so is the interest in the answer
+            pass  # the caller has disconnected and needs no answer
         self._forget()
         self._connection.close()
 
 
 class Warden:
-    """Takes orders from one socket until it closes."""
+    """Accepts orders from one socket until it closes."""
 
     def __init__(self, control: socket.socket, keep_spares_s: float) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
-        self._boxes: dict[Box, Caller | None] = {}  # None: its reply has no reader any more
+        self._boxes: dict[Box, Caller | None] = {}  # None: the caller needs no reply
         self._leaving: list[Box] = []
         self._swept: set[str] = set()
         self._number = 0
@@ -98,7 +98,7 @@ class Warden:
         self._selector.register(self._control, selectors.EVENT_READ, self._on_order)
         while not (self._closed and not self._boxes and not self._leaving):
             for key, _ in self._selector.select(self._patience()):
-                if key.fileobj in self._selector.get_map():  # an earlier event may have ended it
+                if key.fileobj in self._selector.get_map():  # an earlier event may have removed it
                     key.data()
             now = time.monotonic()
             for box in [*self._boxes]:
@@ -117,7 +117,7 @@ class Warden:
 
     def _on_order(self) -> None:
         data, descriptors, flags, _ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_FILES + 3)
-        for descriptor in descriptors:  # recv_fds takes MSG_CMSG_CLOEXEC and ignores it
+        for descriptor in descriptors:  # recv_fds ignores MSG_CMSG_CLOEXEC
             os.set_inheritable(descriptor, False)
         if not data:
             self._closed = True
@@ -127,7 +127,7 @@ class Warden:
                 running.kill(Status.KILLED)
             return
         if len(descriptors) < 3 or flags & socket.MSG_CTRUNC:
-            for descriptor in descriptors:  # out of descriptors; the caller sees a hang-up
+            for descriptor in descriptors:  # out of descriptors; the caller sees a disconnect
                 os.close(descriptor)
             return
         connection, *texts = descriptors
@@ -137,14 +137,14 @@ class Warden:
             box = self._start(order, caller, *texts)
             self._boxes[box] = caller
             caller.watch(box)
-        except Exception as error:  # of any kind: an order may fail itself, never the warden
+        except Exception as error:  # no error of an order may end the warden
             reason = f"{type(error).__name__}: {error}"
             caller.answer(SandboxError(f"sandbox: the box could not be built: {reason}"))
             return
         finally:
             for descriptor in texts:
                 os.close(descriptor)
-        with contextlib.suppress(Exception):  # the next order builds its own box, and reports it
+        with contextlib.suppress(Exception):  # the next order builds a box and reports errors
             self._spares.restock(order)
 
     def _start(self, order: Order, caller: Caller, stdin: int, *files: int) -> Box:
@@ -156,7 +156,7 @@ class Warden:
         spare = self._spares.take(order)
         if spare is not None:
             spare.lend = caller.lend
-            with contextlib.suppress(OSError):  # it died while it waited
+            with contextlib.suppress(OSError):  # the spare died while it waited
                 hand_over = functools.partial(spare.hand_over, order, stdin, files[0])
                 return self._or_abandon(spare, hand_over)
         box, staged = self._new(order)
@@ -174,7 +174,7 @@ class Warden:
         return Box(order, self._number, self._selector), staged
 
     def _or_abandon(self, box: Box, action: Callable[[], None]) -> Box:
-        """Return the box after the action; take it down if the action fails."""
+        """Run the action and return the box; end the box if the action fails."""
         try:
             action()
         except BaseException:
@@ -199,22 +199,22 @@ class Warden:
             self._leaving.append(box)
 
     def _reap(self) -> None:
-        """Reap orphans of boxes, which become our children; the boxes' own processes are left alone."""
-        ours = {box.pid for box in self._boxes} | self._spares.pids
+        """Reap orphans of boxes, which become our children, but not the boxes' own processes."""
+        box_pids = {box.pid for box in self._boxes} | self._spares.pids
         while True:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if ended is None or ended.si_pid in ours:
+            if child is None or child.si_pid in box_pids:
                 return
-            os.waitpid(ended.si_pid, 0)
+            os.waitpid(child.si_pid, 0)
 
 
 def main(descriptor: int, keep_spares_s: float) -> None:
-    """Serve orders that come in on this descriptor."""
+    """Serve orders from this descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the end of the control socket is our only signal
+        signal.signal(number, signal.SIG_IGN)  # only the end of the control socket ends the warden
     os.set_inheritable(descriptor, False)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
-"""Reward managers: a batch in, a reward for each token out.
+"""Reward managers, which convert a batch to token rewards.
 
-`register("name")` on a class adds a user's own to the table in `registry.py`.
+The class decorator `register("name")` adds a user-defined manager to the table in `registry.py`.
 """
 
 from __future__ import annotations

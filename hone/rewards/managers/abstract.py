@@ -1,6 +1,6 @@
-"""The contract of a reward manager: built with a tokenizer, called with a batch.
+"""The interface of a reward manager: created with a tokenizer, called with a batch.
 
-A user's manager subclasses this and writes `__call__`; the built-in ones share `rule.py`.
+A user's manager subclasses this and implements `__call__`; the built-in ones share `rule.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RawRewardFn = Function
 
 
 class AbstractRewardManager(ABC):
-    """Scores a batch: `manager(data)` gives rewards [B, T], 0 but at a row's last policy token."""
+    """Scores a batch: `manager(data)` returns rewards [B, T], zero except at each row's last policy token."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class AbstractRewardManager(ABC):
 
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
-        """Rewards [B, T]; with `return_dict`, `{"reward_tensor", "reward_extra_info"}`."""
+        """Returns rewards [B, T]; with `return_dict`, `{"reward_tensor", "reward_extra_info"}`."""
 
     def pop_metrics(self) -> dict[str, float]:
-        """Failures since the last call, by reason, as metrics."""
+        """Returns the failures since the last call, by reason, as metrics."""
         metrics = {f"reward/failures/{name}": float(n) for name, n in sorted(self.failures.items())}
         self.failures.clear()
         return metrics
 
-    # Most managers hold nothing, so this is not abstract.
+    # Most managers hold no resources, so this is not abstract.
     def close(self) -> None:  # noqa: B027
-        """Give back what the manager holds (processes). Safe to call twice."""
+        """Release the manager's resources (processes). Safe to call twice."""

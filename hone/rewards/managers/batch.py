@@ -1,7 +1,7 @@
-"""The batch manager: one call of the scorer for the whole batch.
+"""The batch manager: calls the scorer once for the whole batch.
 
-For scorers that work on lists (a model, a service). A call that fails fails every row, because
-there is no telling which row it was; a bad value in the list fails its own row.
+It is for scorers that work on lists (a model, a service). A failed call fails every row, because the
+row that caused it is unknown; an invalid value in the list fails only its row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BatchRewardManager(RuleRewardManager):
             return [self.late()] * len(rows)
 
     def _score_all(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """The scorer's list; the table of data sources has none, so its rows go one by one."""
+        """Returns the scorer's list; the table of data sources has no batch form and scores row by row."""
         if self.uses_table:
             return [score_row(self.compute_score, row, self.options) for row in rows]
         names = zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
@@ -39,7 +39,7 @@ class BatchRewardManager(RuleRewardManager):
             results = call_scorer(self.compute_score, arguments, self.options)
         except SetupError:
             raise
-        except Exception as error:  # a user's scorer may raise anything; the policy decides
+        except Exception as error:  # a user's scorer may raise anything; the policy applies
             return [failed_by(error, self.compute_score)] * len(rows)
         count = len(results) if hasattr(results, "__len__") else type(results).__name__
         if count != len(rows):

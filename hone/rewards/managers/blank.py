@@ -1,6 +1,6 @@
-"""The blank manager: no rule at all, every reward 0 (process rewards alone drive training).
+"""The blank manager: no rule, every reward is 0 (only process rewards drive training).
 
-It still answers in verl's way, so that the trainer needs no special case.
+It returns verl's format, so that the trainer needs no special case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hone.types import Row
 
 
 class BlankRewardManager(AbstractRewardManager):
-    """Zeros [B, T] for any batch."""
+    """Returns zeros [B, T] for any batch."""
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]

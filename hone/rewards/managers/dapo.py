@@ -1,7 +1,7 @@
-"""The dapo manager: naive scores, and a soft penalty for responses that near the limit.
+"""The dapo manager: naive scores with a soft penalty for responses close to the length limit.
 
-The penalty falls from 0 to -factor over the last `len` tokens before `max_resp_len`, and goes on
-falling beyond. `acc` and `score` stay the rule's; the reward carries the penalty.
+The penalty falls from 0 to -factor over the last `len` tokens before `max_resp_len` and keeps falling
+beyond it. The reward includes the penalty; `acc` and `score` do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hone.types import JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
-    """0 up to `max_resp_len - buffer` tokens, then linear to -factor at `max_resp_len`."""
+    """Returns 0 up to `max_resp_len - buffer` tokens, then falls linearly to -factor at `max_resp_len`."""
     expected = max_resp_len - buffer
     return min(-(length - expected) / buffer * factor, 0.0)
 
@@ -58,7 +58,7 @@ class DAPORewardManager(NaiveRewardManager):
             overlong_penalty(length, longest, buffer.len, buffer.penalty_factor)
             for length in lengths
         ]
-        shaped = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
+        rewards = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
         if not buffer.log:
-            return shaped, {}
-        return shaped, {"overlong_reward": penalties, "overlong": [p < 0 for p in penalties]}
+            return rewards, {}
+        return rewards, {"overlong_reward": penalties, "overlong": [p < 0 for p in penalties]}

@@ -1,6 +1,6 @@
-"""The naive manager: rows one after another in this process; async scorers all at once.
+"""The naive manager: scores rows sequentially in this process, and async scorers concurrently.
 
-Deadlines here are soft (see `deadline.py`). A scorer that may hang in C code belongs in `prime`.
+Its deadlines are soft (see `deadline.py`). Use `prime` for a scorer that may hang in C code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hone.types import Function
 
 
 class NaiveRewardManager(RuleRewardManager):
-    """One call of the scorer per row."""
+    """Calls the scorer once per row."""
 
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         function = self.compute_score
@@ -37,7 +37,7 @@ class NaiveRewardManager(RuleRewardManager):
             return self.late()
 
     async def _await_all(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Await all rows together, each under its own deadline."""
+        """Await all rows concurrently, each with its own deadline."""
         return list(await asyncio.gather(*map(self._await_one, rows)))
 
     async def _await_one(self, row: Response) -> Scored | Failed:
@@ -47,14 +47,14 @@ class NaiveRewardManager(RuleRewardManager):
             call = asyncio.ensure_future(function(**arguments))
             done, _ = await asyncio.wait({call}, timeout=self.policy.timeout_s)
             if not done:
-                call.cancel()  # not waited for: it may swallow that; the event loop's end sees to it
+                call.cancel()  # not awaited: it may ignore this; the loop cancels it again at its end
                 return self.late()
             if call.cancelled():
                 raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
             return read_result(call.result())
         except SetupError:
             raise
-        except Exception as error:  # a user's scorer may raise anything; the policy decides
+        except Exception as error:  # a user's scorer may raise anything; the policy applies
             return failed_by(error, function)
-        except SystemExit as error:  # the event loop goes on past it
+        except SystemExit as error:  # our event loop continues after it
             return failed_by(as_exception(error), function)

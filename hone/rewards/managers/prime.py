@@ -1,7 +1,7 @@
-"""The prime manager: rows scored in parallel processes, each call under a hard deadline.
+"""The prime manager: scores rows in parallel processes, with a hard deadline per call.
 
-A scorer that hangs is killed at `timeout_s` with its children, its slot is filled again, and the
-other rows keep their scores.
+A scorer that hangs is killed at `timeout_s` with its children, its process is replaced, and the other
+rows keep their scores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hone.rewards.transport import row_scorer_keywords
 
 
 class PrimeRewardManager(RuleRewardManager):
-    """`num_processes` scoring processes, by default one per core; they live from batch to batch."""
+    """Keeps `num_processes` scoring processes across batches, by default one per core."""
 
     def __init__(self, *args: Any, num_processes: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class PrimeRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         message = row_scorer_keywords(self.compute_score, self.options)
         if self.pool is not None and self.pool.keywords != message:
-            self.close()  # a score was registered since: the processes must know it
+            self.close()  # a score was registered since the processes started
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
             self.pool = DeadlinePool(factory, message, self.num_processes)

@@ -1,7 +1,7 @@
-"""From a batch to rows a scorer understands: text, ground truth, extra information.
+"""Converts a batch to the rows that scorers read: text, ground truth, extra information.
 
-The scorer reads the tokens that the policy wrote (`response_mask` 1), special tokens skipped. What
-tools, searches and users said is in `extra_info["transcript"]`, and in no scorer's text.
+The text is the policy's tokens (`response_mask` 1) without special tokens. The output of tools, searches
+and users is only in `extra_info["transcript"]`.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ _ROLLOUT_SCORES = ("reward_scores", "rollout_reward_scores")
 
 
 def tensors(data: DataProto) -> TensorDict:
-    """The batch's tensors; an error when it has none."""
+    """Returns the batch's tensors, or raises if it has none."""
     if data.batch is None:
         raise ValueError("the batch holds no tensors; a reward manager needs 'responses'")
     return data.batch
 
 
 def response_attention(data: DataProto) -> torch.Tensor:
-    """Which response tokens exist, bool [B, T]."""
+    """Returns the attention mask of the responses, bool [B, T]."""
     _, attention = split_at_response(tensors(data)["attention_mask"], tensors(data)["responses"])
     return attention.bool()
 
 
 def valid_response_ids(data: DataProto) -> list[list[int]]:
-    """Token ids of each response without padding."""
+    """Returns the token ids of each response without padding."""
     rows = zip(tensors(data)["responses"], response_attention(data), strict=True)
     return [ids[exists].tolist() for ids, exists in rows]
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:
-    """Which response tokens the policy wrote, bool [B, T]; all that exist without a response_mask."""
+    """Returns the mask of policy tokens, bool [B, T]; without a response_mask all response tokens count."""
     if "response_mask" in tensors(data):
         return tensors(data)["response_mask"].bool()
     return response_attention(data)
 
 
 def on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torch.Tensor:
-    """Zeros [B, T] with each row's score on the last token the policy wrote, if it wrote any."""
+    """Returns zeros [B, T] with each row's score on the last policy token, if there is one."""
     rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)
     for row, position in enumerate(last_true(policy_mask(data)).tolist()):
         if position >= 0:
@@ -69,7 +69,7 @@ def read_rows(
     *,
     score_observations: bool = False,
 ) -> list[Response]:
-    """One row per response; `score_observations` puts what others said into the scored text too."""
+    """Returns one row per response; with `score_observations` the scored text includes observations."""
     columns = data.non_tensor_batch
     if key not in columns:
         raise KeyError(
@@ -77,14 +77,14 @@ def read_rows(
             f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
         )
     exists, by_policy = response_attention(data), policy_mask(data)
-    observed = (exists & ~by_policy).any(dim=1).tolist()
+    has_observation = (exists & ~by_policy).any(dim=1).tolist()
     assert tokenizer is not None, "a manager without a tokenizer scores texts, not batches"
     rows = []
     for index, token_ids in enumerate(ids):
         reward_model = _dict_at(columns, "reward_model", index)
         transcript = tokenizer.decode(token_ids, skip_special_tokens=True)
         segments = [{"role": POLICY, "text": transcript}]
-        if observed[index]:
+        if has_observation[index]:
             authors = by_policy[index][exists[index]].tolist()
             segments = _segments(token_ids, authors, tokenizer)
         extra = extra_info_of(columns, reward_model, index)
@@ -100,7 +100,7 @@ def read_rows(
 
 
 def _segments(ids: list[int], by_policy: list[bool], tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """The response as runs of one author: `{"role": "policy" or "observation", "text"}`."""
+    """Splits the response by author: `{"role": "policy" or "observation", "text"}`."""
     segments, start = [], 0
     for policy, run in groupby(by_policy):
         end = start + len(list(run))
@@ -111,7 +111,7 @@ def _segments(ids: list[int], by_policy: list[bool], tokenizer: Tokenizer) -> li
 
 
 def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Row:
-    """The row's `extra_info`, other fields of its `reward_model`, and facts of the rollout."""
+    """Returns the row's `extra_info`, the other fields of its `reward_model`, and rollout statistics."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
     turns, calls, scores = (

@@ -1,4 +1,4 @@
-"""The one table of reward managers, by name; a user's own is `pkg.mod:Class`, or registered."""
+"""The table of reward managers by name; users register theirs or name it `pkg.mod:Class`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MANAGERS: Table[type[AbstractRewardManager]] = Table(
 
 
 def register(name: str) -> Callable[[M], M]:
-    """Class decorator: make the class reachable as `reward_manager.name=<name>`."""
+    """Class decorator that makes the class available as `reward_manager.name=<name>`."""
     return MANAGERS.register(name)
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """The class of that name, or of "pkg.mod:Class"; an unknown name is an error."""
+    """Returns the class of that name, or of "pkg.mod:Class"; an unknown name is an error."""
     return MANAGERS.get(name)

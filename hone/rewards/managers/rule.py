@@ -1,7 +1,7 @@
-"""What the built-in managers share: reading rows, applying the failure policy, placing scores.
+"""The shared base of the built-in managers: reads rows, applies the failure policy, places scores.
 
-A manager says how rows are scored (`score_rows`) and may shape scores (`shape`). The mix of rule,
-reward-model and process rewards is the trainer's; here a rule is a rule.
+A manager implements `score_rows` and may override `shape`. The trainer mixes rule, reward-model and
+process rewards.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class RuleRewardManager(AbstractRewardManager):
-    """Scores every row by a rule. Keywords it does not know are handed to the scorer.
+    """Scores every row by a rule. Unknown keywords are passed to the scorer.
 
-    `repeat_threshold` takes the reward from responses more repetitive than that (0 to 1).
-    `score_observations` lets the scorer read what tools and searches said as well.
+    `repeat_threshold` (0 to 1) sets the reward of more repetitive responses to 0.
+    `score_observations` includes the output of tools and searches in the scorer's text.
     """
 
     arguments: tuple[str, ...] = ROW_ARGUMENTS
@@ -71,25 +71,25 @@ class RuleRewardManager(AbstractRewardManager):
 
     @abstractmethod
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """One result for each row, in order."""
+        """Returns one result per row, in order."""
 
     def shape(
         self, scores: list[float], lengths: list[int]
     ) -> tuple[list[float], dict[str, Sequence[JsonValue]]]:
-        """Rewards from scores, and extra columns; `lengths` counts each response's tokens."""
+        """Converts scores to rewards and extra columns; `lengths` has each response's number of tokens."""
         return scores, {}
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         extras: dict[str, Sequence[JsonValue]] = {}
         if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
-            # As in verl: without ground truths there is no rule, and the reward model's score stands.
+            # As in verl: without ground truths no rule applies, and the reward model's score is used.
             rewards = tensors(data)["rm_scores"]
         else:
             rewards, extras = self.score_batch(data)
         return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
 
     def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, Sequence[JsonValue]]]:
-        """Rewards [B, T] and the extra columns of a batch."""
+        """Returns rewards [B, T] and the extra columns of a batch."""
         ids = valid_response_ids(data)
         observations = self.score_observations
         rows = read_rows(
@@ -107,22 +107,22 @@ class RuleRewardManager(AbstractRewardManager):
             for index, repeat in enumerate(repeats):
                 if repeat > self.repeat_threshold:
                     rewards[index] = 0.0
-        unplaced = int((~policy_mask(data).any(dim=1)).sum())
-        if unplaced:
-            self.failures["no_policy_token"] += unplaced
+        num_unplaced = int((~policy_mask(data).any(dim=1)).sum())
+        if num_unplaced:
+            self.failures["no_policy_token"] += num_unplaced
         self._log_examples(rows, rewards)
         return on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
 
     def score_known(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Score the rows; one that lacks the ground truth its rule needs fails without a call."""
-        lacking = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
-        scorable = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
-        scored = iter(self.score_rows(scorable))
+        """Score the rows; a row without the ground truth that its rule needs fails without a call."""
+        lacks_truth = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
+        scorable = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
+        results = iter(self.score_rows(scorable))
         return [
             Failed("no_ground_truth", f"reward_model.ground_truth is {row.ground_truth!r:.80}")
             if lacks
-            else next(scored)
-            for row, lacks in zip(rows, lacking, strict=True)
+            else next(results)
+            for row, lacks in zip(rows, lacks_truth, strict=True)
         ]
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
@@ -151,13 +151,13 @@ class RuleRewardManager(AbstractRewardManager):
             table.check_sources(rows, self.reward_fn_key, where)
 
     def late(self) -> Failed:
-        """The failure of a scorer that passed its deadline."""
+        """Returns the failure of a scorer that exceeded its deadline."""
         return Failed("timeout", f"no score after {self.policy.timeout_s:g} s")
 
     def _stop_if_nothing_scores(
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
-        """Raise where not one row of the first batch has a score: such a scorer never works."""
+        """Raise if no row of the first batch has a score, because such a scorer never works."""
         is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not rows
         first = outcomes[0] if outcomes else None
         if not is_first or not isinstance(first, Failed) or self.policy.on_failure == "raise":
@@ -191,7 +191,7 @@ class RuleRewardManager(AbstractRewardManager):
         return results
 
     def _settle_failure(self, index: int, row: Response, failed: Failed) -> Scored:
-        """Raise or score, as the policy says; either way the failure is counted and logged."""
+        """Count and log the failure, then raise or return a score, as the policy requires."""
         self.failures[failed.reason] += 1
         message = (
             f"row {index} (data_source {row.data_source!r}) could not be scored: {failed.reason}: "
@@ -218,6 +218,6 @@ class RuleRewardManager(AbstractRewardManager):
 
 
 def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:
-    """One list per extra name; None for the rows without it."""
+    """Returns one list per extra name, with None for rows without it."""
     names = dict.fromkeys(name for result in results for name in result.extras)
     return {name: [result.extras.get(name) for result in results] for name in names}

@@ -1,7 +1,7 @@
-"""Reward managers in the form of verl's reward loop: `run_single` scores one trajectory, many at once.
+"""Reward managers with the interface of verl's reward loop: concurrent calls of `run_single`.
 
-A user's manager derives from `RewardManagerBase` and writes `async run_single(data)`. Called with a batch it
-is a manager like any other. Leaves out verl's router to a reward model: that is a worker here.
+A user's manager subclasses `RewardManagerBase`, implements `async run_single(data)` and can be called with
+a batch like any other. verl's router to a reward model is not supported: reward models are workers here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
 TOKENS_PER_REQUEST = 2000
-"""What a call counts in `max_tpm` where `estimated_tokens_per_request` is not given."""
+"""The tokens per call that `max_tpm` counts unless `estimated_tokens_per_request` is set."""
 
 
 class RewardManagerBase(AbstractRewardManager, ABC):
@@ -58,21 +58,21 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
         self.failures: Counter[str] = Counter()
-        self.loop = asyncio._get_running_loop()  # and that of the batch, once there is one
+        self.loop = asyncio._get_running_loop()  # replaced by the loop of the batch
         self.init_class(config, tokenizer)
 
     @classmethod
     def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
-        """Called by every instance; a manager that prepares its class once looks at `_class_initialized`."""
+        """Called by every instance; check `_class_initialized` to prepare the class only once."""
         cls._class_initialized = True
 
     @abstractmethod
     async def run_single(self, data: DataProto) -> Row:
-        """`{"reward_score", "reward_extra_info"}` of a batch of one trajectory."""
+        """Returns `{"reward_score", "reward_extra_info"}` for a batch of one trajectory."""
 
     @classmethod
     def assemble_rm_scores(cls, data: DataProto, scores: list[float]) -> torch.Tensor:
-        """Rewards [B, T], each at the last token that the policy wrote in its row."""
+        """Returns rewards [B, T], each on the last policy token of its row."""
         return on_last_policy_token(data, scores)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
@@ -87,11 +87,11 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         return list(await asyncio.gather(*singles))
 
     async def _run_one(self, data: DataProto) -> Row:
-        """`run_single` under the failure policy of `reward_kwargs`, where there is one."""
+        """Calls `run_single` under the failure policy of `reward_kwargs`, if there is one."""
         policy = _reward_kwargs(self.config)
         try:
             return await self.run_single(data)
-        except Exception as error:  # a user's manager may raise anything; the policy decides
+        except Exception as error:  # a user's manager may raise anything; the policy applies
             if policy.get("on_failure", "raise") != "score":
                 raise
             self.failures["exception"] += 1
@@ -100,7 +100,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
             return _result(policy["failure_score"], {"reward_failure": "exception"})
 
     async def _score(self, data: DataProto) -> tuple[float, Row, int]:
-        """Score, extra information and number of tokens of a batch's last trajectory."""
+        """Returns the score, extra information and token count of the batch's last trajectory."""
         data = data[len(data) - 1 : len(data)]
         ids = valid_response_ids(data)
         (row,) = read_rows(data, ids, self.tokenizer, "data_source")
@@ -122,7 +122,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
 
 class NaiveRewardManager(RewardManagerBase):
-    """One call of the score function per trajectory."""
+    """Calls the score function once per trajectory."""
 
     async def run_single(self, data: DataProto) -> Row:
         score, extra, _ = await self._score(data)
@@ -130,7 +130,7 @@ class NaiveRewardManager(RewardManagerBase):
 
 
 class DAPORewardManager(RewardManagerBase):
-    """`NaiveRewardManager` with DAPO's penalty for responses that near the limit."""
+    """`NaiveRewardManager` with DAPO's penalty for responses close to the length limit."""
 
     async def run_single(self, data: DataProto) -> Row:
         reward, extra, length = await self._score(data)
@@ -147,7 +147,7 @@ class DAPORewardManager(RewardManagerBase):
 
 
 class AsyncTokenBucket:
-    """A limit of tokens per second; the bucket starts full and holds `max_tokens`."""
+    """Limits tokens per second; the bucket starts full and holds `max_tokens`."""
 
     def __init__(self, rate_limit: float, max_tokens: float | None = None) -> None:
         self.rate_limit = rate_limit
@@ -156,7 +156,7 @@ class AsyncTokenBucket:
         self.last_update: float | None = None
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Take tokens at once and wait until they would have been there: calls go in their order."""
+        """Take tokens now and wait until they are refilled, so that calls proceed in order."""
         self._refill()
         missing = num_tokens - self.tokens
         self.tokens -= num_tokens
@@ -166,17 +166,17 @@ class AsyncTokenBucket:
 
     def _refill(self) -> None:
         now = asyncio.get_running_loop().time()
-        since = 0.0 if self.last_update is None else now - self.last_update
-        self.tokens = min(self.max_tokens, self.tokens + since * self.rate_limit)
+        elapsed_s = 0.0 if self.last_update is None else now - self.last_update
+        self.tokens = min(self.max_tokens, self.tokens + elapsed_s * self.rate_limit)
         self.last_update = now
 
 
 class RateLimitedRewardManager(RewardManagerBase):
-    """For score functions that ask a service: at most so many calls at once and per minute.
+    """For score functions that call a service: limits concurrent calls and calls per minute.
 
     Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
-    `estimated_tokens_per_request`, `timeout`. The limits are shared by all objects of the class. A call
-    that fails or is late scores 0, with `error` or `timeout` in its extra information.
+    `estimated_tokens_per_request`, `timeout`. All instances of the class share the limits. A call that
+    fails or times out scores 0, with `error` or `timeout` in its extra information.
     """
 
     _max_concurrent: ClassVar[int] = 1
@@ -205,7 +205,7 @@ class RateLimitedRewardManager(RewardManagerBase):
         cls._estimated_tokens_per_request = tokens
 
     def _slots(self) -> asyncio.Semaphore:
-        """The semaphore of the running event loop: one of another loop cannot be waited for."""
+        """Returns the semaphore of the running event loop; one of another loop cannot be awaited."""
         cls, loop = type(self), asyncio.get_running_loop()
         if cls._semaphore is None or cls._semaphore_loop is not loop:
             cls._semaphore = asyncio.Semaphore(cls._max_concurrent)
@@ -235,7 +235,7 @@ def _result(score: float, extra: Row) -> Row:
 
 
 def _block(config: Settings) -> Settings:
-    """The settings of rewards: verl calls the block `reward`, before 0.9 `reward_model`."""
+    """Returns the reward settings: the block `reward`, or `reward_model` before verl 0.9."""
     block: Settings = config.get("reward") or config.get("reward_model") or {}
     return block
 
@@ -245,12 +245,12 @@ def _reward_kwargs(config: Settings) -> Settings:
 
 
 def _limits(config: Settings) -> Settings:
-    """The settings of the block, and those given under its `reward_kwargs`."""
+    """Returns the settings of the block, and those under its `reward_kwargs`."""
     return {**_block(config), **(_reward_kwargs(config).get("extra") or {})}
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """The manager of a name; those that verl's reward loop has are the ones of this file."""
+    """Returns the manager of that name; the names of verl's reward loop select the classes of this file."""
     own: dict[str, type[AbstractRewardManager]] = {
         "naive": NaiveRewardManager,
         "dapo": DAPORewardManager,

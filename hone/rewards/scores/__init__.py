@@ -1,6 +1,6 @@
-"""Scores by rule: one file per data source, found through the one table in `table.py`.
+"""Rule-based scores: one file per data source, selected by the table in `table.py`.
 
-Importing this package loads no scorer and no torch; `scores.gsm8k` loads when it is first used.
+Importing this package loads no scorer and no torch; `scores.gsm8k` loads on first use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIASES = {
     "multiply": "arithmetic",
     "search_r1_like_qa_em": "qa_em",
 }
-"""verl's module names that are not those of the files here."""
+"""verl's module names that differ from the file names here."""
 
 __all__ = [
     "UnknownSourceError",

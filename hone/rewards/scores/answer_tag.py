@@ -1,7 +1,7 @@
-"""The text between `<answer>` and `</answer>`, which several sources share.
+"""Extracts the text between `<answer>` and `</answer>`, for several data sources.
 
-Nothing is removed from inside but surrounding white space. Searching is linear in the text, also
-for text that is made of tags.
+Only surrounding white space is removed. The search takes linear time, even for text that consists
+of tags.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def last_answer(text: str) -> str | None:
-    """Content of the last `<answer>…</answer>` (it may span lines), or None when none is closed."""
+    """Returns the content of the last closed `<answer>…</answer>` (it may span lines), or None."""
     end = text.rfind(_CLOSE)
     if end < 0:
         return None
@@ -19,7 +19,7 @@ def last_answer(text: str) -> str | None:
 
 
 def all_answers(text: str) -> list[str]:
-    """Every answer from left to right: each runs from an opening tag to the next closing one."""
+    """Returns every answer from left to right, each from an opening tag to the next closing tag."""
     answers = []
     start = text.find(_OPEN)
     while start >= 0:

@@ -1,6 +1,6 @@
-"""Multiplication and other sums whose answer is one integer inside `<answer>`.
+"""Arithmetic problems whose answer is one integer inside `<answer>`.
 
-The last `<answer>` of the response counts; thousands separators are read. `compat=True` gives
+The last `<answer>` of the response counts; thousands separators are allowed. `compat=True` gives
 TinyZero's scores, which need an `Assistant:` marker before the answer.
 """
 
@@ -16,7 +16,7 @@ _INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> int | None:
-    """The integer the model answered, or None."""
+    """Returns the integer that the model answered, or None."""
     if compat:
         _, marker, text = solution_str.partition("Assistant:")
         lines = text.split("\n") if marker else []
@@ -37,9 +37,9 @@ def compute_score(
     *,
     compat: bool = False,
 ) -> float:
-    """`score` if the integer is right, `format_score` if it is another, 0 if there is none.
+    """Returns `score` for the right integer, `format_score` for another one, 0 for none.
 
-    `method` is accepted because verl's signature has it; there is one method.
+    `method` is ignored; it is part of verl's signature.
     """
     answer = extract_solution(solution_str, compat=compat)
     if answer is None:

@@ -1,7 +1,7 @@
 """MBPP, HumanEval and LeetCode: the program must satisfy the assertions of the row.
 
-Assertions come from the ground truth, or from `extra_info` in the benchmarks' own fields
-(`test_list`, `test` and `entry_point`). One run decides: 1 or 0.
+Assertions come from the ground truth, or from the benchmarks' fields in `extra_info` (`test_list`,
+`test` and `entry_point`). All assertions are checked in one run; the score is 1 or 0.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def compute_score(
     memory_limit_mb: int | None = None,
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> float:
-    """1.0 if every assertion holds, else 0.0."""
+    """Returns 1.0 if every assertion holds, else 0.0."""
     limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
     tests = read_tests(ground_truth or _from_benchmark(extra_info or {}), extra_info)
     sources = [test.source for test in tests if isinstance(test, SourceTest)]
-    together = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
+    combined_tests = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
     code = extract_code(solution_str)
-    return float(all(passes(code, test, limits) for test in together))
+    return float(all(passes(code, test, limits) for test in combined_tests))
 
 
 def _from_benchmark(extra_info: Settings) -> list[JsonValue]:
-    """Assertions from the fields that MBPP and HumanEval have."""
+    """Returns the assertions from the fields of MBPP and HumanEval."""
     info: Row = {name: truth.plain(value) for name, value in extra_info.items()}
     if info.get("test") and info.get("entry_point"):
         return [humaneval_tests(info)]

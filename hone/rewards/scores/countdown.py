@@ -1,7 +1,7 @@
-"""Countdown: combine all numbers of the row, each once, by + - * / to reach the target.
+"""Countdown: combine all numbers of the row, each once, with + - * / to reach the target.
 
 The default reads the last `<answer>` anywhere in the response and computes exact fractions.
-`compat=True` gives TinyZero's scores, its accidents included (last line only, `**`, `//`).
+`compat=True` gives TinyZero's scores, including its quirks (last line only, `**`, `//`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def extract_solution(
     last_line_only: bool = False,
     assistant_marker: bool | None = None,
 ) -> str | None:
-    """The expression the model gave, or None. `assistant_marker=None` means as `compat`."""
+    """Returns the model's expression, or None. `assistant_marker=None` uses the value of `compat`."""
     text = solution_str
     if compat if assistant_marker is None else assistant_marker:
         marker = next((m for m in _MARKERS if m in text), None)
@@ -51,9 +51,9 @@ def compute_score(
     assistant_marker: bool | None = None,
     require_all: bool = True,
 ) -> float:
-    """`score` if right, `format_score` for any other tagged answer, 0 without one.
+    """Returns `score` if right, `format_score` for any other tagged answer, 0 without one.
 
-    `method` is accepted because verl's signature has it; there is one method.
+    `method` is ignored; it is part of verl's signature.
     """
     problem = truth.mapping(ground_truth, "target", "numbers")
     target = truth.integer(problem["target"], "target")
@@ -68,15 +68,15 @@ def compute_score(
         return 0.0
     try:
         if compat:
-            written = [int(run) for run in re.findall(r"\d+", answer[:1024])]
+            used_numbers = [int(run) for run in re.findall(r"\d+", answer[:1024])]
             is_right = abs(evaluate_compat(answer) - target) < _COMPAT_TOLERANCE
         else:
             result = evaluate(answer)
-            written, is_right = list(result.numbers), result.value == target
+            used_numbers, is_right = list(result.numbers), result.value == target
     except ExpressionError:
         return format_score
     if require_all:
-        is_right = is_right and sorted(written) == sorted(numbers)
+        is_right = is_right and sorted(used_numbers) == sorted(numbers)
     else:
-        is_right = is_right and bool(written) and not Counter(written) - Counter(numbers)
+        is_right = is_right and bool(used_numbers) and not Counter(used_numbers) - Counter(numbers)
     return score if is_right else format_score

@@ -1,6 +1,6 @@
-r"""Geometry3K: nine tenths for the right boxed answer, one tenth for `<think>…</think>` before it.
+r"""Geometry3K: 0.9 for the right boxed answer, 0.1 for `<think>…</think>` before it.
 
-`judge` tells accuracy and form apart; `compute_score` is their weighted sum, as in verl.
+`judge` returns accuracy and format separately; `compute_score` is their weighted sum, as in verl.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hone.types import JsonValue
 
 
 def format_reward(solution_str: str) -> float:
-    r"""1.0 for `<think>…</think>…\boxed{…}…` from the first character on."""
+    r"""Returns 1.0 if the text starts with `<think>` and has `</think>…\boxed{…}` after it."""
     if not solution_str.startswith("<think>"):
         return 0.0
     thought = solution_str.find("</think>")
@@ -20,7 +20,7 @@ def format_reward(solution_str: str) -> float:
 
 
 def acc_reward(solution_str: str, ground_truth: JsonValue, use_boxed: bool = True) -> float:
-    """1.0 if the boxed answer (or, without `use_boxed`, the whole text) is right."""
+    """Returns 1.0 if the boxed answer (or, without `use_boxed`, the whole text) is right."""
     answer = boxed_answer(solution_str) if use_boxed else solution_str
     return float(is_equiv(answer, str(ground_truth)))
 
@@ -28,7 +28,7 @@ def acc_reward(solution_str: str, ground_truth: JsonValue, use_boxed: bool = Tru
 def judge(
     solution_str: str, ground_truth: JsonValue, use_boxed: bool = True, format_score: float = 0.1
 ) -> dict[str, float]:
-    """The score with its two parts."""
+    """Returns the score and its two parts."""
     accuracy = acc_reward(solution_str, ground_truth, use_boxed)
     form = format_reward(solution_str)
     score = (1.0 - format_score) * accuracy + format_score * form
@@ -38,5 +38,5 @@ def judge(
 def compute_score(
     solution_str: str, ground_truth: JsonValue, use_boxed: bool = True, format_score: float = 0.1
 ) -> float:
-    """`(1 - format_score) · accuracy + format_score · form`."""
+    """Returns `(1 - format_score) · accuracy + format_score · format`."""
     return judge(solution_str, ground_truth, use_boxed, format_score)["score"]

@@ -1,7 +1,7 @@
 """GSM8K: the number after the last `####` (strict), or the last number of the text (flexible).
 
 `strict` compares text, as published results do: `####42` and `#### 42.` are not answers.
-`format_score` is what a wrong but well-formed answer earns (0; 0.1 is the usual shaping value).
+A wrong but well-formed answer scores `format_score` (default 0; 0.1 is common).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from hone.types import JsonValue
 
 TAIL_CHARS = 300
-"""Only the end of a response is read: the answer stands there, and regex time stays bounded."""
+"""Only the end of a response is read: it holds the answer, and this bounds the regex time."""
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|-?[0-9]*\.?[0-9]+")
@@ -20,7 +20,7 @@ _GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """The answer's text without commas, or None when there is none."""
+    """Returns the answer's text without commas, or None."""
     tail = solution_str[-TAIL_CHARS:]
     if method == "strict":
         matches = [text for text in _STRICT.findall(tail) if any(map(str.isdigit, text))]
@@ -38,7 +38,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` if the answer equals the ground truth, `format_score` if another, 0 if none."""
+    """Returns `score` if the answer equals the ground truth, `format_score` if not, 0 without an answer."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
@@ -49,7 +49,7 @@ def compute_score(
 
 
 def _plain(number: str) -> str:
-    """Without thousands separators; `42,43` is no number and stays as it is."""
+    """Removes thousands separators; `42,43` is not a number and stays unchanged."""
     number = number.rstrip(",")
     return number.replace(",", "") if _GROUPED.fullmatch(number) else number
 

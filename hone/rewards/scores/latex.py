@@ -1,7 +1,7 @@
-r"""Mathematical answers as text: finding `\boxed{…}`, and one spelling for equal answers.
+r"""Mathematical answers as text: finds `\boxed{…}` and normalizes equal answers to one spelling.
 
-The normal form follows the usage of the MATH benchmark (Hendrycks et al. 2021). What is equal only
-as mathematics is left to `hone.rewards.scores.symbolic`.
+The normal form follows the MATH benchmark (Hendrycks et al. 2021). Answers that are equal only
+mathematically are compared in `hone.rewards.scores.symbolic`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from fractions import Fraction
 
 MAX_CHARS = 2000
-"""Longer answers are compared as they are: no real answer is that long."""
+"""Longer answers are compared unchanged: no real answer is that long."""
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last `\boxed{…}` or `\fbox{…}` with balanced braces, or `\boxed x`; None without one."""
+    r"""Returns the last `\boxed{…}` or `\fbox{…}` with balanced braces, or `\boxed x`, or None."""
     start = max(string.rfind("\\boxed"), string.rfind("\\fbox"))
     if start < 0:
         return None
@@ -23,8 +23,8 @@ def last_boxed_only_string(string: str) -> str | None:
     body = start + head.end()
     if not string.startswith("{", body):
         word = re.match(r"[^\s$]+", string[body:])
-        spaced = string[start:body].endswith(" ")
-        return string[start : body + word.end()] if spaced and word else None
+        has_space = string[start:body].endswith(" ")
+        return string[start : body + word.end()] if has_space and word else None
     depth = 0
     for index in range(body, len(string)):
         if string[index] == "{":
@@ -37,13 +37,13 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(boxed: str) -> str:
-    r"""The content of a box that `last_boxed_only_string` returned."""
+    r"""Returns the content of a box from `last_boxed_only_string`."""
     inner = re.sub(r"^\\(?:boxed|fbox)\s*", "", boxed)
     return inner[1:-1] if inner.startswith("{") and inner.endswith("}") else inner
 
 
 def boxed_answer(text: str) -> str | None:
-    """Content of the last box of a response."""
+    """Returns the content of a response's last box."""
     boxed = last_boxed_only_string(text)
     return None if boxed is None else remove_boxed(boxed)
 
@@ -54,7 +54,7 @@ _NOT_A_UNIT = re.compile(
     r"|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\b",
     re.IGNORECASE,
 )
-"""Words after a number that change it; other words are a unit."""
+"""Words that change the number before them; other words are a unit."""
 _WORDS = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"
 _TEXT = re.compile(_WORDS)
 _TRAILING = re.compile(rf"(?<=[\w}})\]])(?:\s|\\[,;:! ]|~)*{_WORDS}(?:\^\{{?\d\}}?)?\s*$")
@@ -96,10 +96,10 @@ _FRACTION = re.compile(r"([+-]?)\\frac\{(-?\d{1,64})\}\{(-?\d{1,64})\}", re.ASCI
 
 
 def strip_string(string: str) -> str:
-    """The normal form of an answer: units, spacing, `x=` and spelling variants removed.
+    """Returns the normal form of an answer, without units, spacing, `x=` and spelling variants.
 
-    A percent sign is a unit. A mixed number (`1 1/2`) becomes one fraction. Two numbers that nothing
-    but space divides stay two: `4 2` is not `42`.
+    A percent sign is a unit. A mixed number (`1 1/2`) becomes one fraction. Two numbers separated only by
+    a space stay two: `4 2` is not `42`.
     """
     text = string.strip()
     if len(text) > MAX_CHARS:
@@ -118,13 +118,13 @@ def strip_string(string: str) -> str:
 
 
 def without_unit(text: str) -> str:
-    r"""The text without the `\text{…}` that ends it, where that is a unit (`5\text{ cm}^2`)."""
+    r"""Removes a `\text{…}` at the end of the text if it is a unit (`5\text{ cm}^2`)."""
     match = _TRAILING.search(text)
     return text[: match.start()] if match and not _NOT_A_UNIT.search(match.group(1)) else text
 
 
 def has_one_reading(string: str) -> bool:
-    r"""False for text that a symbolic parser reads only in part: `42\text{ or 43}`, `4 2`, `4'2`."""
+    r"""Returns False for text that a symbolic parser reads only in part: `42\text{ or 43}`, `4 2`, `4'2`."""
     words = [text.strip() for text in _TEXT.findall(without_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False
@@ -140,7 +140,7 @@ def _improper(match: re.Match[str]) -> str:
 
 
 def as_number(normal: str) -> Fraction | None:
-    """The value of a normal form that is a decimal or a fraction of integers."""
+    """Returns the value of a normal form that is a decimal or a fraction of integers, else None."""
     if _DECIMAL.fullmatch(normal):
         return Fraction(normal)
     match = _FRACTION.fullmatch(normal)
@@ -151,13 +151,13 @@ def as_number(normal: str) -> Fraction | None:
 
 
 def decimals_of(normal: str) -> int | None:
-    """Digits after the point of a decimal number; None for what is not one."""
+    """Returns the number of digits after the decimal point, or None if it is not a decimal number."""
     _, point, rest = normal.partition(".")
     return len(rest) if point and _DECIMAL.fullmatch(normal) else None
 
 
 def collection_of(normal: str) -> str | None:
-    """What an answer with commas is: `set`, `tuple`, `interval`, `list` (without brackets); or None."""
+    """Returns the kind of an answer with commas: set, tuple, interval, list (no brackets), or None."""
     depth, first_close, has_outer_comma = 0, None, False
     for index, character in enumerate(normal):
         depth += (character in "([{") - (character in ")]}")

@@ -1,7 +1,7 @@
 r"""DAPO and AIME: the text after the last `Answer:` near the end, else the last `\boxed{}` there.
 
-Gives +1 or -1, with `acc` and `pred`. `strict_box_verify=True` reads the last box of the last
-hundred characters alone. No symbolic check: the references are integers or short expressions.
+Returns +1 or -1, with `acc` and `pred`. `strict_box_verify=True` reads only the last box in the last
+hundred characters. There is no symbolic check: the references are integers or short expressions.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _UNIT_WORDS = re.compile(
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """One spelling for an answer: the right side of `=`, without marks, units and separators."""
+    """Normalizes an answer to the right side of `=`, without marks, units and separators."""
     text = final_answer.split("=")[-1]
     boxed = boxed_answer(text)
     if boxed is not None:
         text = boxed
     elif text.count("$") >= 2:
         start, end = text.index("$"), text.rindex("$")
-        if not _NUMBER.search(text[:start] + " " + text[end + 1 :]):  # `43 or $42$` is no answer
+        if not _NUMBER.search(text[:start] + " " + text[end + 1 :]):  # reject `43 or $42$`
             text = text[start + 1 : end]
     text = _UNIT_WORDS.sub(" ", text.replace("**", " "))
     return strip_string(text)
 
 
 def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> tuple[bool, str]:
-    """Whether the response's answer is `answer`, and the response's answer."""
+    """Returns whether the response's answer is `answer`, and the response's answer."""
     if strict_box_verify:
         boxed = boxed_answer(solution_str[-BOX_TAIL_CHARS:])
         pred = INVALID if boxed is None else boxed
         return boxed is not None and _same(pred.strip(), answer.strip()), pred
     tail = solution_str[-TAIL_CHARS:]
-    announced = _ANSWER.findall(tail)
-    answer_text = announced[-1] if announced else boxed_answer(tail)
+    matches = _ANSWER.findall(tail)
+    answer_text = matches[-1] if matches else boxed_answer(tail)
     if answer_text is None:
         return False, INVALID
     pred = normalize_final_answer(answer_text)
@@ -57,7 +57,7 @@ def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> t
 def compute_score(
     solution_str: str, ground_truth: JsonValue, strict_box_verify: bool = False
 ) -> JsonObject:
-    """`{"score": ±1.0, "acc": bool, "pred": text}`."""
+    """Returns `{"score": ±1.0, "acc": bool, "pred": text}`."""
     correct, pred = verify(solution_str, str(ground_truth), strict_box_verify)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 

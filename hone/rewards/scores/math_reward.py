@@ -1,7 +1,7 @@
-r"""MATH: the last `\boxed{…}` equals the reference, as text, as a number, or as mathematics.
+r"""MATH: the last `\boxed{…}` must equal the reference as text, as a number, or symbolically.
 
-Text and numbers are compared here; only what remains open goes to the symbolic check, which runs
-under a hard limit in another process.
+Text and numbers are compared here; only undecided pairs go to the symbolic check, which runs under
+a hard limit in another process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PERCENT = re.compile(r"\\?%")
 
 
 def compute_score(solution_str: str, ground_truth: JsonValue, symbolic: bool = True) -> float:
-    """1.0 if the boxed answer is right, else 0.0."""
+    """Returns 1.0 if the boxed answer is right, else 0.0."""
     answer = boxed_answer(solution_str)
     if answer is None:
         return 0.0
@@ -50,7 +50,7 @@ def compute_score_batched(
     ground_truths: Sequence[str],
     extra_infos: Sequence[Settings],
 ) -> list[float]:
-    """`compute_score` of each response, for the batch manager."""
+    """Calls `compute_score` for each response, for the batch manager."""
     return [compute_score(*pair) for pair in zip(solution_strs, ground_truths, strict=True)]
 
 
@@ -64,7 +64,7 @@ def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bo
     left, right = as_number(answer), as_number(truth)
     if left is not None and right is not None:
         return left == right
-    # math-verify would be kinder than mathematics: a set for a pair, `42_8` for 42.
+    # math-verify alone is too lenient: it accepts a set for a pair, and `42_8` for 42.
     kinds = {_UNORDERED.get(kind, kind) for kind in map(collection_of, (answer, truth)) if kind}
     has_base = _BASE.search(answer) or _BASE.search(truth)
     too_long = max(len(str1), len(str2)) > MAX_CHARS

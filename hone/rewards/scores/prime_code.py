@@ -1,7 +1,7 @@
-"""Programming contests: the program's output on the tests, run in the sandbox.
+"""Programming contests: checks the program's output on the tests, in the sandbox.
 
-All tests pass: 1. Otherwise, with `continuous`, the share of the first ten that pass. Tests come
-from the ground truth or from `extra_info.test_cases`.
+The score is 1 if all tests pass; otherwise 0, or with `continuous` the share of the first ten that pass.
+Tests come from the ground truth or from `extra_info.test_cases`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def judge(
     continuous: bool = True,
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> dict[str, float]:
-    """Score and `acc` (all tests pass)."""
+    """Returns the score and `acc` (all tests pass)."""
     limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
     tests = read_tests(ground_truth, extra_info)
     code = extract_code(solution_str)
@@ -44,7 +44,7 @@ def compute_score(
     memory_limit_mb: int | None = None,
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> tuple[float, Row]:
-    """verl's form: (score, metadata). The score is 1 or 0, or with `continuous` a share of the first ten."""
+    """Returns verl's (score, metadata); `continuous` gives the share of the first ten tests."""
     url, memory_mb = sandbox_fusion_url, memory_limit_mb
     result = judge(completion, test_cases, None, url, None, memory_mb, continuous, timeout_s)
     tests = len(read_tests(test_cases, None))

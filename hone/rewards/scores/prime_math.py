@@ -1,7 +1,7 @@
-r"""Numina problems: the answer is looked for in a box or after words, and graded as mathematics.
+r"""Numina problems: finds the answer in a box or after key words, and compares it symbolically.
 
-More lenient than MATH: `\boxed` is not required, and of two numbers that are not integers the rounded
-one may stand for the other. Gives `(correct, well formed, extracted answer)`; the first is the score.
+More lenient than MATH: `\boxed` is not required, and a decimal may equal the rounded other one.
+Returns `(correct, well formed, extracted answer)`; the first is the score.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONNECTIVES = re.compile(r"^.*(?:\b(?:be|is|are|get|gives?)\b|=|:\s)", re.DOTAL
 
 
 def extract_answer(text: str) -> tuple[str, bool]:
-    """The answer's text, and whether it was marked (boxed, or announced by words)."""
+    """Returns the answer's text, and whether it was marked (boxed, or after key words)."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed.strip(), True
@@ -40,17 +40,17 @@ def extract_answer(text: str) -> tuple[str, bool]:
 
 
 def last_environment(text: str) -> str | None:
-    r"""The `\begin{…}…\end{…}` that ends the text (a matrix over several lines), or None."""
+    r"""Returns the `\begin{…}…\end{…}` at the end of the text (a matrix over several lines), or None."""
     match = _ENVIRONMENT.search(text)
     start = text.rfind(f"\\begin{{{match.group(1)}}}") if match else -1
     return text[start : match.end(1) + 1] if match and start >= 0 else None
 
 
 def grade_answer(answer: str, truth: str) -> bool:
-    """Equal as text, number or mathematics; or one is the other, rounded.
+    """Whether the answers are equal as text, number or mathematics, or one is the other rounded.
 
-    Rounded numbers agree to the decimals of the shorter one, and to four figures at least. An integer
-    is exact: nothing rounds to it and it rounds to nothing.
+    Rounded numbers must agree to the decimals of the shorter one and to at least four digits. Integers
+    must be exact: nothing is rounded to an integer.
     """
     if is_equiv(answer, truth, symbolic=False):
         return True
@@ -66,6 +66,6 @@ def grade_answer(answer: str, truth: str) -> bool:
 
 
 def compute_score(solution_str: str, ground_truth: JsonValue) -> tuple[bool, bool, str]:
-    """`(correct, well formed, extracted answer)`."""
+    """Returns `(correct, well formed, extracted answer)`."""
     answer, marked = extract_answer(solution_str)
     return bool(answer) and grade_answer(answer, str(ground_truth)), marked, answer

@@ -1,7 +1,7 @@
-"""Open questions: the last `<answer>` equals one of the reference answers (Search-R1).
+"""Open questions: the last `<answer>` must equal one of the reference answers (Search-R1).
 
-Neither the prompt's example nor an `<information>` block can answer, also one that the policy wrote.
-`reward_model.*_score` settings lead to `qa_em_format`.
+Answers in the prompt's example or in an `<information>` block never count, even in a block that the
+policy wrote. `reward_model.*_score` settings select `qa_em_format`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from hone.rewards.scores.answer_tag import all_answers, last_answer
 from hone.types import JsonValue, Settings
 
 MAX_TAGS = 10
-"""More opening or closing answer tags than this is tag spam; it earns a quarter."""
+"""More opening or closing answer tags than this are tag spam, which scores a quarter."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (SQuAD's order)."""
+    """Converts to lower case and removes punctuation, articles and extra spaces (in SQuAD's order)."""
     bare = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def golden_answers(ground_truth: JsonValue) -> list[str]:
-    """The reference answers: `{"target": one or many}`, or one or many directly."""
+    """Returns the reference answers: `{"target": one or many}`, or one or many directly."""
     decoded = truth.decode(truth.plain(ground_truth))
     target = decoded.get("target") if isinstance(decoded, dict) else decoded
     if isinstance(target, str):
@@ -42,7 +42,7 @@ def golden_answers(ground_truth: JsonValue) -> list[str]:
 
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Exact match after normalisation; an answer of articles only is compared as it is."""
+    """Whether the normalized texts match exactly; an answer of only articles is compared unchanged."""
     answer_text = normalize_answer(prediction)
     for answer in [golden] if isinstance(golden, str) else golden:
         if answer_text and answer_text == normalize_answer(answer):
@@ -53,14 +53,14 @@ def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
 
 
 def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Whether a reference answer stands inside the prediction."""
+    """Whether the prediction contains a reference answer."""
     answer_text = normalize_answer(prediction)
     answers = [golden] if isinstance(golden, str) else golden
     return any(answer and answer in answer_text for answer in map(normalize_answer, answers))
 
 
 def remove_information(text: str) -> str:
-    """The text without closed `<information>…</information>` blocks."""
+    """Removes closed `<information>…</information>` blocks from the text."""
     parts: list[str] = []
     position = 0
     while (start := text.find("<information>", position)) >= 0:
@@ -73,7 +73,7 @@ def remove_information(text: str) -> str:
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
-    """The last answer. `compat` is for prompt and response together: a single answer is ignored."""
+    """Returns the last answer. `compat` expects prompt and response together and ignores a single answer."""
     if compat:
         answers = all_answers(solution_str)
         return answers[-1] if len(answers) > 1 else None
@@ -91,7 +91,7 @@ def judge(
     extra_info: Settings | None = None,
     score_observations: bool = False,
 ) -> dict[str, float]:
-    """Score and `acc` (exact match, whatever the form earned)."""
+    """Returns the score and `acc` (exact match, regardless of the format score)."""
     if structure_format_score or final_format_score or retrieval_score:
         from hone.rewards.scores import qa_em_format
 
@@ -115,7 +115,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for an exact match, `format_score` for another answer, 0 without one."""
+    """Returns `score` for an exact match, `format_score` for another answer, 0 without one."""
     return _graded(solution_str, ground_truth, em_check, format_score, score)["score"]
 
 
@@ -129,7 +129,7 @@ def compute_score_subem(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """As `compute_score`, but a reference answer inside the prediction is enough."""
+    """Like `compute_score`, but the prediction only needs to contain a reference answer."""
     return _graded(solution_str, ground_truth, subem_check, format_score, score)["score"]
 
 

@@ -1,8 +1,8 @@
-"""Search-R1 with credit for form: a right answer, a well-formed trajectory, a useful retrieval.
+"""Search-R1 with format rewards for a right answer, a well-formed trajectory, a useful retrieval.
 
-Well formed is think, then any number of (search, information, think), then answer, and nothing
-but white space between. Information is what a search returned: a block that the policy wrote itself
-makes the trajectory ill-formed, and no tag inside a passage is read.
+A well-formed trajectory is think, any number of (search, information, think), and answer, with only white
+space in between. Information must be a search result: a block that the policy wrote makes the trajectory
+ill-formed. Tags inside a passage are ignored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NEXT = {
 
 
 def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
-    """Whether a whole transcript is well formed, and the reason when it is not.
+    """Returns whether a whole transcript is well formed, and the reason when it is not.
 
-    `compat` asks for the ChatML marker and objects to a trailing end-of-turn token, as upstream.
+    Like upstream, `compat` requires the ChatML marker and rejects a trailing end-of-turn token.
     """
     if _MARKER in text:
         text = text.split(_MARKER, 1)[1]
@@ -41,7 +41,7 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
-    """As `is_valid_sequence`, for segments with authors."""
+    """Like `is_valid_sequence`, for segments with authors."""
     parts = []
     for segment in segments:
         text = segment["text"]
@@ -50,7 +50,7 @@ def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
                 return False, "<information> written by the policy"
             parts.append(text)
         elif _passage(text) is not None:
-            parts.append(_OPEN + _CLOSE)  # what a passage says is not read as tags
+            parts.append(_OPEN + _CLOSE)  # tags inside a passage are ignored
         elif text.strip():
             return False, "an observation that is no <information>"
     return _well_formed(_without_trailing_special("".join(parts)))
@@ -87,25 +87,25 @@ def _well_formed(text: str) -> tuple[bool, str]:
 
 
 def extract_information_blocks(text: str) -> list[str]:
-    """The `<information>` blocks of a whole transcript, of any author."""
+    """Returns the `<information>` blocks of a whole transcript, by any author."""
     blocks = re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
     return [block.strip() for block in blocks]
 
 
 def observed_passages(segments: Segments) -> list[str]:
-    """The passages that searches returned."""
+    """Returns the passages that searches returned."""
     passages = [_passage(s["text"]) for s in segments if s["role"] != POLICY]
     return [passage for passage in passages if passage is not None]
 
 
 def _passage(observation: str) -> str | None:
-    """From the first opening to the last closing tag: a tag inside the passage does not end it."""
+    """Returns the text from the first opening to the last closing tag, since passages may contain tags."""
     start, end = observation.find(_OPEN), observation.rfind(_CLOSE)
     return observation[start + len(_OPEN) : end].strip() if 0 <= start < end else None
 
 
 def is_retrieval_correct(passages: Iterable[str], golden: list[str]) -> bool:
-    """Whether a reference answer stands in something that was retrieved."""
+    """Whether a retrieved passage contains a reference answer."""
     answers = [answer for answer in map(normalize_answer, golden) if answer]
     return any(answer in normalize_answer(passage) for passage in passages for answer in answers)
 
@@ -120,33 +120,33 @@ def judge(
     extra_info: Settings | None = None,
     score_observations: bool = False,
 ) -> dict[str, float]:
-    """The score and its parts.
+    """Returns the score and its parts.
 
-    `extra_info["transcript_segments"]` tells a retrieved passage from one that the policy made up;
-    with `score_observations` the text alone is read, as upstream does.
+    `extra_info["transcript_segments"]` distinguishes retrieved passages from those that the policy wrote;
+    with `score_observations` only the text is read, like upstream.
     """
     golden = golden_answers(ground_truth)
     if score_observations:
-        valid, _ = is_valid_sequence(solution_str)
+        format_valid, _ = is_valid_sequence(solution_str)
         passages = extract_information_blocks(solution_str)
     else:
         segments = segments_of(solution_str, extra_info)
-        valid, _ = is_valid_conversation(segments)
+        format_valid, _ = is_valid_conversation(segments)
         passages = observed_passages(segments)
     answer = extract_solution(solution_str)
-    right = answer is not None and em_check(answer, golden)
-    retrieved = valid and is_retrieval_correct(passages, golden)
-    if right:
-        value = score if valid else score - structure_format_score
-    elif valid:
-        value = structure_format_score + (retrieval_score if retrieved else 0.0)
+    is_correct = answer is not None and em_check(answer, golden)
+    retrieval_hit = format_valid and is_retrieval_correct(passages, golden)
+    if is_correct:
+        value = score if format_valid else score - structure_format_score
+    elif format_valid:
+        value = structure_format_score + (retrieval_score if retrieval_hit else 0.0)
     else:
         value = final_format_score if answer is not None else 0.0
     return {
         "score": value,
-        "acc": float(right),
-        "format_valid": float(valid),
-        "retrieval_hit": float(retrieved),
+        "acc": float(is_correct),
+        "format_valid": float(format_valid),
+        "retrieval_hit": float(retrieval_hit),
     }
 
 
@@ -162,7 +162,7 @@ def compute_score(
     extra_info: Settings | None = None,
     score_observations: bool = False,
 ) -> float:
-    """The score alone. `method` and `format_score` are in Search-R1's signature and unused there."""
+    """Returns only the score. `method` and `format_score` are unused, as in Search-R1."""
     form = (structure_format_score, final_format_score, retrieval_score)
     parts = judge(solution_str, ground_truth, *form, score, extra_info, score_observations)
     return parts["score"]

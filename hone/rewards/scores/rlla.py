@@ -1,7 +1,7 @@
-"""RLLA (tool use): a form of think, tool_call and response blocks, and calls that equal the reference's.
+"""RLLA (tool use): checks the format (think, tool_call and response blocks) and compares the tool calls.
 
-The reference is a response of that form; its tool_call block has one JSON call per line. Form earns 0 or 1,
-calls from -3 to 3 by names, parameter names and values.
+The reference is a response of that format; its tool_call block has one JSON call per line. The format scores
+0 or 1, the calls score -3 to 3 by names, parameter names and values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def compute_score(
     extra_info: Settings | None = None,
     step: int = 0,
 ) -> dict[str, float]:
-    """`{"score", "format_reward", "accuracy_reward"}`."""
+    """Returns `{"score", "format_reward", "accuracy_reward"}`."""
     for marker in _MARKERS:
         solution_str = solution_str.rpartition(marker)[2]
     response = _ENDS.split(solution_str)[0].strip()
@@ -39,7 +39,7 @@ def compute_score(
 
 
 def _has_form(response: str, reference: str) -> bool:
-    """Whether the response has the blocks of the reference, each once, after its thinking."""
+    """Whether the response has the blocks of the reference, each once, after its think block."""
     names = [name for name in _BLOCKS if f"<{name}>" in reference]
     bodies = {"tool_call": r"\n.*?\n", "response": ".*?"}
     parts = [rf"\n<{name}>{bodies[name]}</{name}>" for name in names]
@@ -74,7 +74,7 @@ def _calls_reward(response: str, reference: str) -> float:
 
 
 def _calls(text: str) -> list[Call] | None:
-    """The calls of the first block, one JSON object per line; None where one cannot be read."""
+    """Returns the calls of the first block, one JSON object per line; None if one cannot be parsed."""
     _, opened, after = text.partition("<tool_call>")
     body, closed, _ = after.partition("</tool_call>")
     if not opened or not closed:
@@ -90,7 +90,7 @@ def _calls(text: str) -> list[Call] | None:
 
 
 def _similarity(call: Call, other: Call) -> float:
-    """0 for another tool, else the overlap of parameter names and the number of equal values."""
+    """Returns 0 for another tool, else the overlap of parameter names plus the number of equal values."""
     (name, parameters), (other_name, others) = call, other
     if name != other_name:
         return 0.0
@@ -99,7 +99,7 @@ def _similarity(call: Call, other: Call) -> float:
 
 
 def _overlap(left: Sequence[str], right: Sequence[str]) -> float:
-    """Shared entries over all entries, repeated ones counted."""
+    """Returns the shared entries divided by all entries, with multiplicity."""
     if not left or not right:
         return float(left == right)
     shared = (Counter(left) & Counter(right)).total()

@@ -1,8 +1,8 @@
-"""Are two LaTeX answers equal as mathematics? By math-verify, in processes that can be killed.
+"""Compares two LaTeX answers symbolically with math-verify, in processes that can be killed.
 
-Only its LaTeX reader is used: the plain-expression one ends in Python's `eval`. What is too large is
-refused unread, and what exceeds its CPU time or memory counts as not equal; both are mishaps that the
-manager reports. The comparisons of a batch are made together (`compare_all`), in one budget.
+Only its LaTeX parser is used, because the plain-expression parser calls Python's `eval`. Expressions that
+are too large are refused, and comparisons that exceed their CPU time or memory count as not equal; the
+manager reports both. The comparisons of a batch run together (`compare_all`), within one budget.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from hone.rewards.pool import DeadlinePool
 logger = logging.getLogger(__name__)
 
 Pair = tuple[str, str]
-"""An answer and its truth."""
+"""An answer and its reference."""
 
 SHORT_CPU_S = 0.1
-"""CPU time of a comparison in its first round, in which every one of a batch gets its turn."""
+"""CPU time per comparison in the first round, which includes every comparison of a batch."""
 LONG_CPU_S = 0.5
-"""CPU time in the second round, for those that were late in the first."""
+"""CPU time per comparison in the second round, for those that timed out in the first."""
 MAX_LONG = 32
-"""Comparisons of one batch that get a second round."""
+"""Limit on comparisons per batch in the second round."""
 MAX_DEATHS = 8
-"""Processes that a round of comparisons may cost; those that are then left are skipped."""
+"""Number of killed processes after which the rest of a round is skipped."""
 WALL_LIMIT_S = 60.0
-"""Seconds after which a process that uses no CPU is given up."""
+"""Seconds after which a process that uses no CPU is killed."""
 MAX_PROCESSES = 8
 MAX_CHARS = 1000
 _CACHE_SIZE = 65_536
 
 MAX_EXPONENT = 9_999
 MAX_POWERS = 1_000_000
-"""Product of the exponents from 100 on: a power of a power multiplies them."""
+"""Limit on the product of exponents from 100 on, because a power of a power multiplies them."""
 MAX_COUNTED = 999
 """Largest number in a factorial, binomial, sum, product, integral or limit."""
 MAX_DIGITS = 64
@@ -61,13 +61,13 @@ _noted: ContextVar[list[Pair] | None] = ContextVar("noted", default=None)
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Whether math-verify finds `answer` equal to `truth`; False when it is absent or out of time."""
+    """Whether math-verify finds `answer` equal to `truth`; False if it is not installed or times out."""
     if not available() or max(len(answer), len(truth)) > MAX_CHARS:
         return False
     pair = (answer, truth)
-    noted = _noted.get()
-    if noted is not None:
-        noted.append(pair)
+    pairs = _noted.get()
+    if pairs is not None:
+        pairs.append(pair)
         return False
     if pair not in _cache:
         compare_all([pair])
@@ -80,7 +80,7 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether math-verify is installed; says so once when it is not."""
+    """Whether math-verify is installed; logs one warning if not."""
     if importlib.util.find_spec("math_verify") is not None:
         return True
     logger.warning(
@@ -92,7 +92,7 @@ def available() -> bool:
 
 @contextmanager
 def noting() -> Iterator[list[Pair]]:
-    """Inside the block, comparisons are recorded in the list instead of made (each is False)."""
+    """Inside the block, comparisons are only recorded in the list, and each returns False."""
     pairs: list[Pair] = []
     token = _noted.set(pairs)
     try:
@@ -102,20 +102,20 @@ def noting() -> Iterator[list[Pair]]:
 
 
 def compare_all(pairs: Iterable[Pair]) -> None:
-    """Make the comparisons that are not in the cache, in parallel; late ones are tried once more."""
+    """Run the comparisons that are not cached, in parallel; those that time out are retried once."""
     new = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
     reasons = {pair: too_large(pair[0]) or too_large(pair[1]) for pair in new}
     remember({pair: Failed("refused", reason) for pair, reason in reasons.items() if reason})
     rest = [pair for pair in new if not reasons[pair]]
     if len(rest) > 1:
         results = _compare_within_budget(rest, SHORT_CPU_S)
-        late = zip(rest, results, strict=True)
-        rest = [pair for pair, r in late if isinstance(r, Failed) and r.reason == "timeout"]
+        outcomes = zip(rest, results, strict=True)
+        rest = [pair for pair, r in outcomes if isinstance(r, Failed) and r.reason == "timeout"]
     _compare_within_budget(rest[:MAX_LONG], LONG_CPU_S)
 
 
 def too_large(text: str) -> str | None:
-    """The reason to refuse an expression; None for one that may be compared."""
+    """Returns the reason to refuse an expression, or None."""
     numbers = [match.group().lstrip("0") for match in _NUMBER.finditer(text)]
     if any(len(number) > MAX_DIGITS for number in numbers):
         return f"a number of more than {MAX_DIGITS} digits"
@@ -133,7 +133,7 @@ def too_large(text: str) -> str | None:
 
 
 def cached(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
-    """The results of `pairs`, for `remember` in another process."""
+    """Returns the results of `pairs`, for `remember` in another process."""
     return {pair: _cache[pair] for pair in pairs if pair in _cache}
 
 
@@ -146,13 +146,13 @@ def remember(comparisons: Mapping[Pair, bool | Failed]) -> None:
 
 
 def use_processes(count: int) -> None:
-    """How many processes compare; by default one per core, `MAX_PROCESSES` at most."""
+    """Set the number of comparison processes; the default is one per core, at most `MAX_PROCESSES`."""
     global _processes
     _processes = count
 
 
 def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
-    """Compare part by part, so that a batch that kills process after process comes to an end."""
+    """Compare in parts, so that a batch that kills many processes ends early."""
     results: list[bool | Failed] = []
     for start in range(0, len(pairs), 2 * MAX_PROCESSES):
         part = pairs[start : start + 2 * MAX_PROCESSES]
@@ -172,5 +172,5 @@ def _run(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
             _pool = DeadlinePool("hone.rewards.scores.symbolic_worker:make_verifier", {}, size)
         pool = _pool
     jobs = [{"answer": answer, "truth": truth, "cpu_s": cpu_s} for answer, truth in pairs]
-    late = Failed("timeout", f"not equal after {cpu_s:g} s of CPU time")
-    return [late if result is None else result for result in pool.run(jobs, WALL_LIMIT_S)]
+    timeout = Failed("timeout", f"not equal after {cpu_s:g} s of CPU time")
+    return [timeout if result is None else result for result in pool.run(jobs, WALL_LIMIT_S)]

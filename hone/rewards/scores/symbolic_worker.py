@@ -1,7 +1,7 @@
-"""The process that compares expressions: math-verify under limits of memory and CPU time.
+"""The process that compares expressions: math-verify under memory and CPU time limits.
 
-A comparison that uses up its time is interrupted, and the process goes on with the next. One that
-cannot be interrupted (a single huge operation inside C code) is ended by the kernel a little later.
+A comparison that exceeds its time is interrupted, and the process continues with the next. If it cannot
+be interrupted (a single huge operation inside C code), the kernel kills the process shortly after.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MEMORY_LIMIT_MB = 2048
 GRACE_CPU_S = 0.5
-"""CPU time from the interrupt to the kernel's kill."""
+"""CPU time between the interrupt and the kernel's kill."""
 _TYPICAL = (
     (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt 3}"),
     (r"\{2,1\}", r"\{1,2\}"),
@@ -29,11 +29,11 @@ _TYPICAL = (
     (r"x=2\text{ or }x=3", "2,3"),
     (r"\sin(\pi/3)+e^{2}", r"\log_2 8"),
 )
-"""Compared once at the start: the first of a kind takes many times as long as the next."""
+"""Compared once at startup, because the first comparison of a kind is many times slower."""
 
 
 class _TooLate(BaseException):
-    """Not an Exception: sympy catches these in many places."""
+    """Raised when time is up; not an Exception, because sympy catches those in many places."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -41,7 +41,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def make_verifier() -> Callable[..., bool | None]:
-    """Limit memory, load math-verify, return the comparison (None: out of time)."""
+    """Limit memory, load math-verify and return the comparison, which returns None on a timeout."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     limit = MEMORY_LIMIT_MB << 20
@@ -57,7 +57,7 @@ def make_verifier() -> Callable[..., bool | None]:
 
     def equal(answer: str, truth: str, cpu_s: float) -> bool | None:
         try:
-            # It repeats, for a bare `except` that ate the first.
+            # The timer repeats, because a bare `except` may catch the first signal.
             signal.setitimer(signal.ITIMER_PROF, cpu_s, cpu_s)
             signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s + GRACE_CPU_S)
             try:

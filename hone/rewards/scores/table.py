@@ -1,7 +1,7 @@
-"""The one table from `data_source` to scorer, and `default_compute_score`, which reads it.
+"""The table from `data_source` to scorer, and `default_compute_score`, which reads it.
 
-Exact names come first, then prefixes, then substrings, as in verl. `register_score` adds a
-user's own in front of them. Scorers are imported when first used.
+Exact names come first, then prefixes, then substrings, as in verl. Scorers added by `register_score`
+come before all of them. Scorers are imported on first use.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NUMINA_SETS = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn
 
 
 class UnknownSourceError(SetupError, NotImplementedError):
-    """No scorer is known for a row's data source."""
+    """A row's data source has no scorer."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the table."""
+    """An entry of the table."""
 
     target: str | Function
     """`"module:function"`, or the function itself."""
@@ -45,7 +45,7 @@ class Entry:
     needs_ground_truth: bool = True
     """False for scorers that may find their tests in `extra_info`."""
     symbolic: bool = False
-    """Whether the rule compares expressions as mathematics."""
+    """Whether the rule compares expressions symbolically."""
 
 
 def _rows(
@@ -71,7 +71,7 @@ SYMBOLIC_MODULES = frozenset(
     for entry in _EXACT.values()
     if entry.symbolic and isinstance(entry.target, str)
 )
-"""Modules whose score functions may also be chosen for all rows, by `custom_reward_function.path`."""
+"""Modules whose score functions `custom_reward_function.path` may also select for all rows."""
 _BUILT_IN: dict[str, dict[str, Entry]] = {
     "exact": _EXACT,
     "prefix": _rows("math_dapo", "aime"),
@@ -93,8 +93,8 @@ def register_score(
 ) -> None:
     """Score rows of `source` by `target`: a function, `"pkg.mod:name"` or `"file.py:name"`.
 
-    The function takes any of data_source, solution_str, ground_truth, extra_info by name. A name of
-    the built-in table is replaced. `match` may be exact, prefix or substring.
+    The function takes any of data_source, solution_str, ground_truth, extra_info by name. It replaces a
+    built-in entry of the same name. `match` may be exact, prefix or substring.
     """
     if match not in _MATCHES:
         raise ValueError(f"match={match!r} is not known; use one of {', '.join(_MATCHES)}")
@@ -105,12 +105,12 @@ def register_score(
 
 
 def registered_scores() -> dict[str, dict[str, Entry]]:
-    """The entries that `register_score` added, for a scoring process."""
+    """Returns the entries that `register_score` added, for a scoring process."""
     return {match: dict(entries) for match, entries in _registered.items()}
 
 
 def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
-    """Replace the users' part of the table by `registered` (from `registered_scores`)."""
+    """Replace the user's part of the table by `registered` (from `registered_scores`)."""
     for match in _MATCHES:
         _registered[match] = dict(registered.get(match, {}))
     _forget_entries()
@@ -123,7 +123,7 @@ def _forget_entries() -> None:
 
 @cache
 def find(data_source: str) -> Entry | None:
-    """The table's line for `data_source`, or None."""
+    """Returns the entry for `data_source`, or None."""
     for table in (_registered, _BUILT_IN):
         if data_source in table["exact"]:
             return table["exact"][data_source]
@@ -144,7 +144,7 @@ def lacks_ground_truth(data_source: str, ground_truth: JsonValue) -> bool:
 
 @cache
 def scorer_of(data_source: str) -> tuple[Entry, Function]:
-    """The table's line and the scorer itself, imported; UnknownSourceError when there is none."""
+    """Returns the entry and the imported scorer, or raises UnknownSourceError."""
     entry = find(data_source)
     if entry is None:
         raise UnknownSourceError(_unknown(data_source, "a row"))
@@ -176,7 +176,7 @@ def compute_in_detail(
     extra_info: Settings | None = None,
     **options: JsonValue,
 ) -> float | Row:
-    """As `default_compute_score`, with the parts of the score where the rule has some."""
+    """Like `default_compute_score`, with the parts of the score if the rule has any."""
     entry, scorer = scorer_of(data_source)
     if entry.needs_ground_truth and is_missing(ground_truth):
         raise GroundTruthError(
@@ -196,21 +196,21 @@ def compute_in_detail(
 
 
 def in_detail(function: Function) -> Function:
-    """The function, with `compute_in_detail` in place of `default_compute_score`."""
+    """Returns the function, with `compute_in_detail` in place of `default_compute_score`."""
     if isinstance(function, partial) and is_table(function):
         return partial(in_detail(function.func), *function.args, **function.keywords)
     return compute_in_detail if function is default_compute_score else function
 
 
 def is_table(function: Function) -> bool:
-    """Whether a score function is this table (not a user's function), perhaps with bound arguments."""
+    """Whether a score function is this table (not a user's function), possibly with bound arguments."""
     while isinstance(function, partial):
         function = function.func
     return function is default_compute_score
 
 
 def known_sources() -> dict[str, list[str]]:
-    """Every name the table knows, by how it is matched."""
+    """Returns every name in the table, by how it is matched."""
     return {match: sorted({*_registered[match], *_BUILT_IN[match]}) for match in _MATCHES}
 
 
@@ -219,10 +219,10 @@ def check_sources(
     key: str = "data_source",
     where: Callable[[int], str] = "row {}".format,
 ) -> None:
-    """Raise UnknownSourceError for the first row without a scorer, naming it and what is known.
+    """Raise UnknownSourceError for the first row without a scorer; the message lists the known names.
 
-    A row is its data source, or the data row itself; rows of style "model" need no rule. `where`
-    says in words which row an index is.
+    A row is its data source, or the data row itself; rows of style "model" need no rule. `where` describes
+    the row with a given index.
     """
     seen: set[str] = set()
     for index, row in enumerate(rows):

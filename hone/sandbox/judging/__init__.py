@@ -1,6 +1,6 @@
-"""Assertions about an untrusted program, decided where the program cannot reach.
+"""Runs assertions about an untrusted program where the program cannot tamper with them.
 
-Two boxes: the program's answers calls in plain data, the judge's runs the tests against a proxy.
+Two boxes: the program's box answers calls in plain data, the judge's box runs the tests on a proxy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs in the program's box: loads the program, then answers the judge's requests until it hangs up.
+"""Runs in the program's box: loads the program, then answers the judge until it disconnects.
 
-Sent as text, so it imports nothing of ours and as little else as possible: a program waits for it.
-All of this is in the program's reach, and nothing here decides anything: the judge reads plain data.
+This file is sent as text and imports nothing of ours and few other modules, because startup delays every
+program. The program can tamper with this code, so it decides nothing: the judge reads plain data.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import os
 import sys
 from _json import encode_basestring_ascii, make_encoder
 
-TYPE_CHECKING = False  # importing typing takes longer than most programs
+TYPE_CHECKING = False  # importing typing takes longer than most programs run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hone.sandbox.judging.plain_data import Value
 
 _FLAT = frozenset({type(None), bool, int, float, str})
-_LARGE = 1 << 4096  # larger integers travel as hexadecimal text
-_OWN_FRAMES = 64  # stack frames of ours; the recursion limit stays what the program expects
-_EXACT: dict[type, Callable[[Value], Value]] = {  # a subclass's instance goes as what it is made of
+_LARGE = 1 << 4096  # larger integers are sent as hexadecimal text
+_OWN_FRAMES = 64  # stack frames of this file, added to the recursion limit that the program expects
+_EXACT: dict[type, Callable[[Value], Value]] = {  # subclass instances are sent as their base type
     **{base: base for base in (bytes, list, tuple, dict, set, frozenset)},
     int: int.__int__,
     float: float.__float__,
@@ -53,12 +53,12 @@ _PARTS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] = {
     ("fractions", "Fraction"): ("F", lambda value: [value.numerator, value.denominator]),
     ("re", "Match"): ("M", lambda value: [value.group(), *value.span()]),
 }
-"""Type (by name where it must not be imported here) → its tag, and the plain data it is made of."""
+"""Type (by name where it must not be imported here) → its tag, and a function to its plain data."""
 _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", False, False, True)
 
 
 class Request:
-    """A decoded request of the judge: its words, and the shared objects in it by number."""
+    """A decoded request of the judge: its words, and its shared objects by number."""
 
     def __init__(self, answers: Answers, data: bytes) -> None:
         self.objects: list[Value] = []
@@ -78,7 +78,7 @@ class Request:
 
         reader = Reader(io.BytesIO(self.data[1:]))
         words = reader.load()
-        for shared in self.objects:  # grows meanwhile
+        for shared in self.objects:  # load() may append
             for name, value in reader.load().items():
                 setattr(shared, name, value)
         return words
@@ -94,16 +94,16 @@ class Request:
 
 
 class Answers:
-    """One conversation: the program's names, and its objects that the judge holds by number."""
+    """One session: the program's names, and the objects that the judge refers to by number."""
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
         self.scope = scope
-        self.shared: frozenset[str] = frozenset()  # classes that the tests know too
+        self.shared: frozenset[str] = frozenset()  # classes that the tests also define
         self.handles: list[Value] = []
         self._channel = channel
 
     def receive(self) -> Request:
-        """The next request. Ends the process when the judge has hung up."""
+        """Returns the next request; ends the process when the judge has disconnected."""
         return Request(self, self._read(int.from_bytes(self._read(8), "big")))
 
     def _read(self, size: int) -> bytes:
@@ -143,11 +143,11 @@ class Answers:
                 except ValueError:  # a large integer in a plain list
                     if not fast:
                         raise
-        except BaseException as error:  # whatever the program raised is the answer
+        except BaseException as error:  # any exception of the program is sent to the judge
             self.send_error(error)
 
     def _do(self, verb: str, key: Value, *words: Value) -> tuple[Value, Value]:
-        """The requested value, and the arguments that the program may have changed."""
+        """Returns the requested value and the arguments that the program may have changed."""
         if verb == "get":
             return self.scope.get(key, Absent), None
         target = self.handles[key]
@@ -172,7 +172,7 @@ class Answers:
 
     @staticmethod
     def _changed(encoder: Encoder, arguments: Value, request: Request) -> list[Value]:
-        """[place, new value] of every argument that the call changed."""
+        """Returns [place, new value] for every argument that the call changed."""
         if arguments is None:
             return []
         places = [*enumerate(arguments[0]), *arguments[1].items()]
@@ -184,7 +184,7 @@ class Answers:
         return [[place, encoder.encode(now)] for place, now in mutable]
 
     def call_back(self, number: int) -> Callable[..., Value]:
-        """A function that calls a function of the tests, in the judge's box."""
+        """Returns a function that calls a function of the tests in the judge's box."""
 
         def callback(*arguments: Value, **named: Value) -> Value:
             encoder = Encoder(self, [], False)
@@ -203,11 +203,11 @@ class Answers:
 
 
 class Absent:
-    """Says that the program has no such name."""
+    """Marks a name that the program does not define."""
 
 
 class Encoder:
-    """Values of one answer as JSON with tags; objects of shared classes go into a table."""
+    """Encodes the values of one answer as tagged JSON; objects of shared classes go into a table."""
 
     def __init__(self, answers: Answers, objects: list[Value], fast: bool) -> None:
         self._answers = answers
@@ -251,19 +251,19 @@ class Encoder:
         return {"h": number}
 
     def table(self) -> list[Value]:
-        """The shared objects as [number, class, attributes]; writing one may add others."""
+        """Returns the shared objects as [number, class, attributes]; encoding one may add others."""
         rows = []
-        for number, value in enumerate(self._objects):  # grows meanwhile
+        for number, value in enumerate(self._objects):  # encode() may append
             rows.append([number, type(value).__name__, self.encode(_pairs(value.__dict__))])
         return rows
 
 
 def main(program: str, preamble: str) -> None:
-    """Load the program behind the preamble as `__main__`, and answer."""
+    """Run the preamble and the program as `__main__`, then answer requests."""
     channel = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.close(null_fd)
     scope = sys.modules["__main__"].__dict__
     for name in [name for name in scope if not name.startswith("__")]:
         del scope[name]
@@ -279,7 +279,7 @@ def main(program: str, preamble: str) -> None:
                 and (value.__module__, value.__name__) == ("__main__", name)
             )
         exec(compile(program, "main.py", "exec", dont_inherit=True), scope)
-    except BaseException as error:  # the judge is told; it decides
+    except BaseException as error:  # the judge receives the error and decides
         answers.send_error(error)
     else:
         answers.send("v", None, [], Encoder(answers, [], True))

@@ -1,7 +1,7 @@
-"""Runs in the judge's box: for each request a child that runs the tests and writes the verdict.
+"""Runs in the judge's box: forks a child per request, which runs the tests and writes the verdict.
 
-The server holds no tests and no program: a child is forked for one judgement, gets its tests, the
-program's channel and the place for its verdict as descriptors, and ends.
+The server holds no tests and no program. A child serves one judgement; it receives the tests, the
+program's channel and the pipe for the verdict as descriptors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hone.sandbox.judging.proxies import Failed, Names, Session
 
 REQUEST = struct.Struct("!dQ")  # seconds, bytes of memory; descriptors: channel, verdict, source
 READY = b"judge ready\n"
-_OWN_FRAMES = 64  # stack frames of ours below the tests'
+_OWN_FRAMES = 64  # stack frames of this file below those of the tests
 _PRELOADED = "bisect copy datetime functools heapq itertools math operator random re string typing"
-"""Modules that tests import most: loaded once, before any child is forked."""
+"""Modules that tests import most often, loaded once before any child is forked."""
 
 
 class Unusable(Exception):
@@ -33,18 +33,18 @@ class Unusable(Exception):
 
 
 def main() -> None:
-    """Serve on standard input, which is a socket; output goes nowhere."""
+    """Serve requests from standard input, which is a socket; output is discarded."""
     control = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_fd = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
+        os.dup2(null_fd, descriptor)
     for name in _PRELOADED.split():
         importlib.import_module(name)
     gc.freeze()
-    verdicts: dict[int, int] = {}  # child → where its verdict goes
+    verdicts: dict[int, int] = {}  # child pid → descriptor for its verdict
 
     def on_child(number: int, frame: FrameType | None) -> None:
-        """Write a verdict for a child that ended without one; of two verdicts the first is read."""
+        """Write a verdict for a child that ended without one; the caller reads only the first verdict."""
         while verdicts:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -64,7 +64,7 @@ def main() -> None:
         if len(data) != REQUEST.size or len(descriptors) != 3:
             os._exit(0)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        with contextlib.suppress(OSError):  # no more processes: the caller sees no verdict
+        with contextlib.suppress(OSError):  # fork failed: the caller reads no verdict
             pid = os.fork()
             if pid == 0:
                 _decide(data, *descriptors)
@@ -75,12 +75,12 @@ def main() -> None:
 
 
 def _decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
-    """The child: run the tests, write one line, end."""
+    """Run the tests in the child, write one line and exit."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         seconds, memory = REQUEST.unpack(data)
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # ends the child: a verdict "ended" follows
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # kills it; on_child writes the verdict
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         texts = json.loads(os.pread(source, os.fstat(source).st_size, 0))
         session = Session(channel)
@@ -89,7 +89,7 @@ def _decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
             _write_verdict(verdict, Failed.reason is None, Failed.reason or "", session.answers)
         except Unusable as error:
             _write_verdict(verdict, False, str(error), 0, usable=False)
-        except BaseException as error:  # whatever the tests raise is a failure of the program
+        except BaseException as error:  # any exception of the tests fails the program
             reason = f"{type(error).__name__}: {error}"[:500]
             _write_verdict(verdict, False, reason, session.answers)
     finally:
@@ -99,13 +99,13 @@ def _decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
 def _run(session: Session, preamble: str, tests: str) -> None:
     names = Names(session, {"__name__": "__main__", "__builtins__": __builtins__})
     try:
-        before = compile(preamble, "preamble.py", "exec", dont_inherit=True)
+        preamble_code = compile(preamble, "preamble.py", "exec", dont_inherit=True)
         code = compile(tests, "tests.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise Unusable(f"the tests do not compile: {error}") from None
     sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)
     try:
-        exec(before, names)
+        exec(preamble_code, names)
     except Exception as error:
         raise Unusable(f"the tests' preamble raised {type(error).__name__}: {error}") from None
     session.shared = {
@@ -122,5 +122,5 @@ def _write_verdict(
     verdict: int, passed: bool, reason: str, answers: int, usable: bool = True
 ) -> None:
     line = {"passed": passed, "reason": reason, "answers": answers, "usable": usable}
-    with contextlib.suppress(OSError):  # the caller has gone
+    with contextlib.suppress(OSError):  # the caller has disconnected
         os.write(verdict, json.dumps(line).encode() + b"\n")

@@ -1,7 +1,7 @@
-"""The caller's side: a program in its box, its tests in the judge's, and the verdict that comes back.
+"""The client side of judging: starts the program's box and has the judge's box run the tests.
 
-One judge's box per process serves all judgements, each in a child of its own; one that is lost is
-replaced and asked again. The program's box is used once.
+Each process has one judge's box, which runs every judgement in a separate child. If that box is lost, it
+is replaced and the judgement is repeated. The program's box is used once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Judgement:
 
     passed: bool
     reason: str
-    """Why not, in a sentence; for logs, since the program can shape it."""
+    """Why the tests failed, in a sentence; only for logs, because the program can influence it."""
     answers: int
-    """Pieces of plain data that the tests got from the program; 0 means that they asked nothing."""
+    """Number of plain values that the tests received from the program; 0 if they called nothing."""
     usable: bool = True
-    """False when the tests themselves cannot run, whatever the program."""
+    """False when the tests cannot run with any program."""
 
 
 class JudgeLost(SandboxError):
@@ -59,9 +59,9 @@ def judge(
     interpreter: str | None = None,
     caller: socket.socket | None = None,
 ) -> Judgement:
-    """Run `tests` (Python source) against `program`; the preamble is run before both, in both boxes.
+    """Run `tests` (Python source) against `program`; the preamble runs before both, in both boxes.
 
-    SandboxError when a box, not the program, failed. caller: a connection whose end ends it all.
+    Raises SandboxError when a box failed, not the program. caller: the run ends when this connection closes.
     """
     plan = plan_for(minimum, interpreter)
     boot = (
@@ -79,9 +79,9 @@ def judge(
 
 
 def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) -> Judgement:
-    with _boxes_lock:  # one per plan and process: a fork must not share its parent's box
+    with _boxes_lock:  # one box per plan and process: a fork must not share its parent's box
         box = _boxes.setdefault((os.getpid(), repr(plan)), JudgeBox(plan))
-    box.start()  # before the program's clock
+    box.start()  # before the program's time limit starts
     with box.slots, Run(job, plan, channel=True, caller=caller) as run:
         channel = run.channel()
         ours, theirs = socket.socketpair()
@@ -108,7 +108,7 @@ def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) 
 
 
 class JudgeBox:
-    """The judge's box of this process, started when first needed."""
+    """The judge's box of this process, started on first use."""
 
     def __init__(self, plan: Plan) -> None:
         self.slots = threading.BoundedSemaphore(_CONCURRENT)
@@ -134,7 +134,7 @@ class JudgeBox:
             self._control.settimeout(_START_S)
             try:
                 if self._control.recv(len(READY)) != READY:
-                    self._run.result()  # says what failed, if the box did
+                    self._run.result()  # raises if the box itself failed
                     raise JudgeLost("sandbox: the judge's box did not start")
             except TimeoutError as error:
                 self.drop()
@@ -154,7 +154,7 @@ class JudgeBox:
                 raise JudgeLost("sandbox: the judge's box has ended") from error
 
     def drop(self) -> None:
-        """End the box; the next judgement starts another."""
+        """End the box; the next judgement starts a new one."""
         with self._lock:
             if self._control is not None:
                 self._control.close()
@@ -179,7 +179,7 @@ def _files() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _answering() -> str:
-    """The program's side as an expression for its code: compiled here if the version is the same."""
+    """Returns answering.py as an expression for its code, compiled if the interpreter version matches."""
     source = (_HERE / "answering.py").read_text()
     compiled = marshal.dumps(compile(source, "answering.py", "exec", dont_inherit=True))
     return (

@@ -1,7 +1,7 @@
-"""Plain data between the judge and the program, on the judge's side.
+"""The judge's side of the data exchange with the program.
 
-Requests may hold anything that the program may know. What comes back is hostile: it is JSON with tags,
-and becomes exact built-in types, instances of the tests' own classes, or a handle; else Malformed.
+Requests may hold anything that the program may know. Answers are untrusted: tagged JSON is read as exact
+built-in types, instances of the tests' classes or handles; anything else raises Malformed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NoReturn, TypeAlias
 
 Value: TypeAlias = Any
-"""A value of the program or of its tests: what it is, only they know."""
+"""A value of the program or of its tests, whose type is not known here."""
 Shape: TypeAlias = type | list[type]
 """The exact type of a tag's content, or the exact types of its items."""
 
@@ -36,16 +36,16 @@ _REFUSALS = (
 
 
 class Malformed(Exception):
-    """The program's box sent something that is no answer."""
+    """The program's box sent an invalid answer."""
 
 
 class NotPlain(TypeError):
-    """An argument of the tests that cannot be sent."""
+    """The tests passed an argument that cannot be sent."""
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A regular expression's match: true, as every match is, and equal to nothing."""
+    """A regular expression match: truthy, as every match is, and equal to nothing else."""
 
     group: Value
     start: Value
@@ -53,14 +53,14 @@ class Match:
 
 
 class Absent:
-    """The program has no such name."""
+    """Marks a name that the program does not define."""
 
 
 ABSENT = Absent()
 
 
 class Reader:
-    """Reads one answer. Objects of shared classes are made first and filled at the end."""
+    """Reads one answer. Objects of shared classes are created first and filled at the end."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Reader:
         }
 
     def read(self, data: bytes) -> tuple[str, Value, list[Value]]:
-        """(kind, value, changed arguments) of a message."""
+        """Returns (kind, value, changed arguments) of a message."""
         try:
             message = json.loads(data, object_hook=self._tagged)
             kind, value, table, after = _checked(message, list)
@@ -104,10 +104,10 @@ class Reader:
 
     @staticmethod
     def _fill(shared: Value, attributes: dict[Value, Value]) -> None:
-        """Attributes hold data; none may stand in front of a method of the tests' class."""
+        """Set the attributes, which are data; none may shadow a method of the tests' class."""
         for name in attributes:
-            own = getattr(type(shared), _checked(name, str), None)
-            if callable(own) or hasattr(type(own), "__get__") or name.startswith("__"):
+            member = getattr(type(shared), _checked(name, str), None)
+            if callable(member) or hasattr(type(member), "__get__") or name.startswith("__"):
                 raise Malformed(f"attribute {name!r} would replace a method")
         shared.__dict__.clear()
         shared.__dict__.update(attributes)
@@ -167,16 +167,16 @@ _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
     "-": (type(None), lambda _: ABSENT),
     ".": (type(None), lambda _: ...),
 }
-"""Tag → the shape of its content, and what it becomes."""
+"""Tag → the shape of its content, and a function to the value."""
 
 
 def resolve(kind: str, key: Value) -> NoReturn:
-    """Stands in a request for what the program's box puts there (see answering.py)."""
+    """Placeholder in a request, replaced by an object in the program's box (see answering.py)."""
     raise NotImplementedError(kind, key)
 
 
 class Writer(pickle.Pickler):
-    """Writes one request: values natively, handles, functions and shared objects by number."""
+    """Writes one request: plain values natively; handles, functions and shared objects by number."""
 
     def __init__(
         self,
@@ -191,12 +191,12 @@ class Writer(pickle.Pickler):
 
     def write(self, request: tuple[Value, ...]) -> bytes:
         try:
-            if _is_native(request):  # the usual case: reading it imports nothing
+            if _is_native(request):  # the usual case: marshal needs no imports to read it
                 return b"m" + marshal.dumps(request)
         except (RecursionError, ValueError):
-            pass  # a list that holds itself, or is deeper than marshal reads
+            pass  # the list contains itself, or is too deep for marshal
         self.dump(request)
-        for shared in self.objects:  # grows meanwhile
+        for shared in self.objects:  # dump() may append
             self.dump(shared.__dict__)
         return b"p" + self._buffer.getvalue()
 
@@ -229,7 +229,7 @@ def _is_native(value: Value) -> bool:
 
 
 def update(mine: Value, theirs: Value) -> Value:
-    """`mine` with the content of `theirs` where both are of one changeable type; else `theirs`."""
+    """Returns `mine` with the content of `theirs` if they have the same mutable type, else `theirs`."""
     kind = type(mine)
     if type(theirs) is not kind:
         return theirs

@@ -1,7 +1,7 @@
-"""The program as the tests see it: names, functions and objects that live in the other box.
+"""Proxies of the program for the tests: names, functions and objects that live in the other box.
 
-A proxy passes calls on and returns plain data. It never lets the program say what is equal, true or
-contained: a test that would need that ends the judgement. Leaves out how data is read: plain_data.py.
+A proxy forwards calls and returns plain data. The program never decides what is equal, true or contained:
+a test that needs this ends the judgement. plain_data.py reads the data.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hone.sandbox.judging.plain_data import (
     update,
 )
 
-# Passed on to the program. None of them tells it the other side of a comparison, as `-` would in
-# `abs(f(x) - 3) < 1e-6`.
+# Operators that are forwarded. None of them shows the program the other side of a comparison, as
+# `-` would in `abs(f(x) - 3) < 1e-6`.
 _OPERATORS = (
     *("len", "getitem", "setitem", "delitem", "str", "repr", "enter", "exit"),
     *("abs", "neg", "pos", "int", "float", "index", "round"),
@@ -42,7 +42,7 @@ _PREDICATES = frozenset(
 
 
 class Failed(BaseException):
-    """The judgement is over and the program fails, also when a bare `except` of the tests goes on."""
+    """Ends the judgement with a failure, even when a bare `except` in the tests catches it."""
 
     reason: str | None = None
 
@@ -52,10 +52,10 @@ class Failed(BaseException):
 
 
 class Session:
-    """The conversation with the program's box."""
+    """The connection to the program's box."""
 
     def __init__(self, channel: int) -> None:
-        self.shared: dict[str, type] = {}  # classes that the tests and the program both know
+        self.shared: dict[str, type] = {}  # classes that the tests and the program both define
         self.answers = 0
         self._channel = channel
         self._callbacks: list[Callable[..., Value]] = []
@@ -69,7 +69,7 @@ class Session:
     def ask(
         self, verb: str, *words: Value, arguments: tuple[list[Value], dict[str, Value]]
     ) -> Value:
-        """Send a request, answer call-backs meanwhile, and return the value or raise."""
+        """Send a request, serve callbacks meanwhile, and return the value or raise."""
         positional, named = arguments
         content = (positional, named) if verb == "call" else (positional,)
         objects = self._send((verb, *words, *content))
@@ -78,7 +78,7 @@ class Session:
             if kind == "b":
                 self._run_callback(value)
                 continue
-            try:  # the tests' own arguments change as the program changed its copies
+            try:  # apply the program's changes to the tests' arguments
                 for place, changed in after:
                     update(named[place] if type(place) is str else positional[place], changed)
             except (LookupError, TypeError, ValueError):
@@ -90,13 +90,13 @@ class Session:
             return value
 
     def value(self, verb: str, *words: Value, arguments: Value = ((), {})) -> Value:
-        """As `ask`, and counts the answer: the tests have learned something about the program."""
+        """Calls `ask` and counts the answer, because the tests have learned something about the program."""
         value = self.ask(verb, *words, arguments=([*arguments[0]], arguments[1]))
         self.answers += not isinstance(value, Remote)
         return value
 
     def _send(self, request: tuple[Value, ...]) -> list[Value]:
-        """Send a request; the shared objects in it."""
+        """Send a request and return the shared objects in it."""
         writer = Writer(self.shared, _number_of, self._register)
         data = writer.write(request)
         view = memoryview(len(data).to_bytes(8, "big") + data)
@@ -134,7 +134,7 @@ class Session:
         return RemoteIterator(self, number) if kind == "iterator" else Remote(self, number)
 
     def _exception(self, names: list[str]) -> type:
-        """A local class with the name of the program's exception, below its nearest built-in base."""
+        """Returns a local class with the name of the program's exception and its nearest built-in base."""
         base = _builtin_exception(names)
         if names and names[0] != base.__name__ and names[0] not in self._exceptions:
             self._exceptions[names[0]] = type(names[0], (base,), {})
@@ -146,7 +146,7 @@ class Session:
             raise Failed(f"the program raised {_error_text(value)}")
         try:
             error = self._exception(names)(message)
-        except TypeError:  # UnicodeDecodeError and its like want more than a message
+        except TypeError:  # UnicodeDecodeError and others need more than a message
             error = ValueError(message)
         return error if isinstance(error, Exception) else RuntimeError(message)
 
@@ -155,7 +155,7 @@ class Session:
         return len(self._callbacks) - 1
 
     def _run_callback(self, value: Value) -> None:
-        """The program calls a function that the tests gave it."""
+        """Run a function of the tests that the program calls."""
         try:
             number, positional, named = value
             function = self._callbacks[number]
@@ -182,7 +182,7 @@ class Remote:
     def __getattr__(self, name: str) -> Value:
         if name.startswith("__") and name.endswith("__") and name not in _DESCRIPTIVE:
             raise AttributeError(name)
-        if name in _PREDICATES:  # the tests expect text or a number here
+        if name in _PREDICATES:  # the tests expect a string or a number here
             self._refuse()
         return self._session.value("attribute", self._number, name)
 
@@ -217,7 +217,7 @@ for _name in _OPERATORS:
 
 
 class RemoteIterator(Remote):
-    """A generator or iterator of the program, read in growing portions."""
+    """A generator or iterator of the program, read in growing chunks."""
 
     __slots__ = ("_done", "_items", "_portion")
 
@@ -232,7 +232,7 @@ class RemoteIterator(Remote):
     def __iter__(self) -> Iterator[Value]:
         return self
 
-    def __len__(self) -> int:  # list() asks, and goes on without
+    def __len__(self) -> int:  # list() calls it and ignores the error
         raise TypeError("an iterator of the program has no len()")
 
     def __next__(self) -> Value:
@@ -265,7 +265,7 @@ def _error_text(value: Value) -> str:
 
 
 def _builtin_exception(names: list[str]) -> type:
-    """The nearest built-in class of that name which cannot end a loop or the judge in silence."""
+    """Returns the nearest built-in exception that cannot silently end a loop or the judge."""
     for name in names:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -275,10 +275,10 @@ def _builtin_exception(names: list[str]) -> type:
 
 
 class Names(dict[str, Value]):
-    """The tests' global names; what they do not define themselves is the program's.
+    """The global names of the tests; names that the tests do not define are looked up in the program.
 
-    Names of built-ins and of standard modules are the program's only where the tests can mean
-    nothing else: `set` in `set(f(x)) == {1}` must not be a function of the program.
+    Names of built-ins and standard modules refer to the program only if the tests cannot mean anything else:
+    `set` in `set(f(x)) == {1}` must not be a function of the program.
     """
 
     def __init__(self, session: Session, content: dict[str, Value]) -> None:
@@ -287,10 +287,10 @@ class Names(dict[str, Value]):
         self._codes: list[CodeType] = []
 
     def resolve(self, code: CodeType) -> None:
-        """Set the code whose names these are. A class body looks names up without __missing__, so its
-        names are looked up now."""
+        """Set the code whose names these are. A class body skips __missing__, so its names are looked
+        up now."""
         self._codes = [code]
-        for body in self._codes:  # grows meanwhile
+        for body in self._codes:  # the loop appends
             self._codes += [part for part in body.co_consts if isinstance(part, CodeType)]
         for body in self._codes[1:]:
             for name in () if body.co_flags & CO_OPTIMIZED else body.co_names:
@@ -314,7 +314,7 @@ class Names(dict[str, Value]):
         return value
 
     def _tested(self) -> set[str]:
-        """Names that the tests load and do not define; built-ins only when there are no others."""
+        """Returns names that the tests load and do not define; built-ins only when there are no others."""
         steps = [step for code in self._codes for step in dis.get_instructions(code)]
         loaded = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         stored = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_NAME")}
@@ -328,12 +328,12 @@ def _is_function(value: Value) -> bool:
 
 
 def _calls(code: CodeType, name: str) -> bool:
-    """A name that is loaded and whose attributes are not: `calendar(3)`, not `calendar.month(3)`."""
-    before, used = "", False
+    """Whether the name is loaded without its attributes: `calendar(3)`, not `calendar.month(3)`."""
+    previous_name, is_loaded = "", False
     for step in dis.get_instructions(code):
-        if before == name:
+        if previous_name == name:
             if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 return False
-            used = True
-        before = step.argval if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""
-    return used
+            is_loaded = True
+        previous_name = step.argval if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""
+    return is_loaded
