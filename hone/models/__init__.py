@@ -1,1 +1,1 @@
-"""Models: loading, heads, LoRA, attention and the tiny ones made on the spot."""
+"""Models: loading, heads, LoRA, attention, and tiny models for tests."""

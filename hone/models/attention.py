@@ -1,8 +1,8 @@
-"""One attention for every Hugging Face decoder: the caller's layout decides which keys a query sees.
+"""The attention implementation of all Hugging Face decoders: a layout decides which keys a query sees.
 
-The model code stays unchanged. It asks transformers' attention interface for `hone`, and the function
-below hands queries, keys and values to the `layout` that the caller passed to the model's forward:
-packed rows in training, a key-value cache in rollout.
+The model code is unchanged. `attn_implementation="hone"` selects `layout_attention`, which passes queries,
+keys and values to the `layout` argument of the model's forward: packed rows in training, a key-value cache
+in rollout.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 NAME = "hone"
 _DROP_KEYWORDS = {"falcon", "nemotron", "stablelm"}
-"""Families whose layers do not pass keyword arguments on to the attention."""
+"""Families whose layers do not pass keyword arguments to the attention."""
 
 
 class Layout(Protocol):
-    """Which keys each query of one forward pass sees."""
+    """Decides which keys each query of one forward pass sees."""
 
     def attend(
         self,
@@ -37,7 +37,7 @@ class Layout(Protocol):
 
 
 class AttentionModule(Protocol):
-    """What every family's attention module has."""
+    """The attribute that the attention modules of all families have."""
 
     layer_idx: int
 
@@ -65,12 +65,10 @@ def layout_attention(
         )
     width, value_width = query.shape[-1], value.shape[-1]
     heads = [query, key, value]
-    if (
-        width != value_width
-    ):  # latent attention: keys and values share one cache, zeros change nothing
+    if width != value_width:  # latent attention: pad to one width, as keys and values share a cache
         widest = max(width, value_width)
         heads = [F.pad(x, (0, widest - x.shape[-1])) for x in heads]
-    # Some modules know their window and leave it to the mask, which is not made here.
+    # Some modules do not pass their window, because transformers' mask would apply it.
     window = window_of(module) if sliding_window is ... else sliding_window
     scaling = scaling if scaling is not None else width**-0.5
     options = AttentionOptions(module.layer_idx, scaling, window, softcap, s_aux)
@@ -80,24 +78,24 @@ def layout_attention(
 
 
 def window_of(attention: AttentionModule) -> int | None:
-    """How many keys back an attention module looks; None where it sees all."""
+    """Returns the sliding window of an attention module, or None for full attention."""
     config = getattr(attention, "config", None)
-    mistral = getattr(config, "model_type", None) == "mistral"  # reads it from its config
-    of_config = getattr(config, "sliding_window", None) if mistral else None
-    return getattr(attention, "sliding_window", of_config)
+    is_mistral = getattr(config, "model_type", None) == "mistral"  # its module reads the config
+    config_window = getattr(config, "sliding_window", None) if is_mistral else None
+    return getattr(attention, "sliding_window", config_window)
 
 
 def forward_options(lm: PreTrainedModel, layout: Layout) -> dict[str, Layout | Tensor]:
-    """How a model's decoder is given a layout: by keyword, or through the mask."""
+    """Returns the arguments that pass a layout to the decoder: a keyword, or an attribute of the mask."""
     if lm.config.model_type not in _DROP_KEYWORDS:
         return {"layout": layout}
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four dimensions: handed on unchanged
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # transformers passes 4D masks unchanged
     vars(mask)["hone_layout"] = layout
     return {"attention_mask": mask}
 
 
 def register() -> None:
-    """Make `attn_implementation="hone"` known to transformers; repeated calls do no harm."""
+    """Registers `attn_implementation="hone"` with transformers; idempotent."""
     from transformers import AttentionInterface
     from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
@@ -106,7 +104,7 @@ def register() -> None:
 
 
 def _falcon_attention() -> type:
-    """Falcon computes its attention itself; this class asks the layout."""
+    """Returns a Falcon attention class that uses the layout; Falcon ignores the attention interface."""
     from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
     class FalconLayoutAttention(FalconAttention):

@@ -1,7 +1,7 @@
-"""The one description of a decoder layer that llama, qwen2, qwen3 and mistral share.
+"""The description of a decoder layer that llama, qwen2, qwen3 and mistral share.
 
-Training (fused.py) and the three forwards of the native engine read a layer's parameters through it; every
-other model, and one whose layers are wrapped (adapters, quantisation), runs through its own modules.
+Training (fused.py) and the three forwards of the native engine read layer parameters through it. All other
+models, and models with wrapped layers (adapters, quantisation), run through their Hugging Face modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hone.models.policy import PolicyModel
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""`model_type` of each family, and the name that its classes begin with."""
+"""`model_type` of each family, and the prefix of its class names."""
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary tables that do not depend on the length of the sequence."""
 L = TypeVar("L")
@@ -44,7 +44,7 @@ class SelfAttention(Protocol):
     v_proj: nn.Linear
     o_proj: nn.Linear
     q_norm: NormModule
-    """Of qwen3 only, as k_norm."""
+    """Only qwen3 has q_norm and k_norm."""
     k_norm: NormModule
     layer_idx: int
     head_dim: int
@@ -60,7 +60,7 @@ class GatedMlp(Protocol):
 
 
 class LayerModule(Protocol):
-    """A decoder layer, by the names that transformers gives its parts."""
+    """A decoder layer of transformers."""
 
     self_attn: SelfAttention
     mlp: GatedMlp
@@ -70,7 +70,7 @@ class LayerModule(Protocol):
 
 @dataclass(frozen=True)
 class DecoderLayer(Generic[L, N]):
-    """What one forward computes a layer with: linear maps (L), norms (N), and how it attends."""
+    """The linear layers (type L), norms (type N) and attention options of one decoder layer."""
 
     qkv: L
     out: L
@@ -89,7 +89,7 @@ class DecoderLayer(Generic[L, N]):
 def read_layer(
     layer: LayerModule, *, join: Callable[[Sequence[nn.Linear]], L], norm: Callable[[NormModule], N]
 ) -> DecoderLayer[L, N]:
-    """Describe a layer; `join` makes one map of the linear modules that share an input."""
+    """Describes a layer; `join` merges linear modules that share an input."""
     a, m = layer.self_attn, layer.mlp
     return DecoderLayer(
         join([a.q_proj, a.k_proj, a.v_proj]),
@@ -108,7 +108,7 @@ def read_layer(
 
 
 def attention_options(attention: SelfAttention) -> AttentionOptions:
-    """How an attention module of a shared layer attends."""
+    """Returns the attention options of a layer's attention module."""
     return AttentionOptions(attention.layer_idx, attention.scaling, window_of(attention))
 
 
@@ -118,7 +118,7 @@ def linears(layer: LayerModule) -> tuple[nn.Linear, ...]:
 
 
 def has_shared_layers(policy: PolicyModel) -> bool:
-    """Whether every layer is as described here: no adapters, no hooks, SiLU, a fixed rotary table."""
+    """Whether every layer fits `DecoderLayer`: no adapters, no hooks, SiLU, a fixed rotary table."""
     config, decoder = policy.lm.config, policy.decoder
     if hasattr(policy.lm, "peft_config") or config.model_type not in FAMILIES:
         return False
@@ -130,7 +130,7 @@ def has_shared_layers(policy: PolicyModel) -> bool:
 
 
 def rotary_table(decoder: PreTrainedModel, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [W, D] of the positions below `width`, in the decoder's dtype."""
+    """Returns cosines and sines [W, D] of the positions below `width`, in the decoder's dtype."""
     like = decoder.embed_tokens.weight[:1].detach()
     cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
     return cos[0].contiguous(), sin[0].contiguous()

@@ -17,16 +17,16 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """None where the folder has no such entry."""
+    """Facts about a model folder; a missing fact is None."""
 
     family: str | None = None
     positions: int | None = None
-    """The longest sequence, prompt and response together."""
+    """The maximum sequence length, prompt and response together."""
     parameters: int | None = None
 
 
 def model_facts(path: str | None) -> ModelFacts:
-    """The facts of a local folder; all None for a hub name or a missing folder."""
+    """Returns the facts of a local folder; all are None for a hub name or a missing folder."""
     try:
         folder = Path(resolve_model_path(str(path)))
         config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
@@ -43,9 +43,9 @@ def model_facts(path: str | None) -> ModelFacts:
 
 
 def check_model(path: str, *, is_decoder: bool = True) -> None:
-    """Refuse what could not be loaded: a decoder of an unknown family, weights absent or damaged.
+    """Raises for a model that cannot be loaded: an unsupported family, missing or damaged weights.
 
-    A hub name is not checked: its files may still have to be fetched.
+    Hub names are not checked, because their files may not be downloaded yet.
     """
     folder = Path(resolve_model_path(path))
     if not folder.is_dir():
@@ -82,7 +82,7 @@ def _check_shards(index: Path, path: str) -> None:
 
 
 def _parameters(folder: Path) -> int | None:
-    """The number of parameters in the weight files, read from their headers."""
+    """Returns the number of parameters, from the headers of the weight files."""
     total = 0
     for file in folder.glob("*.safetensors"):
         try:

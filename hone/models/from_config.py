@@ -1,6 +1,6 @@
-"""What a `model` block of the config asks for: its modules to import, its tokenizer, and its adapters.
+"""Builds the external modules, the tokenizer and the adapters of a `model` config block.
 
-Leaves out the weights: their dtype and device are the program's business (load.py).
+load.py loads the weights, whose dtype and device depend on the program.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def import_external(names: str | Sequence[str] | None) -> None:
-    """Import `model.external_lib`: one module, several separated by commas, or a list."""
-    listed = names.split(",") if isinstance(names, str) else list(names or ())
-    for name in (n.strip() for n in listed):
+    """Imports `model.external_lib`: one module, several separated by commas, or a list."""
+    modules = names.split(",") if isinstance(names, str) else list(names or ())
+    for name in (n.strip() for n in modules):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -33,7 +33,7 @@ def import_external(names: str | Sequence[str] | None) -> None:
 
 
 def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model block, after its external modules are imported."""
+    """Imports the external modules of a model block and returns its tokenizer."""
     import_external(model.external_lib)
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
@@ -44,7 +44,7 @@ def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
 
 
 def adapters_of(model: ModelConfig) -> Adapters | None:
-    """The LoRA adapters that a model block asks for."""
+    """Returns the LoRA adapters of a model block, or None."""
     if not model.uses_lora:
         return None
     return Adapters(
@@ -58,7 +58,7 @@ def adapters_of(model: ModelConfig) -> Adapters | None:
 
 
 def build_lora(lm: PreTrainedModel, model: ModelConfig, seed: int) -> PeftModel:
-    """Adapters over the frozen model, drawn from the run's seed so that ranks agree."""
+    """Wraps the frozen model in adapters, initialized from the run's seed so that ranks agree."""
     adapters = adapters_of(model)
     assert adapters is not None, "the model block asks for no adapters"
     return draw_adapters(lm, adapters, seed)

@@ -1,7 +1,7 @@
-"""Fewer passes over memory and fewer roundings in training, for the layers of decoder_layer.py.
+"""Fused training forwards for the layers of decoder_layer.py: less memory traffic and less rounding.
 
-The modules, their parameters and their names stay; only how they compute changes. The residual stream is
-summed in float32, as the rollout engine sums it: rounded to 16 bits at every layer, the two would drift.
+Modules and parameters keep their names; only their forwards are replaced. The residual stream is float32,
+as in the rollout engine: with 16-bit rounding at every layer, rollout and training would diverge.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
-    """Replace the forwards of known modules; returns how many. Without `kernels` a compiler can
-    trace all of them."""
+    """Replaces the forwards of known modules and returns their number; without `kernels`, torch.compile
+    can trace them."""
     lm: PreTrainedModel = getattr(model, "lm", model)
     family = FAMILIES.get(getattr(lm.config, "model_type", ""))
     if family is None:
@@ -48,27 +48,27 @@ def fuse(model: nn.Module, *, kernels: bool = True) -> int:
     replaced = 0
     for name, module in lm.named_modules():
         kind = type(module).__name__
-        own: Function | None = None
+        forward: Function | None = None
         if kind == f"{family}DecoderLayer" and kernels and _is_plain(module):
-            own = _layer
+            forward = _layer
         elif kind == f"{family}RMSNorm":
-            own = partial(_norm, kernels=kernels)
+            forward = partial(_norm, kernels=kernels)
         elif kind == f"{family}Attention":
-            own = partial(_attention, kernels=kernels)
+            forward = partial(_attention, kernels=kernels)
         elif kind == f"{family}MLP" and kernels and isinstance(module.act_fn, _silu_classes()):
-            own = _mlp
+            forward = _mlp
         elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
-            own = _embedding
+            forward = _embedding
         elif kind == f"{family}RotaryEmbedding":
-            own = partial(_rotary, dtype=lm.dtype)
-        if own is not None:
-            module.forward = MethodType(own, module)
+            forward = partial(_rotary, dtype=lm.dtype)
+        if forward is not None:
+            module.forward = MethodType(forward, module)
             replaced += 1
     return replaced
 
 
 def _is_plain(layer: LayerModule) -> bool:
-    """Whether a layer has no adapters, no norms of queries and keys, and no further biases."""
+    """Whether a layer has no adapters, no query and key norms, and biases only in q, k and v."""
     maps = linears(layer)
     return (
         all(type(x) is nn.Linear for x in maps)
@@ -112,7 +112,7 @@ def _layer(
 def _rotary(
     self: nn.Module, x: Tensor, position_ids: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines in the weights' dtype, though the residual stream is float32."""
+    """Returns cosines and sines in the weights' dtype, although the residual stream is float32."""
     return type(self).forward(self, x.new_empty(0, dtype=dtype), position_ids)
 
 
@@ -149,7 +149,7 @@ def _mlp(self: GatedMlp, x: Tensor) -> Tensor:
 
 
 def _into_residual(linear: nn.Module, x: Tensor) -> Tensor:
-    """A summand of the float32 residual stream, not rounded to 16 bits before the sum."""
+    """Computes a float32 term of the residual stream, without rounding to 16 bits."""
     if type(linear) is nn.Linear and linear.bias is None:
         return wide_linear(x, linear.weight)
     return linear(x)  # adapters, quantisation
@@ -160,10 +160,10 @@ def _embedding(self: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def compile_layers(model: Model) -> int:
-    """Compile every decoder layer in place by torch.compile; returns their number.
+    """Compiles every decoder layer in place with torch.compile and returns their number.
 
-    One compilation serves all layers, because they are alike. Attention stays out of the compiled graphs:
-    it asks a layout, whose shape differs from batch to batch.
+    The layers are alike, so all share one compilation. Attention is excluded from the compiled graphs,
+    because the shape of its layout changes with every batch.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -1,6 +1,6 @@
-"""A small reader of GGUF files: metadata and tensors, weights expanded to float32.
+"""A small reader of GGUF files: metadata, and tensors expanded to float32.
 
-It knows the three encodings of the models we fetch (F32, Q4_1, Q8_0) and refuses others by name.
+It supports the three encodings of the models in fetch.py (F32, Q4_1, Q8_0) and raises for others.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _BLOCK = 32
-"""Weights in one block of a quantised encoding."""
+"""Weights per block of a quantised encoding."""
 
 
 class NotGGUF(ValueError):
-    """The file is not one this reader knows."""
+    """The file is not a GGUF file that this reader supports."""
 
 
 class GGUF:
-    """One file: `facts` is its metadata, read at once; tensors are read on demand."""
+    """A GGUF file; its metadata (`facts`) is read on opening, its tensors on demand."""
 
     def __init__(self, path: str | Path) -> None:
         self._data = np.memmap(path, np.uint8, "r")
@@ -48,7 +48,7 @@ class GGUF:
         return list(self._tensors)
 
     def tensor(self, name: str) -> np.ndarray:
-        """The tensor as float32, its slowest dimension first."""
+        """Returns a tensor as float32, slowest dimension first."""
         shape, encoding, offset = self._tensors[name]
         if encoding not in _ENCODINGS:
             known = ", ".join(label for label, *_ in _ENCODINGS.values())
@@ -86,14 +86,14 @@ class GGUF:
 
 
 def _q8_0(raw: np.ndarray) -> np.ndarray:
-    """Each block: a half-precision scale, then 32 signed bytes."""
+    """Decodes Q8_0 blocks: a half-precision scale, then 32 signed bytes."""
     blocks = raw.reshape(-1, 34)
     scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
     return (scale * blocks[:, 2:].copy().view(np.int8).astype(np.float32)).reshape(-1)
 
 
 def _q4_1(raw: np.ndarray) -> np.ndarray:
-    """Each block: scale and minimum in half precision, then 16 bytes; low halves are the first 16 weights."""
+    """Decodes Q4_1 blocks: half-precision scale and minimum, then 16 bytes; low nibbles come first."""
     blocks = raw.reshape(-1, 20)
     scale, least = (blocks[:, at : at + 2].copy().view("<f2").astype(np.float32) for at in (0, 2))
     packed = blocks[:, 4:]
@@ -106,4 +106,4 @@ _ENCODINGS = {
     3: ("Q4_1", 20, _q4_1),
     8: ("Q8_0", 34, _q8_0),
 }
-"""GGUF's number of an encoding to its name, the bytes of a block, and its reader."""
+"""Maps the GGUF encoding number to name, bytes per block, and decoder."""

@@ -1,7 +1,7 @@
-"""From a folder to a module: weights, tokenizer, and the export inside a checkpoint.
+"""Loads weights, configs and tokenizers from model folders and training checkpoints.
 
-A repository's own code runs for tokenizers only, and only on request. A path to a training checkpoint
-resolves to the Hugging Face export inside it, so one run can start from another's folder.
+Remote code runs for tokenizers only, and only with `trust_remote_code`. The path of a training checkpoint
+resolves to the Hugging Face export inside it, so a run can start from the folder of another run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STEP = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
 
 
 class ModelNotFound(ValueError):
-    """A model path does not exist, or is a damaged checkpoint; `path` is the requested one."""
+    """The requested `path` does not exist or is a damaged checkpoint."""
 
     def __init__(self, sentence: str, path: str = "") -> None:
         super().__init__(sentence)
@@ -46,7 +46,7 @@ class ModelNotFound(ValueError):
 
 @contextmanager
 def refusals_in_words(path: str, folder: str) -> Iterator[None]:
-    """Turn refusals of transformers (ValueError, OSError without a number) into our errors."""
+    """Converts errors of transformers (ValueError, OSError without errno) into hone's errors."""
     from huggingface_hub.errors import HFValidationError
     from safetensors import SafetensorError
 
@@ -84,10 +84,10 @@ def _broken_file(folder: Path) -> str:
 
 
 def resolve_model_path(path: str) -> str:
-    """The folder with `config.json`: the path itself, or the export inside a checkpoint or run folder.
+    """Returns the folder with `config.json`: the path, or the export in a checkpoint or run folder.
 
-    A name that is no local folder is returned unchanged: it may be a hub name. In a run folder a damaged
-    checkpoint is skipped for the one before it; a checkpoint that the path names must be sound.
+    A name that is not a local folder may be a hub name and is returned unchanged. In a run folder, damaged
+    checkpoints are skipped in favour of earlier ones; a damaged checkpoint given as the path raises.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -120,7 +120,7 @@ def resolve_model_path(path: str) -> str:
 
 
 def _exports(folder: Path) -> Iterator[Path]:
-    """The models in a checkpoint or a run folder, those of later steps first."""
+    """Yields the exports in a checkpoint or run folder, latest step first."""
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
     names = ((path, _STEP.search(path.name)) for path in folder.glob("**/*") if path.is_dir())
     steps = {path: int(name[1]) for path, name in names if name}
@@ -130,7 +130,7 @@ def _exports(folder: Path) -> Iterator[Path]:
 
 
 def _damage_around(export: Path) -> str | None:
-    """The damage of the checkpoint that an export is part of; None where it is sound or there is none."""
+    """Returns the damage of the checkpoint around an export, or None."""
     checkpoint = checkpoint_of(export)
     if checkpoint is None:
         return None
@@ -146,7 +146,7 @@ def _warn_once(text: str) -> None:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """A fast tokenizer that can pad; the padding token falls back to the end-of-text token."""
+    """Returns a fast tokenizer; its padding token defaults to the end-of-text token."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = resolve_model_path(path)
@@ -155,7 +155,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     else:
         with refusals_in_words(path, folder):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    # transformers makes an empty tokenizer of a folder that holds none, and says nothing.
+    # transformers silently returns an empty tokenizer for a folder without one.
     if not tokenizer.encode("a b 1", add_special_tokens=False):
         raise UnsupportedModel(
             f"{path} has no usable tokenizer: its {type(tokenizer).__name__} knows {len(tokenizer)} "
@@ -168,8 +168,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _is_plain_tokenizer(folder: Path) -> bool:
-    """Whether tokenizer.json is complete. The automatic choice would silently rebuild such a tokenizer
-    with the rules of the model's family."""
+    """Whether tokenizer.json is complete; AutoTokenizer would silently rebuild such a tokenizer with the
+    rules of the model's family."""
     try:
         kind = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
     except (OSError, ValueError):
@@ -185,14 +185,14 @@ def load_causal_lm(
     override_config: Settings | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A Hugging Face decoder whose attention is ours, on the CPU; `device` is where it will go.
+    """Loads a Hugging Face decoder with hone's attention on the CPU; `device` is its later device.
 
-    The code is always transformers' own: a repository's Python has not been shown equal to it.
+    Remote code is never used, because it has not been shown equal to transformers.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # our own bars show long waits
+    transformers_logging.disable_progress_bar()  # hone shows its own bars
     attention.register()
     folder = resolve_model_path(path)
     config = load_config(path, device=device)
@@ -211,7 +211,7 @@ def load_causal_lm(
 
 
 def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedConfig:
-    """The config of a model of a supported family; others are refused before their class is looked up."""
+    """Loads the config of a supported family; raises for others before their class is looked up."""
     from transformers import AutoConfig, PreTrainedConfig
 
     folder = resolve_model_path(path)
@@ -224,7 +224,7 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
 
 
 def _switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Dropout and noise would make rollout and training different policies."""
+    """Disables dropout and noise, which would make rollout and training different policies."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):
@@ -239,7 +239,7 @@ def eos_ids(
     generation_config: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[int, ...]:
-    """Every token id that ends a response: of the generation config, the model and the tokenizer."""
+    """Returns all end-of-text ids of the generation config, the model and the tokenizer."""
     ids: list[int] = []
     for owner in (generation_config, model_config, tokenizer):
         value = getattr(owner, "eos_token_id", None)

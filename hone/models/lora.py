@@ -1,7 +1,7 @@
-"""LoRA: adapters over a frozen base, and the same weights merged under their Hugging Face names.
+"""LoRA adapters over a frozen base, and their merged weights by Hugging Face name.
 
-PEFT wraps the model. Merging makes new tensors: adding to the base in place and subtracting again would
-not give the same bits.
+PEFT wraps the model. Merging creates new tensors, because adding to the base in place and subtracting
+again would not restore the same bits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PREFIX = "base_model.model."
 
 
 class LoraError(ValueError):
-    """LoRA settings or an adapter that cannot be used; says why."""
+    """The LoRA settings or the adapter cannot be used."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA over a frozen base."""
+    """The settings of LoRA adapters."""
 
     rank: int
     alpha: float
@@ -36,7 +36,7 @@ class Adapters:
     target_modules: str | tuple[str, ...]
     exclude_modules: str | tuple[str, ...] | None
     adapter_path: str | None
-    """An adapter to continue."""
+    """An existing adapter to continue training."""
 
 
 def is_lora(lm: PreTrainedModel | None) -> bool:
@@ -44,7 +44,7 @@ def is_lora(lm: PreTrainedModel | None) -> bool:
 
 
 def draw_adapters(lm: PreTrainedModel, adapters: Adapters, seed: int) -> PeftModel:
-    """`wrap_lora` with new weights that follow from the seed."""
+    """Calls `wrap_lora` with weights initialized from the seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return wrap_lora(lm, **vars(adapters))
@@ -60,9 +60,9 @@ def wrap_lora(
     exclude_modules: str | tuple[str, ...] | None,
     adapter_path: str | None,
 ) -> PeftModel:
-    """PEFT adapters over a frozen base; an adapter path continues an earlier one.
+    """Wraps a frozen base in PEFT adapters; `adapter_path` continues an existing adapter.
 
-    Adapters keep the base's dtype: their float32 masters live in the optimizer, as all masters do.
+    Adapters have the dtype of the base; the optimizer holds their float32 master weights.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -81,7 +81,7 @@ def wrap_lora(
                 exclude_modules=_names(exclude_modules),
             )
             wrapped = get_peft_model(lm, config, autocast_adapter_dtype=False)
-    except ValueError as error:  # PEFT refuses settings so
+    except ValueError as error:  # PEFT raises it for invalid settings
         settings = adapter_path or f"rank {rank}, target_modules {target_modules}"
         raise LoraError(f"LoRA ({settings}): {' '.join(str(error).split())}") from error
     if getattr(wrapped.peft_config[wrapped.active_adapter], "use_dora", False):
@@ -100,7 +100,7 @@ def _names(value: str | tuple[str, ...] | None) -> str | list[str] | None:
 
 
 def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Base plus adapter, whole tensors; the parameters must not be sharded at this moment."""
+    """Yields full tensors of base plus adapter; the parameters must not be sharded now."""
     adapter = lm.active_adapter
     modules = dict(lm.named_modules())
     for name, parameter in lm.named_parameters():
@@ -118,18 +118,18 @@ def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """The trained weights by PEFT's names; whole where the parameters are sharded."""
+    """Yields the full tensors of the adapter by PEFT name, also from sharded parameters."""
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad:
             yield name, whole_tensor(parameter)
 
 
 def whole_tensor(parameter: Tensor) -> Tensor:
-    """The whole parameter, also where this rank holds a shard of it."""
+    """Returns the full tensor of a parameter, which may be sharded."""
     whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach()
 
 
 def save_adapter(lm: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write a folder that `PeftModel.from_pretrained` and `lora_adapter_path` open."""
+    """Writes a folder that `PeftModel.from_pretrained` and `lora_adapter_path` can load."""
     lm.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)

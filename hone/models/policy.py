@@ -1,7 +1,7 @@
-"""What the engine trains: a decoder that turns packed rows into one number per token.
+"""The models that the engine trains: decoders that map packed rows to one number per response token.
 
-`PolicyModel` gives log-probabilities (and entropies) of the tokens the policy wrote, `ValueModel` a
-value before each of them. Neither builds padding or logits [tokens, vocabulary].
+`PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token. Neither
+materializes padding or full logits [tokens, vocabulary].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def hidden_states(decoder: PreTrainedModel, packed: PackedRows) -> Tensor:  # [N
 
 
 class ExactForward(Protocol):
-    """A forward whose values are those of the rollout engine, bit for bit."""
+    """A forward that is bitwise equal to the rollout engine."""
 
     def hidden_states(self, packed: PackedRows) -> Tensor: ...
 
@@ -42,31 +42,31 @@ class ExactForward(Protocol):
 
 
 class PolicyModel(nn.Module):
-    """A causal language model seen as a policy."""
+    """A causal language model as a policy."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
         self.exact: ExactForward | None = None
-        """Set where rollout and trainer must agree bit for bit: values come from it."""
+        """The forward of exact mode, where rollout and trainer are bitwise equal; None otherwise."""
         self._softcap, self._logit_scale = logit_rule(lm.config)
 
     @property
     def decoder(self) -> PreTrainedModel:
-        """The network below the language-model head."""
+        """The decoder without the LM head."""
         return _decoder_of(self.lm)
 
     def addresses(self) -> list[int]:
-        """The memory address of each parameter: sharding and offload move them."""
+        """Returns the memory address of each parameter; sharding and offload change them."""
         return [p.data_ptr() for p in self.parameters()]
 
     @property
     def plain_head(self) -> bool:
-        """Whether logits are the head's product alone, neither capped nor scaled."""
+        """Whether logits are the output of the LM head, without soft cap and scale."""
         return self._softcap is None and self._logit_scale == 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
-        """Whole logits: for decoding, where a step has few tokens."""
+        """Returns full logits, for decoding, where a step has few tokens."""
         head = self.lm.get_output_embeddings()
         z = wide_product(hidden, head.weight)
         if head.bias is not None:
@@ -114,7 +114,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A decoder with a scalar head: the critic's estimate before each token the policy wrote."""
+    """A decoder with a scalar head: the critic's value before each response token."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class ValueModel(nn.Module):
         width = lm.get_output_embeddings().weight.shape[1]
         dtype = next(lm.parameters()).dtype
         self.value_head = nn.Linear(width, 1, dtype=dtype)
-        # Starting at zero makes the first returns pure Monte-Carlo, not noise of a random head.
+        # A zero head makes the first returns pure Monte-Carlo, without the noise of a random head.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         lm.set_output_embeddings(None)
@@ -138,10 +138,10 @@ class ValueModel(nn.Module):
 
 
 Model: TypeAlias = PolicyModel | ValueModel
-"""What an engine trains."""
+"""A model that the engine trains."""
 
 
 def _decoder_of(lm: PreTrainedModel) -> PreTrainedModel:
-    """The network below a model's head, inside PEFT's wrapper if there is one."""
+    """Returns the decoder without head and without the PEFT wrapper."""
     lm = lm.get_base_model() if hasattr(lm, "peft_config") else lm
     return getattr(lm, lm.base_model_prefix)

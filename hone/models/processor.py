@@ -1,4 +1,4 @@
-"""Tokenizer and processor of a model, under verl's names."""
+"""Loads the tokenizer and the processor of a model, under verl's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def hf_tokenizer(
     trust_remote_code: bool = False,
     use_fast: bool = True,
 ) -> Tokenizer:
-    """`load_tokenizer`: a fast tokenizer that can pad. The three options change nothing."""
+    """Calls `load_tokenizer`; the three verl options have no effect."""
     tokenizer: Tokenizer = load_tokenizer(
         copy_to_local(name_or_path), trust_remote_code=trust_remote_code
     )
@@ -23,7 +23,7 @@ def hf_tokenizer(
 
 
 def hf_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Processor | None:
-    """The processor of a model with images or sound; None for a model of text alone."""
+    """Returns the processor of a multimodal model, or None for a text-only model."""
     from transformers import AutoProcessor
 
     try:

@@ -28,17 +28,17 @@ TURN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
-"""One line per turn, the role by its first letter: short, because every character is a token."""
+"""One line per turn, with the first letter of the role: short, because every character is a token."""
 
 
 class TinyModelError(ValueError):
-    """A tiny model that cannot be made as asked."""
+    """The arguments of a tiny model are invalid."""
 
 
 def character_tokenizer(
     characters: str = string.printable[:95] + "\n", words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A fast tokenizer over `words` and single characters, with a chat template of one line per turn."""
+    """Returns a fast tokenizer of `words` and characters, with a chat template of one line per turn."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,9 +52,9 @@ def character_tokenizer(
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
     )
-    # For some families (qwen2) transformers' automatic choice reads only the vocabulary and the added
-    # tokens, and splits texts into bytes, which have other names for spaces and line ends. A word that
-    # begins with an earlier one is left out: here the first match wins, among added tokens the longest.
+    # For some families (qwen2) AutoTokenizer reads only the vocabulary and the added tokens and splits
+    # text into bytes, which encode spaces and line ends differently. A word that starts with an earlier
+    # word is not added: this tokenizer takes the first match, added tokens the longest.
     added = [w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)]
     added += [c for c in dict.fromkeys(characters) if c.isspace()]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
@@ -76,7 +76,7 @@ def tiny_lm(
     seed: int = 0,
     eos_token_id: int | None = 2,
 ) -> PreTrainedModel:
-    """A freshly initialised decoder of a named family (llama, qwen2, qwen3, mistral, gemma …)."""
+    """Returns a randomly initialised decoder of a family (llama, qwen2, qwen3, mistral, gemma …)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_family(family)
@@ -136,7 +136,7 @@ def _check_shape(hidden: int, layers: int, heads: int, kv_heads: int) -> None:
 def save_pretrained(
     lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> Path:
-    """Write model and tokenizer as an ordinary Hugging Face folder."""
+    """Writes model and tokenizer as a Hugging Face folder."""
     folder = Path(folder)
     with without_progress_bar():
         lm.save_pretrained(folder)

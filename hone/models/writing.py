@@ -1,4 +1,4 @@
-"""Writing Hugging Face folders: whole or not at all, and with no progress bar between our lines."""
+"""Writes Hugging Face folders atomically and without the progress bars of transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hone.tracking.storage import naming
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write to. It becomes `target`, a new or empty folder, when all is
-    written; on an error it goes away, and what a kill leaves of it the next writer removes."""
-    target = target.resolve()  # "." has no name
+    """Yields a temporary folder that becomes `target`, which must be new or empty, on success; an error
+    removes it, and after a kill the next writer does."""
+    target = target.resolve()  # Path(".") has no name
     temporary = target.with_name(f".{target.name}.tmp")
     with lock_target(target):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -34,13 +34,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """transformers shows none of its own bars inside; ours go on."""
+    """Disables the progress bars of transformers in the block; hone's bars remain."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()

@@ -1,1 +1,1 @@
-"""Pure tensor maths: masked statistics, groups, balancing, log-probs, packing. No model, no config."""
+"""Tensor operations without model or config: masked statistics, groups, balancing, log-probs, packing."""

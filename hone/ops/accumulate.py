@@ -1,6 +1,6 @@
-"""Adding gradients of 16 bits to float32 sums, all tensors in one kernel on a GPU.
+"""Adds 16-bit gradients to float32 sums, on a GPU in one kernel for all tensors.
 
-Torch adds tensors of two dtypes one by one and without vectorised loads.
+Torch adds tensors of different dtypes one by one and without vectorised loads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
-    """sums[i] += parts[i]."""
+    """Computes sums[i] += parts[i]."""
     if _in_one_kernel(sums, parts):
         from hone.ops.accumulate_triton import add_all
 
@@ -21,7 +21,7 @@ def accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
 
 
 def _in_one_kernel(sums: list[Tensor], parts: list[Tensor]) -> bool:
-    """Whether the kernel's wide loads may read them all."""
+    """Whether all tensors are suitable for the kernel's vectorised loads."""
     return len(sums) > 1 and all(
         a.is_cuda
         and a.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The kernel behind accumulate.py: a table of addresses, and a table of which program adds what."""
+"""The kernel of accumulate.py, with tables of tensor addresses and of the elements per program."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_all(sums: list[Tensor], parts: list[Tensor]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _shares(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """How many elements each tensor has; whose elements each program adds, and from which on."""
+    """Returns the size of each tensor, and the tensor and first element of each program."""
     count = torch.tensor(counts)
     blocks = -(-count // _BLOCK)
     owner = torch.arange(len(counts)).repeat_interleave(blocks)

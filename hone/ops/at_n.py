@@ -1,8 +1,8 @@
-"""Mean, best, worst and majority of n attempts, from N samples of each prompt.
+"""Mean, best, worst and majority of n attempts, from N samples per prompt.
 
-Best and worst are exact expectations over subsets drawn without replacement, so best@N of N samples
-is their maximum. (A bootstrap with replacement, as often used, is biased low.) A majority is exact up
-to 1,000 subsets; beyond, it is the mean over a sample of 1,000 of them, the same in every run.
+Best and worst are exact expectations over subsets without replacement, so best@N of N samples is their
+maximum. (The common bootstrap with replacement is biased low.) A majority is exact for up to 1,000
+subsets; above, it is the mean over a fixed sample of 1,000 subsets.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from functools import lru_cache
 import numpy as np
 
 _MAX_SUBSETS = 1000
-"""Majority votes over more subsets than this are averaged over a fixed-seed sample of them."""
+"""Majority votes use a fixed-seed sample of this many subsets if there are more."""
 
 
 def best_at(values: Sequence[float], n: int) -> float:
-    """Expected largest of n of the values."""
+    """Returns the expected maximum of n values."""
     ordered = sorted(values)
     total = math.comb(len(ordered), n)
-    # The i-th smallest is the largest of a subset if the other n - 1 come from the i below it.
+    # The i-th smallest is the maximum of a subset if the other n - 1 are among the i below it.
     return sum(v * math.comb(i, n - 1) for i, v in enumerate(ordered)) / total
 
 
 def best_std_at(values: Sequence[float], n: int) -> float:
-    """Deviation of the largest of n of the values, over all subsets; 0 where n takes them all."""
+    """Returns the standard deviation of the maximum over all subsets of n; 0 for a single subset."""
     mean = best_at(values, n)
     ordered, total = sorted(values), math.comb(len(values), n)
     squares = ((v - mean) ** 2 * math.comb(i, n - 1) for i, v in enumerate(ordered))
@@ -36,41 +36,41 @@ def best_std_at(values: Sequence[float], n: int) -> float:
 
 
 def worst_at(values: Sequence[float], n: int) -> float:
-    """Expected smallest of n of the values."""
+    """Returns the expected minimum of n values."""
     return -best_at([-v for v in values], n)
 
 
 def worst_std_at(values: Sequence[float], n: int) -> float:
-    """Deviation of the smallest of n of the values, over all subsets."""
+    """Returns the standard deviation of the minimum over all subsets of n."""
     return best_std_at([-v for v in values], n)
 
 
 def majority_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
-    """Expected value of the most frequent answer among n; tied answers share the win equally.
+    """Returns the expected value of the most frequent answer among n; ties are averaged.
 
-    An answer is worth the mean of its values in the subset. None casts no vote; where no answer is
-    voted for, the subset is worth the mean of its values.
+    The value of an answer is the mean of its values in the subset. None does not vote; a subset without
+    votes has the mean of its values.
     """
     return float(np.mean(_majority_worth(values, answers, n)))
 
 
 def majority_std_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
-    """Deviation of the value of the most frequent answer among n, over the subsets."""
+    """Returns the standard deviation of the most frequent answer's value, over the subsets of n."""
     return float(np.std(_majority_worth(values, answers, n)))
 
 
 def _majority_worth(
     values: Sequence[float], answers: Sequence[Hashable | None], n: int
 ) -> np.ndarray:
-    """[S] what the majority of each subset is worth."""
+    """Returns the majority value of each subset, [S]."""
     subsets = _subsets(len(values), n)  # [S, n]
     numbers: dict[Hashable | None, int] = {None: 0}
     codes = np.array([numbers.setdefault(answer, len(numbers)) for answer in answers])
-    drawn = codes[subsets] + len(numbers) * np.arange(len(subsets))[:, None]
-    counts = np.bincount(drawn.ravel(), minlength=len(numbers) * len(subsets))
+    subset_codes = codes[subsets] + len(numbers) * np.arange(len(subsets))[:, None]
+    counts = np.bincount(subset_codes.ravel(), minlength=len(numbers) * len(subsets))
     counts[:: len(numbers)] = 0  # None
-    votes = counts[drawn]  # [S, n]: how often its answer is in the subset
-    # Tied answers have as many votes each, so the mean over their responses shares equally.
+    votes = counts[subset_codes]  # [S, n]: count of the answer in its subset
+    # Tied answers have equally many votes, so the mean over their responses weights them equally.
     wins = votes == votes.max(axis=1, keepdims=True)
     worth = np.asarray(values, dtype=np.float64)[subsets]
     return (worth * wins).sum(axis=1) / wins.sum(axis=1)
@@ -78,7 +78,7 @@ def _majority_worth(
 
 @lru_cache(maxsize=64)
 def _subsets(size: int, n: int) -> np.ndarray:
-    """All subsets of n of `size` positions, or a sample of them: the same for every prompt."""
+    """Returns all subsets of n of `size` positions, or a sample that is the same for every prompt."""
     if math.comb(size, n) <= _MAX_SUBSETS:
         return np.array(list(itertools.combinations(range(size), n)))
     chooser = random.Random(size * 1009 + n)
@@ -86,6 +86,6 @@ def _subsets(size: int, n: int) -> np.ndarray:
 
 
 def sizes(samples: int) -> list[int]:
-    """The n that are reported for N samples: 2, 4, 8, … below N, and N."""
+    """Returns the reported values of n for N samples: 2, 4, 8, … below N, and N."""
     powers = itertools.takewhile(lambda n: n < samples, (2**k for k in itertools.count(1)))
     return [*powers, samples] if samples > 1 else [1]

@@ -1,7 +1,7 @@
-"""Attention over padded sequences, and what every layout of keys needs for it.
+"""Attention over padded sequences, and functions that all attention layouts share.
 
-Soft-capped scores and attention sinks, which fused kernels lack, are computed one sequence at a time in
-float32; the backward pass computes the scores again, so only one sequence's scores are alive at once.
+Soft caps and attention sinks, which fused kernels lack, are computed one sequence at a time in float32. The
+backward pass recomputes the scores, so only the scores of one sequence are in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class AttentionOptions(NamedTuple):
-    """How one layer attends."""
+    """The attention options of one layer."""
 
     layer: int
     scaling: float
@@ -25,7 +25,7 @@ class AttentionOptions(NamedTuple):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether fused kernels cannot compute it."""
+        """Whether fused kernels do not support the options."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -36,7 +36,7 @@ def padded_attention(
     bias: Tensor | None,  # [L, M] or [B, 1, L, M], -inf where a key is masked; None: causal
     options: AttentionOptions,
 ) -> Tensor:  # [B, H, L, D]
-    """softmax(softcap(q · kᵀ) + bias) · v; a sink takes its share of every query's weights."""
+    """Returns softmax(softcap(q · kᵀ) + bias) · v; a sink adds to every softmax denominator."""
     if not options.needs_scores:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=bias is None, scale=options.scaling
@@ -68,12 +68,12 @@ def _attend(
 
 
 def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores squashed into (-softcap, softcap)."""
+    """Limits scores to (-softcap, softcap) by tanh."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension; a sink is one more key, whose value is 0."""
+    """Returns the softmax over the last dimension; a sink acts as a key whose value is 0."""
     if sinks is None:
         return torch.softmax(scores, -1)
     column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -81,19 +81,19 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def is_visible(distance: Tensor, window: int | None) -> Tensor:
-    """Whether a query sees a key that stands `distance` tokens before it."""
+    """Whether a query sees a key `distance` tokens before it."""
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key is visible, -inf where it is masked."""
+    """Returns 0 for visible keys and -inf for masked keys."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [N, KV, D] repeated for each of the query heads [N, H, D]."""
+    """Repeats keys and values [N, KV, D] for the query heads [N, H, D]."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
         return k, v

@@ -1,4 +1,4 @@
-"""What torch hands to the forward and the backward of an autograd function."""
+"""The type of `ctx` in autograd functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx
 
 
 class Context(FunctionCtx):
-    """Torch's own, with the attributes that it and our functions set."""
+    """Torch's FunctionCtx with the attributes that torch and hone's functions set."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

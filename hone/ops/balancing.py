@@ -1,7 +1,7 @@
-"""Balancing sequences of different lengths over ranks, and splitting them into micro-batches.
+"""Balances sequences of different lengths over ranks and splits them into micro-batches.
 
-Plain integers and lists: no tensors, no processes. The ranks agree elsewhere on the number of
-micro-batches; `at_least` passes it in.
+It uses only integers and lists. The caller synchronizes the number of micro-batches over ranks and passes
+it as `at_least`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Partition = list[int]  # row numbers
 
 
 def calculate_workload(lengths: Sequence[int] | np.ndarray) -> list[int]:
-    """Cost of a row in arbitrary units: linear layers grow with L, attention with L² (a 7B shape)."""
+    """Returns the cost per row in arbitrary units: linear layers cost L, attention L² (for a 7B shape)."""
     return [24576 * int(n) + int(n) ** 2 for n in lengths]
 
 
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int] | np.ndarray, k_partitions: int, equal_size: bool
 ) -> list[Partition]:
-    """`k_partitions` non-empty lists of row numbers with nearly equal sums, each in ascending order.
+    """Returns `k_partitions` non-empty, sorted lists of row numbers with nearly equal sums.
 
-    Karmarkar and Karp's largest differencing. With `equal_size` all have the same number of rows.
+    Uses Karmarkar-Karp (largest differencing). With `equal_size` all have the same number of rows.
     """
     lengths = [int(n) for n in seqlen_list]
     if not 1 <= k_partitions <= len(lengths):
@@ -47,7 +47,7 @@ def get_seqlen_balanced_partitions(
 
 
 def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[Partition]:
-    """Merge the two most uneven states until one is left: the fullest part joins the emptiest."""
+    """Merges the two most uneven states until one is left, pairing the largest part with the smallest."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     if equal_size:
         states = [
@@ -73,10 +73,10 @@ def micro_batches_by_tokens(
     at_least: int = 1,
     multiple_of: int = 1,
 ) -> list[Partition]:
-    """Row numbers of each micro-batch; none holds more than `max_token_len` tokens.
+    """Returns the row numbers of micro-batches of at most `max_token_len` tokens each.
 
-    Loads are even, and cheap ones come first and last, so that a pipeline fills and drains on them.
-    `at_least` makes the count of the ranks agree; `multiple_of` is for pipeline schedules.
+    Loads are balanced, and the cheapest come first and last, where a pipeline fills and drains.
+    `at_least` equalizes the count over ranks; `multiple_of` is for pipeline schedules.
     """
     sizes = [int(n) for n in lengths]
     if sizes and max(sizes) > max_token_len:
@@ -109,7 +109,7 @@ def _fit(sizes: list[int], budget: int, count: int, multiple_of: int) -> list[Pa
     count = _round_up(max(count, len(packed)), multiple_of)
     if (parts := balanced(count)) is not None:
         return parts
-    while len(packed) < count:  # first-fit is within the budget whatever the lengths are
+    while len(packed) < count:  # first-fit never exceeds the budget
         fullest = max((part for part in packed if len(part) > 1), key=load)
         packed.remove(fullest)
         packed += [fullest[::2], fullest[1::2]]
@@ -141,7 +141,7 @@ def _small_large_small(parts: list[Partition], sizes: list[int]) -> list[Partiti
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The permutation that undoes `idx_map`."""
+    """Returns the inverse permutation of `idx_map`."""
     reverse = [0] * len(idx_map)
     for place, row in enumerate(idx_map):
         reverse[row] = place
@@ -151,7 +151,7 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int] | np.ndarray, partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """Tokens per rank before balancing (rows in their order) and after it, as metrics."""
+    """Returns metrics of the tokens per rank, before and after balancing."""
     lengths = np.asarray(seqlen_list, dtype=np.int64)
     before = [int(part.sum()) for part in np.array_split(lengths, len(partitions))]
     after = [int(lengths[list(part)].sum()) for part in partitions]

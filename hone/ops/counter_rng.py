@@ -1,6 +1,6 @@
-"""Random numbers by address: the draw at (seed, position) is a pure function of the two.
+"""Counter-based random numbers: each is a pure function of (seed, position).
 
-Without generator state there is no order to depend on: a request draws the same numbers in any batch.
+There is no generator state, so a request gets the same numbers in any batch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def fold_seed(*parts: int | str) -> int:
-    """One 63-bit seed from any parts (run seed, uid, sample index, …)."""
+    """Hashes any parts (run seed, uid, sample index, …) to a 63-bit seed."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def trajectory_seed(run_seed: int, uid: str, sample_index: int) -> int:
-    """The seed of the sampling law: engine and batch change nothing in what it draws."""
+    """Returns the sampling seed of a trajectory, which does not depend on engine or batch."""
     return fold_seed(run_seed, uid, sample_index)
 
 
@@ -32,18 +32,18 @@ _MIX2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign."""
+    """Shifts logically; torch's `>>` keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in wrapping int64 arithmetic."""
+    """Applies the SplitMix64 finaliser, in wrapping int64 arithmetic."""
     x = (x ^ _shift_right(x, 30)) * _MIX1
     x = (x ^ _shift_right(x, 27)) * _MIX2
     return x ^ _shift_right(x, 31)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, position) pair of int64 tensors, as float64."""
+    """Returns a float64 number in [0, 1) per (seed, position) pair of int64 tensors."""
     bits = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53

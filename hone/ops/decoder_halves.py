@@ -1,7 +1,7 @@
-"""The two halves of a decoder layer around attention, each as one autograd function.
+"""The parts of a decoder layer before and after attention, each as one autograd function.
 
-Torch's own functions cost the host as much time as the GPU needs for them. These compute the same products
-and save less: norms and gated products are computed again in the backward pass.
+With one autograd node per operation the host takes as long as the GPU. These functions compute the same
+products and save fewer tensors: the backward pass recomputes norms and gated products.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hone.ops.wide_product import wide_product
 
 
 class Norm(NamedTuple):
-    """An RMS norm's parameters."""
+    """The parameters of an RMS norm."""
 
     weight: Tensor
     eps: float
 
 
 class Linear(NamedTuple):
-    """A linear map's parameters."""
+    """The parameters of a linear layer."""
 
     weight: Tensor
     bias: Tensor | None
@@ -42,15 +42,15 @@ def heads_of(
     v: Linear,
     angles: tuple[Tensor, Tensor],  # cosines and sines, [N, D] each
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice, [N, d]
-    """Rotated queries and keys of the normed rows, values, and the rows themselves.
+    """Returns rotated queries, rotated keys and values of the normed rows, and the rows.
 
-    The residual sum should add to the returned rows: both gradients then meet in one kernel.
+    Use the returned rows for the residual sum: one kernel then adds both gradients.
     """
     return _Heads.apply(x, *norm, *q, *k, *v, *angles)
 
 
 def gated_half(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """x + the gated MLP of its norm: [N, d] float32."""
+    """Returns x + mlp(norm(x)), [N, d] float32."""
     return _GatedHalf.apply(x, *norm, gate, up, down)
 
 
@@ -71,16 +71,16 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, scale, *weights, cos, sin = ctx.saved_tensors
-        needed = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)
         g_q, g_k, g_v, g_sum = grads
         g = join_gradients(g_q, g_k, g_v, cos, sin)
         g_x, g_norm = norm_backward(x, norm, scale, g @ torch.cat(weights), g_sum)
-        rows, nothing = [len(w) for w in weights], [None] * 3
-        g_weights = (g.t() @ h).split(rows) if any(needed[3:9:2]) else nothing
-        g_biases = g.sum(0).split(rows) if any(needed[4:9:2]) else nothing
-        maps = itertools.chain.from_iterable(zip(g_weights, g_biases, strict=True))
-        return (g_x, g_norm if needed[1] else None, None, *maps, None, None)
+        rows, no_grads = [len(w) for w in weights], [None] * 3
+        g_weights = (g.t() @ h).split(rows) if any(needs_grad[3:9:2]) else no_grads
+        g_biases = g.sum(0).split(rows) if any(needs_grad[4:9:2]) else no_grads
+        g_linears = itertools.chain.from_iterable(zip(g_weights, g_biases, strict=True))
+        return (g_x, g_norm if needs_grad[1] else None, None, *g_linears, None, None)
 
 
 class _GatedHalf(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _GatedHalf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, scale, gate, up, down, gates, ups = ctx.saved_tensors
-        needed = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad
         h, _ = norm_forward(x, norm, ctx.eps)
         g = grads[0].to(h.dtype)
         g_gates, g_ups, inner = gate_backward(gates, ups, g @ down)
@@ -106,10 +106,10 @@ class _GatedHalf(torch.autograd.Function):
         g_weights = ((g_gates, h), (g_ups, h), (g, inner))
         return (
             g_x,
-            g_norm if needed[1] else None,
+            g_norm if needs_grad[1] else None,
             None,
             *(
                 a.t() @ b if need else None
-                for (a, b), need in zip(g_weights, needed[3:], strict=True)
+                for (a, b), need in zip(g_weights, needs_grad[3:], strict=True)
             ),
         )

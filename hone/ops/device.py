@@ -1,4 +1,4 @@
-"""The device of this process, under verl's names: CUDA where there is one, else the CPU."""
+"""The device of this process, under verl's names: CUDA if available, else the CPU."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ is_npu_available = False
 
 
 def get_device_name() -> str:
-    """`cuda` or `cpu`."""
+    """Returns `cuda` or `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def get_torch_device() -> ModuleType:
-    """The module of torch that commands the device: `torch.cuda` or `torch.cpu`."""
+    """Returns the torch module of the device: `torch.cuda` or `torch.cpu`."""
     return torch.cuda if torch.cuda.is_available() else torch.cpu
 
 
 def get_device_id() -> int:
-    """The index of the device that is in use; 0 on the CPU."""
+    """Returns the index of the current device; 0 on the CPU."""
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def get_nccl_backend() -> str:
-    """The library that devices of this kind communicate with."""
+    """Returns the torch.distributed backend of the device."""
     return "nccl" if torch.cuda.is_available() else "gloo"

@@ -1,6 +1,6 @@
 """Micro-batches by token count, with verl's names and arguments (`verl.utils.seqlen_balancing`).
 
-The training engine splits packed rows with `balancing.micro_batches_by_tokens`, which these functions use.
+These functions use `balancing.micro_batches_by_tokens`, as the training engine does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ karmarkar_karp = get_seqlen_balanced_partitions
 
 
 def ceildiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(a // -b)
 
 
 def roundup_divisible(a: int, b: int) -> int:
-    """The smallest multiple of b that is not below a."""
+    """Returns the smallest multiple of b that is at least a."""
     return ceildiv(a, b) * b
 
 
@@ -48,9 +48,9 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[TensorDict], list[Partition]]:
-    """Micro-batches of at most `max_token_len` tokens, and the rows of each.
+    """Returns micro-batches of at most `max_token_len` tokens, and the rows of each.
 
-    The loads are always even; `force_group_size` rows in succession stay together.
+    Loads are always balanced; groups of `force_group_size` consecutive rows stay together.
     """
     ids = batch["input_ids"]
     counts = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(1)
@@ -83,7 +83,7 @@ def prepare_dynamic_batch(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], list[Partition]]:
-    """The same for a DataProto."""
+    """Applies `rearrange_micro_batches` to a DataProto."""
     _, rows = rearrange_micro_batches(
         data.batch,
         max_token_len,
@@ -96,7 +96,7 @@ def prepare_dynamic_batch(
 
 
 def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> Tensor:
-    """Rows of the micro-batches, one below the other, in their first order."""
+    """Restores the original order of concatenated micro-batch rows."""
     order = list(chain.from_iterable(batch_idx_list))
     if len(order) != len(data):
         raise AssertionError(f"{len(order)} row numbers for {len(data)} rows")
@@ -110,7 +110,7 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> 
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[Partition]:
-    """Partitions of nearly equal cost and equally many groups; the rows of one uid stay together."""
+    """Returns partitions of nearly equal cost and equally many groups; rows of a uid stay together."""
     groups: dict[Hashable, Partition] = {}
     for row, uid in enumerate(uid_list):
         groups.setdefault(uid, []).append(row)

@@ -1,4 +1,4 @@
-"""silu(gate) · up in one kernel each way on a GPU; backward saves the two inputs."""
+"""silu(gate) · up, with one forward and one backward kernel on a GPU; only the inputs are saved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hone.ops.autograd import Context
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """The product of a gated MLP's two halves, same shape as either."""
+    """Returns silu(gate) · up."""
     return _SiluGate.apply(gate, up) if gate.is_cuda else gate_forward(gate, up)
 
 
 def gate_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """The same; on a GPU without gradient."""
+    """Returns silu(gate) · up, on a GPU without gradient."""
     if not gate.is_cuda:
         return F.silu(gate) * up
     from hone.ops.gated_triton import silu_gate_forward
@@ -24,7 +24,7 @@ def gate_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of both factors, and their product once more."""
+    """Returns the gradients of gate and up, and the recomputed silu(gate) · up."""
     if gate.is_cuda:
         from hone.ops.gated_triton import silu_gate_backward
 

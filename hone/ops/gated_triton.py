@@ -1,4 +1,4 @@
-"""Kernels of the gated product and its gradient. Imported only on a GPU; the reference is gated.py."""
+"""GPU kernels of the gated product and its gradient; the reference is gated.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of both factors, and their product again: computing it is cheaper than saving it."""
+    """Returns both gradients and silu(gate) · up, which is cheaper to recompute than to save."""
     gate, up, g = gate.contiguous(), up.contiguous(), g.contiguous()
     g_gate, g_up, out = (torch.empty_like(gate) for _ in range(3))
     grid = (triton.cdiv(gate.numel(), _BLOCK),)

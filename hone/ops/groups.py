@@ -1,7 +1,7 @@
-"""Statistics over groups of rows that carry the same label (the responses of one prompt).
+"""Statistics over groups of rows with the same label (the responses of one prompt).
 
-Labels may be any hashable values. They are turned into integers once; everything after that is a
-scatter over the batch, with no loop over rows or groups.
+Labels may be any hashable values. They are converted to integers once; all statistics are scatters over
+the batch, without loops over rows or groups.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ Labels = Sequence[Hashable] | np.ndarray | Tensor
 
 
 def factorise(labels: Labels) -> np.ndarray:
-    """Integer ids 0..n-1, equal exactly where the labels are equal."""
+    """Returns integer ids 0..n-1, one per distinct label."""
     if isinstance(labels, Tensor):
         labels = labels.cpu().numpy()
     array = labels if isinstance(labels, np.ndarray) else None
     if array is not None and array.dtype.kind in "iufb":
         return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
-    # Python objects have no order in general ("a" < 3 raises), so a dictionary numbers them.
+    # A dictionary numbers the objects, because they may have no order ("a" < 3 raises).
     seen: dict[Hashable, int] = {}
     return np.fromiter((seen.setdefault(x, len(seen)) for x in labels), np.int64, len(labels))
 
 
 def first_equal(items: Sequence[Hashable]) -> list[int]:
-    """For each item the index of the first item that equals it."""
+    """Returns, per item, the index of the first equal item."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(item, i) for i, item in enumerate(items)]
 
 
 def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Integer ids of the pairs (a_i, b_i) of two factorised columns, and the first row of each id."""
+    """Returns integer ids of the pairs (a_i, b_i) of two factorised columns, and the first row per id."""
     _, first, ids = np.unique(np.stack([a, b]), axis=1, return_index=True, return_inverse=True)
     return ids.reshape(-1).astype(np.int64), first
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Which group each of N members belongs to. Statistics are float64, one value per group."""
+    """The group of each of N members. Statistics are float64, one value per group."""
 
     ids: Tensor  # [N] int64
     sizes: Tensor  # [G] float64
@@ -59,11 +59,11 @@ class Groups:
 
     @property
     def singleton(self) -> Tensor:
-        """[N] bool: this member is alone in its group."""
+        """Whether each member is alone in its group, [N] bool."""
         return (self.sizes == 1)[self.ids]
 
     def sum(self, x: Tensor) -> Tensor:
-        """[N, ...] → [G, ...]."""
+        """Returns the sum per group, [N, ...] → [G, ...]."""
         x = x.double()
         return x.new_zeros((self.count, *x.shape[1:])).index_add_(0, self.ids, x)
 
@@ -74,7 +74,7 @@ class Groups:
         return self._extreme(x, "amin")
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """(Weighted) mean of each group; equal members deviate from it by exactly 0."""
+        """Returns the (weighted) mean per group; equal members deviate from it by exactly 0."""
         anchor = self.max(x)
         away = x.double() - anchor[self.ids]
         if weights is None:
@@ -82,7 +82,7 @@ class Groups:
         return anchor + self.sum(away * weights) / self.sum(weights).clamp(min=1)
 
     def std(self, x: Tensor, unbiased: bool = True) -> Tensor:
-        """Standard deviation of each group; 0 for a group of one."""
+        """Returns the standard deviation per group; 0 for a group of one."""
         squares = self.sum((x.double() - self.mean(x)[self.ids]) ** 2)
         return torch.sqrt(squares / (self.sizes - 1 if unbiased else self.sizes).clamp(min=1))
 

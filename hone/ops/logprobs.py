@@ -1,8 +1,8 @@
 """Log-probabilities and entropies from hidden states, one chunk of tokens at a time.
 
-The logits [tokens, vocabulary] never exist whole: forward keeps one number per token, backward computes
-each chunk again. Everything is computed in float32; on a GPU one kernel reads each chunk of a plain head
-(no bias, no soft cap).
+The full logits [tokens, vocabulary] are never materialized: forward keeps one number per token, backward
+recomputes each chunk. All arithmetic is float32. On a GPU, one fused kernel processes each chunk if the
+head has no bias and no soft cap.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hone.ops.autograd import Context
 from hone.ops.wide_product import add_product, wide_product
 
 _CHUNK_LOGITS = 2**24
-"""Logits alive at once (64 MiB in float32): large enough for full matmul speed, small beside any model."""
+"""Logits per chunk (64 MiB in float32): enough for full matmul speed, small compared with any model."""
 _GPU_CHUNK_LOGITS = 2**27
-"""The same for the GPU kernel, in multiples of 128 tokens."""
+"""Logits per chunk of the GPU kernel, whose chunks are multiples of 128 tokens."""
 
 Statistics = tuple[Tensor, Tensor, Tensor]
-"""log p(target), log of the softmax's denominator, and entropy; each [M] float32."""
+"""log p(target), log of the softmax denominator, and entropy; each [M] float32."""
 
 
 class LogitRule(TypedDict):
-    """How logits follow from the head's product."""
+    """How logits are computed from the output of the LM head."""
 
     temperature: float
     bias: Tensor | None
@@ -46,10 +46,10 @@ def linear_log_probs(
     with_entropy: bool = False,
     statistics: Callable[[Tensor, Tensor], Statistics] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(logits / temperature), both [M] float32.
+    """Returns log p(target) and entropy of softmax(logits / temperature), both [M] float32.
 
-    Entropies are zero unless `with_entropy`: their sums cost a pass over the vocabulary. `statistics`
-    computes the forward values of a chunk of hidden states and targets in place of the plain formulas.
+    Entropies are zero unless `with_entropy`, because they need another pass over the vocabulary.
+    `statistics` replaces the built-in forward of a chunk of hidden states and targets.
     """
     fused = hidden.is_cuda and bias is None and softcap is None
     factor = logit_scale / temperature
@@ -68,7 +68,7 @@ def linear_sum_pi_squared(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    """Σ p² of softmax(logits / temperature), [M] float32, without gradient."""
+    """Returns Σ p² of softmax(logits / temperature), [M] float32, without gradient."""
     total = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     for part in _chunks(hidden.shape[0], weight.shape[0], fused=False):
         z, _ = _logits(hidden[part], weight, bias, softcap, logit_scale / temperature)
@@ -77,7 +77,7 @@ def linear_sum_pi_squared(
 
 
 def entropy_of(z: Tensor, norm: Tensor) -> Tensor:
-    """Entropy [M] of softmax(z [M, V]), whose log-denominator is `norm`."""
+    """Returns the entropy [M] of softmax(z [M, V]), whose log-denominator is `norm`."""
     return norm - torch.linalg.vecdot(torch.sub(z, norm[:, None]).exp_(), z)
 
 
@@ -92,14 +92,14 @@ def _chunks(tokens: int, vocabulary: int, *, fused: bool) -> list[slice]:
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Scaled logits in float32, and tanh of the capped ones (backward needs its derivative)."""
+    """Returns scaled logits in float32 and, with a soft cap, the tanh that backward needs."""
     z = wide_product(hidden, weight)
     if bias is not None:
         z += bias
     if softcap is None:
         return (z if factor == 1.0 else z.mul_(factor)), None
-    squashed = torch.tanh(z.div_(softcap))
-    return squashed * (softcap * factor), squashed
+    tanh = torch.tanh(z.div_(softcap))
+    return tanh * (softcap * factor), tanh
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -116,18 +116,18 @@ class LinearLogProbs(torch.autograd.Function):
         fused: bool,
         statistics: Callable[[Tensor, Tensor], Statistics] | None,
     ) -> tuple[Tensor, Tensor]:
-        def plain(hidden: Tensor, target: Tensor) -> Statistics:
+        def plain_statistics(hidden: Tensor, target: Tensor) -> Statistics:
             z, _ = _logits(hidden, weight, bias, softcap, factor)
             norm = torch.logsumexp(z, -1)
             log_probs = z.gather(-1, target[:, None]).squeeze(-1) - norm
             return log_probs, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
 
-        def one_kernel(hidden: Tensor, target: Tensor) -> Statistics:
+        def fused_statistics(hidden: Tensor, target: Tensor) -> Statistics:
             from hone.ops.logprobs_triton import logit_statistics
 
             return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
 
-        compute = statistics or (one_kernel if fused else plain)
+        compute = statistics or (fused_statistics if fused else plain_statistics)
         parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
         empty = hidden.new_zeros(0, dtype=torch.float32)
         computed = [compute(hidden[part], target[part]) for part in parts] or [(empty,) * 3]
@@ -157,9 +157,9 @@ class LinearLogProbs(torch.autograd.Function):
                     z, targets, norm, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
                 )
             else:
-                z, squashed = _logits(hidden[part], weight, bias, ctx.softcap, ctx.factor)
+                z, tanh = _logits(hidden[part], weight, bias, ctx.softcap, ctx.factor)
                 g = _plain_gradient(
-                    z, squashed, targets, norm, entropy, g_log_prob, g_entropy, ctx.factor
+                    z, tanh, targets, norm, entropy, g_log_prob, g_entropy, ctx.factor
                 )
                 if g_bias is not None:
                     g_bias += g.sum(0)
@@ -174,7 +174,7 @@ class LinearLogProbs(torch.autograd.Function):
                 g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
             if ctx.fused:
                 add_product(g_weight, g.t(), hidden[part])
-            elif g.dtype == g_weight.dtype:  # no second tensor as large as the weight
+            elif g.dtype == g_weight.dtype:  # avoids a second tensor of the weight's size
                 g_weight.addmm_(g.t(), hidden[part])
             else:
                 g_weight += g.t() @ hidden[part]
@@ -187,7 +187,7 @@ class LinearLogProbs(torch.autograd.Function):
 
 def _plain_gradient(
     z: Tensor,
-    squashed: Tensor | None,
+    tanh: Tensor | None,
     target: Tensor,
     norm: Tensor,
     entropy: Tensor,
@@ -195,7 +195,7 @@ def _plain_gradient(
     g_entropy: Tensor | None,
     factor: float,
 ) -> Tensor:
-    """The gradient of the head's product; in place, so that two tensors of a chunk's logits are alive."""
+    """Returns the gradient of the LM head's output, in place: at most two chunk-sized tensors are live."""
     # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
     log_p = z.sub_(norm[:, None])
     p = log_p.exp()
@@ -210,4 +210,4 @@ def _plain_gradient(
     if g_log_prob is not None:
         g.scatter_add_(-1, target[:, None], g_log_prob[:, None].to(g.dtype))
     g *= factor
-    return g if squashed is None else g.mul_(1 - squashed.square())
+    return g if tanh is None else g.mul_(1 - tanh.square())

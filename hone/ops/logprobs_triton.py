@@ -1,6 +1,6 @@
-"""One pass over the logits each way: log-norm, entropy and target forward, the gradient backward.
+"""GPU kernels of logprobs.py: one forward and one backward pass over the logits.
 
-Imported only on a GPU. The reference is the plain path of logprobs.py.
+The reference is the plain path of logprobs.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def logit_statistics(
     factor: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), log-norm and entropy of softmax(logits · factor), each [M] float32."""
+    """Returns log p(target), log-norm and entropy of softmax(logits · factor), each [M] float32."""
     rows, vocabulary = logits.shape
     log_prob, norm, entropy = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
     _forward[(rows,)](
@@ -94,7 +94,7 @@ def logits_to_gradient(
     factor: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the loss with respect to the logits; in their place if `dtype` is theirs."""
+    """Returns the gradient of the logits, in place if `dtype` is that of the logits."""
     rows, vocabulary = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))

@@ -1,7 +1,7 @@
-"""Linear maps for decoding on a CPU: weights laid out once as the matrix library multiplies fastest.
+"""Linear layers for decoding on a CPU, with weights packed in the layout of the matrix library.
 
-A product with few rows spends its time on reordering the weight; here that is done ahead. Where the
-library has no such layout (other processors, other dtypes) the plain product is used.
+A product with few rows spends most of its time on reordering the weight, so this is done once in advance.
+Processors and dtypes without a packed layout use the plain product.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _LIKELY_ROWS = 64
-"""The layout is chosen for products of about this many rows; it serves any number."""
+"""The layout is optimized for products of about this many rows, but works for any number."""
 _MULTIPLES = (1, 4, 8, 16)
 _TRIED_ROWS = 64
 _WIDEST = 1024
-"""Larger weights are tried at this size: the rows choose the path, and trying should be quick."""
+"""Larger weights are tested at this size, which is faster: the code path depends on the rows."""
 
 
 class PackableLinear(Protocol):
-    """y = x Wᵀ + b, alone or added to something."""
+    """A linear layer y = x Wᵀ + b, optionally with a sum."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """y + other."""
+        """Returns y + other."""
 
 
 def linear_map(weight: Tensor, bias: Tensor | None) -> PackableLinear:
-    """The fastest form of this map; a packed one is a copy of the weight as it is now."""
+    """Returns the fastest linear layer; a packed one copies the current weight."""
     return PackedLinear(weight, bias) if packs(weight) else PlainLinear(weight, bias)
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether products with such a weight have a packed form here."""
+    """Whether this weight can be packed on this machine."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and _library_packs()
 
 
@@ -75,7 +75,7 @@ class PackedLinear:
 
 
 class PlainLinear:
-    """The same map by torch's own product, with the parameter itself."""
+    """One weight [out, in], without a copy, multiplied by torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -88,9 +88,9 @@ class PlainLinear:
 
 
 def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
-    """The least multiple of rows for which products with all these weights [out, in] round rows alike.
+    """Returns the smallest row multiple for which products with these weights [out, in] are batch-invariant.
 
-    Products with few rows, or that leave one thread a few odd rows, take another path with other rounding.
+    Products with few rows, or with a few odd rows for one thread, use another code path with other rounding.
     Decoding pads its rows to this multiple, so that a row's bits do not depend on its batch.
     """
     shapes = {(min(w.shape[0], _WIDEST), min(w.shape[1], _WIDEST)) for w in weights if w.dim() == 2}
@@ -102,15 +102,15 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
 @lru_cache(maxsize=256)
 @torch.inference_mode()
 def _row_multiple(outputs: int, inputs: int, threads: int, packed: bool) -> int:
-    """Tried out on this machine."""
+    """Measures the multiple on this machine."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator)
     x = torch.randn(_TRIED_ROWS, inputs, generator=generator)
     product = linear_map(weight, None) if packed else PlainLinear(weight, None)
-    whole = product(x)
+    reference = product(x)
     for multiple in _MULTIPLES:
         counts = range(multiple, _TRIED_ROWS, multiple)
-        if all(torch.equal(product(x[:n]), whole[:n]) for n in counts):
+        if all(torch.equal(product(x[:n]), reference[:n]) for n in counts):
             return multiple
     log.warning(
         "products with a [%d, %d] weight round differently for every number of rows on this machine: "

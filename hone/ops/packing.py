@@ -1,7 +1,7 @@
-"""Packed rows: what the engine computes on, and how results return to the padded batch.
+"""Packed rows: the training engine's input, and the mapping of its results to the padded batch.
 
-A batch is padded only on the controller. Here its rows are laid end to end; a prompt that several rows
-share is laid once, and its responses are its children. Only tokens that predict something have a target.
+Batches are padded only on the controller. Packed rows are concatenated; a prompt that several rows share is
+packed once, and their responses are its children. Only tokens that predict a response token have a target.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Token rows laid end to end, and where each predicted token lies in the padded batch."""
+    """Concatenated token rows, and the place of each predicted token in the padded batch."""
 
     input_ids: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64
     layout: SegmentLayout
-    source: Tensor  # [M] position in the pack whose hidden state predicts the target
-    target: Tensor  # [M] token ids the policy wrote
+    source: Tensor  # [M] packed position whose hidden state predicts the target
+    target: Tensor  # [M] response token ids
     row: Tensor  # [M] batch row of each target
     column: Tensor  # [M] response column of each target
     shape: tuple[int, int]  # (B, T) of the padded responses
 
     def unpack(self, values: Tensor) -> Tensor:
-        """[M] values to [B, T], zero where the policy wrote nothing."""
+        """Converts values [M] to [B, T], with zeros outside the response mask."""
         out = values.new_zeros(self.shape)
         return out.index_put((self.row, self.column), values)
 
@@ -54,7 +54,7 @@ def pack_rows(
     *,
     share_prompts: bool,
 ) -> PackedRows:
-    """Lay the rows of a padded batch end to end; with `share_prompts` equal prompts are laid once."""
+    """Packs the rows of a padded batch; with `share_prompts`, equal prompts are packed once."""
     batch, prompt_width = prompts.shape
     parts = split_at_response(attention_mask, responses)
     prompt_lengths, response_lengths = (part.sum(1).tolist() for part in parts)
@@ -64,13 +64,13 @@ def pack_rows(
     rows = [
         (
             prompts_np[i, prompt_width - prompt_lengths[i] :],
-            # The last token predicts nothing, so it is not fed.
+            # The last token predicts nothing, so it is not packed.
             responses_np[i, : max(response_lengths[i] - 1, 0)],
         )
         for i in range(batch)
     ]
     first = first_equal([prompt.tobytes() for prompt, _ in rows])
-    # A prompt of one row is no segment of its own: one causal rectangle is cheaper than two.
+    # The prompt of a single row is not a separate segment: one causal segment is cheaper than two.
     shared = share_prompts and len(set(first)) < batch
     ids, positions, layout, prompt_end, response_start = (
         _lay_shared(rows, first) if shared else _lay_whole(rows)
@@ -91,7 +91,7 @@ def pack_rows(
 
 
 def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[int]:
-    """Tokens of each row that are not computed again if the row before is in the same pack: its prompt."""
+    """Returns, per row, the prompt tokens shared with the previous row, which a pack computes once."""
     width = prompts.shape[1]
     mask = attention_mask[:, :width]
     same = (prompts[1:] == prompts[:-1]).all(1) & (mask[1:] == mask[:-1]).all(1)
@@ -99,12 +99,12 @@ def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[
 
 
 _Laid = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
-"""Ids, positions, layout, and of each row the end of its prompt and the start of its response."""
+"""Ids, positions, layout, and per row the end of its prompt and the start of its response."""
 _Rows = list[tuple[np.ndarray, np.ndarray]]
 
 
 def _lay_whole(rows: _Rows) -> _Laid:
-    """Each row is one segment: prompt and response together."""
+    """Packs each row as one segment of prompt and response."""
     lengths = np.array([len(p) + len(r) for p, r in rows])
     response = np.cumsum(lengths) - lengths + np.array([len(p) for p, _ in rows])
     ids = np.concatenate([piece for row in rows for piece in row])
@@ -113,7 +113,7 @@ def _lay_whole(rows: _Rows) -> _Laid:
 
 
 def _lay_shared(rows: _Rows, first: list[int]) -> _Laid:
-    """Each distinct prompt is one root segment; each response is a child of its prompt."""
+    """Packs each distinct prompt as a root segment and each response as a child of its prompt."""
     distinct = sorted(set(first))
     rank = {row: i for i, row in enumerate(distinct)}
     parents = np.array([rank[row] for row in first])

@@ -1,4 +1,4 @@
-"""RMS norm of float32 sums into the weight's dtype: one kernel each way on a GPU."""
+"""RMS norm of float32 inputs to the weight's dtype, with one forward and one backward kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hone.ops.autograd import Context
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d]
-    """x / rms(x) · weight, computed in float32 for every input dtype."""
+    """Returns x / rms(x) · weight, computed in float32 for every input dtype."""
     return _RmsNorm.apply(x, weight, eps) if x.is_cuda else plain_rms_norm(x, weight, eps)
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same in torch's own operations."""
+    """Computes `rms_norm` with torch operations."""
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(weight.dtype)
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of [N, d] rows in the weight's dtype, and each row's factor [N]."""
+    """Returns the norm of rows [N, d] in the weight's dtype, and 1 / rms per row [N]."""
     if x.is_cuda:
         from hone.ops.rms_norm_triton import rms_norm_forward
 
@@ -32,7 +32,7 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 def norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, g: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The rows' gradient, in their dtype and with `plus` added, and the weight's, in its dtype."""
+    """Returns the gradients of the rows, plus `plus`, and of the weight, each in its dtype."""
     if x.is_cuda:
         from hone.ops.rms_norm_triton import rms_norm_backward
 

@@ -1,4 +1,4 @@
-"""Kernels of the RMS norm and its gradient. Imported only on a GPU; the reference is rms_norm.py."""
+"""GPU kernels of the RMS norm and its gradient; the reference is rms_norm.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 528
-"""Programs of the backward pass, each summing the weight's gradient over its share of the rows."""
+"""Programs of the backward pass; each sums the weight gradient of a part of the rows."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _shape(width: int) -> dict[str, int]:
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of [N, d] rows in the weight's dtype, and each row's factor [N]."""
+    """Returns the norm of rows [N, d] in the weight's dtype, and 1 / rms per row [N]."""
     x = x.contiguous()
     rows, width = x.shape
     out = torch.empty_like(x, dtype=weight.dtype)
@@ -76,7 +76,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual` in the weight's dtype, and that sum in float32."""
+    """Returns the norm of `x + residual` in the weight's dtype, and the sum in float32."""
     rows, width = x.shape
     out = torch.empty_like(x, dtype=weight.dtype)
     total = torch.empty_like(x, dtype=torch.float32) if residual is not None else x
@@ -90,7 +90,7 @@ def add_rms_norm(
 def rms_norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, g: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The rows' gradient, in their dtype and with `plus` added, and the weight's, in its dtype."""
+    """Returns the gradients of the rows, plus `plus`, and of the weight, each in its dtype."""
     x, g = x.contiguous(), g.contiguous()
     plus = None if plus is None else plus.contiguous()
     rows, width = x.shape

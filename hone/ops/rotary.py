@@ -1,4 +1,4 @@
-"""Rotary positions applied to queries and keys: rounded once, one kernel each way on a GPU."""
+"""Rotary embedding of queries and keys, rounded once, with one kernel per direction on a GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hone.ops.autograd import Context
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H, D]; [N, D]
-    """Each head rotated by its token's angle."""
+    """Rotates each head by the angles of its token."""
     return _Rotate.apply(x, cos, sin) if x.is_cuda else plain_rotate(x, cos, sin)
 
 
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same in torch's own operations."""
+    """Computes `rotate` with torch operations."""
     first, second = x.float().chunk(2, -1)
     crossed = torch.cat([-second, first], -1)
     return (x.float() * cos.float()[:, None] + crossed * sin.float()[:, None]).to(x.dtype)
@@ -27,7 +27,7 @@ def split_rotated(
     *,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice
-    """Rotated queries and keys, and values, of one product; without gradient."""
+    """Splits `qkv` into rotated queries, rotated keys and values, without gradient."""
     if qkv.is_cuda:
         from hone.ops import rotary_triton
 
@@ -38,7 +38,7 @@ def split_rotated(
 
 
 def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of the product that `split_rotated` splits."""
+    """Returns the gradient of `qkv` in `split_rotated`."""
     if g_q.is_cuda:
         from hone.ops import rotary_triton
 
@@ -54,7 +54,7 @@ def _rotate_back(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """On a GPU: a product of queries alone."""
+    """Rotates on a GPU, as `split_rotated` of queries alone."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernel that rotates queries and keys, forth and back. Imported only on a GPU."""
+"""The GPU kernel that rotates queries and keys, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """joined [N, (H + 2 KV) D] to its parts, or with BACK the parts' gradients to the joined one's."""
+    """Splits and rotates qkv [N, (H + 2 KV) D]; with BACK, joins the gradients of its parts."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS)[:, None]
@@ -64,7 +64,7 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
 def split_rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, (H + 2 KV) D] to rotated queries and keys, and values."""
+    """Splits qkv [N, (H + 2 KV) D] into rotated queries, rotated keys and values."""
     tokens, d = len(qkv), cos.shape[-1]
     heads = qkv.shape[1] // d - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, d)
@@ -74,7 +74,7 @@ def split_rotated(
 
 
 def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of the three parts to the gradient of their product."""
+    """Returns the gradient of `qkv` in `split_rotated`."""
     g_q, g_k, g_v = (g.contiguous() for g in (g_q, g_k, g_v))
     heads = g_q.shape[1] + 2 * g_k.shape[1]
     joined = g_q.new_empty(len(g_q), heads * g_q.shape[2])

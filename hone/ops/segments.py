@@ -1,7 +1,6 @@
-"""Attention over packed rows: every segment sees itself, and its parent if it has one.
+"""Attention over packed rows: a segment attends to itself and to its parent, if it has one.
 
-On a CPU the segments are padded for the attention call only; on a GPU in 16 bits they go through a
-variable-length kernel.
+16-bit tensors on a GPU use a variable-length kernel. Otherwise segments are padded for the attention call.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ _BiasKey = tuple[int | None, torch.dtype]
 
 
 class Padding(NamedTuple):
-    """How packed segments become a padded rectangle and back."""
+    """The mapping between packed segments and a padded batch."""
 
-    cells: Tensor  # [S, L] packed position of each cell; padding points at a real one
+    cells: Tensor  # [S, L] packed position of each cell; padding refers to a real position
     inverse: Tensor  # [N_s] cell of each packed position
     start: int  # first packed position
-    regular: bool  # all segments have one length: a view is enough
+    regular: bool  # all segments have the same length, so a view suffices
 
     @staticmethod
     def of(
         lengths: list[int], device: torch.device, *, start: int = 0, multiple: int = 1
     ) -> Padding:
-        """The rectangle of segments that follow each other from `start`; its width is a multiple."""
+        """Returns the padding of consecutive segments from `start`, to a width that is a multiple."""
         n = torch.tensor(lengths)
         width = -(-max(int(n.max()), 1) // multiple) * multiple
         begin = start + n.cumsum(0) - n
@@ -64,11 +63,11 @@ class Padding(NamedTuple):
 
 @dataclass
 class SegmentLayout:
-    """Which packed tokens attend to which: root segments first, then children of roots."""
+    """The attention layout of packed rows: root segments, then children of roots."""
 
     root_lengths: list[int]
     children: list[tuple[int, int]]
-    """(parent root, length) of every child segment."""
+    """(parent root, length) per child segment."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     child_bias: dict[_BiasKey, Tensor] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class SegmentLayout:
     @cached_property
     def _children(self) -> Padding | None:
         lengths = [n for _, n in self.children]
-        if not any(lengths):  # one-token responses leave nothing to feed
+        if not any(lengths):  # one-token responses pack no token
             return None
         return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
@@ -150,16 +149,16 @@ class SegmentLayout:
 
     @cached_property
     def _child_cells(self) -> Tensor:  # [C, P + R]
-        """Packed positions that each child sees: its parent's tokens, then its own."""
+        """Returns the packed positions that each child sees: its parent's tokens, then its own."""
         assert self._children is not None
         return torch.cat([self._roots.cells[self._parents], self._children.cells], 1)
 
     def _child_bias(
         self, width: int, window: int | None, dtype: torch.dtype
     ) -> Tensor:  # [C, 1, R, P + R]
-        """A child sees its parent's real tokens and its own up to itself.
+        """Returns the mask in which a child sees its parent's tokens and, causally, its own.
 
-        Padded queries keep the keys that causality gives them: a row that is masked whole would be NaN.
+        Padded queries also see causal keys, because a fully masked row would be NaN.
         """
         lengths = send(torch.tensor(self.root_lengths), self.device)[self._parents]
         own = torch.arange(width, device=self.device)

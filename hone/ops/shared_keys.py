@@ -1,7 +1,7 @@
-"""Keys and values of shared prompts for a variable-length kernel: repeated before each response.
+"""Repeats the keys and values of shared prompts before each response, for variable-length kernels.
 
-A prompt is computed once for all of its responses; only its keys and values, which are small, are laid
-out again for each. Gradients of the copies are summed in float32, always in one order.
+A prompt is computed once for all of its responses; only its keys and values, which are small, are copied
+per response. The gradients of the copies are summed in float32, in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Every segment's queries and the keys they see: roots, then children behind their roots' keys."""
+    """Lengths of queries and keys per segment: roots, then children with the keys of their root first."""
 
     cu_queries: Tensor  # [S + 1] int32
     cu_keys: Tensor  # [S + 1] int32
     longest_query: int
     longest_keys: int
-    source: Tensor | None = None  # [M] packed position of each laid-out key; None: unchanged
-    uses: Tensor | None = None  # [M] where packed tokens' keys were laid, token by token
-    first_use: Tensor | None = None  # [N + 1] where each token's uses begin
+    source: Tensor | None = None  # [M] packed position of each key; None: no copies
+    uses: Tensor | None = None  # [M] key indices, sorted by packed position
+    first_use: Tensor | None = None  # [N + 1] start of each token in `uses`
 
     @staticmethod
     def build(
@@ -35,25 +35,25 @@ class SharedKeys:
         roots = np.array(root_lengths)
         begin = np.cumsum(roots) - roots
         parents = np.array([p for p, n in children if n], np.int64)
-        own = np.array([n for _, n in children if n], np.int64)
-        queries = np.concatenate([roots, own])
-        keys = np.concatenate([roots, roots[parents] + own])
+        child_lengths = np.array([n for _, n in children if n], np.int64)
+        queries = np.concatenate([roots, child_lengths])
+        keys = np.concatenate([roots, roots[parents] + child_lengths])
         spans = (
             _sent(_ends(queries), device),
             _sent(_ends(keys), device),
             int(queries.max()),
             int(keys.max()),
         )
-        if not len(own):
+        if not len(child_lengths):
             return SharedKeys(*spans)
-        at = roots.sum() + np.cumsum(own) - own
+        starts = roots.sum() + np.cumsum(child_lengths) - child_lengths
         pieces = [np.arange(roots.sum())]
-        for p, start, length in zip(parents, at, own, strict=True):
+        for p, start, length in zip(parents, starts, child_lengths, strict=True):
             pieces.append(np.arange(begin[p], begin[p] + roots[p]))
             pieces.append(np.arange(start, start + length))
-        laid = np.concatenate(pieces)
-        first_use = _ends(np.bincount(laid, minlength=queries.sum()))
-        indices = (laid, np.argsort(laid, kind="stable"), first_use)
+        source = np.concatenate(pieces)
+        first_use = _ends(np.bincount(source, minlength=queries.sum()))
+        indices = (source, np.argsort(source, kind="stable"), first_use)
         return SharedKeys(*spans, *(_sent(index, device) for index in indices))
 
     def lay(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # [N, KV, D] each -> [M, KV, D]
@@ -94,7 +94,7 @@ class _Laid(torch.autograd.Function):
 
 
 def plain_sum(g: Tensor, source: Tensor, tokens: int) -> Tensor:
-    """Each token's gradient: the sum over where its key was laid."""
+    """Returns the gradient per token, summed over the copies of its key."""
     wide = torch.float32 if g.itemsize < 4 else g.dtype
     total = g.new_zeros(tokens, *g.shape[1:], dtype=wide)
     return total.index_add_(0, source, g.to(wide)).to(g.dtype)

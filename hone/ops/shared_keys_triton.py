@@ -1,4 +1,4 @@
-"""The kernels behind shared_keys.py: rows of keys and values copied out, and their gradients summed back."""
+"""The GPU kernels of shared_keys.py, which copy keys and values and sum the gradients of the copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host to device without making the host wait for work the device still has to do."""
+"""Copies from host to device without waiting for pending work of the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on the device, in stream order."""
+    """Copies `x` to the device, in stream order."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Causal attention over sequences laid end to end (GPU, 16 bit): torch's own variable-length kernel.
+"""Causal attention over concatenated sequences (GPU, 16 bit), with torch's variable-length kernel.
 
-Where a flash-attn package is installed that runs on this GPU, its kernel takes the place of torch's.
+If a flash-attn package that supports this GPU is installed, its kernel is used instead.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn", 8))
-"""Modules with `flash_attn_varlen_func`, the fastest first, and the lowest compute capability."""
+"""Modules with `flash_attn_varlen_func`, fastest first, and their minimum compute capability."""
 
 
 def fits_varlen(q: Tensor) -> bool:
-    """Whether the kernel takes queries [N, H, D] of this device, dtype and width."""
+    """Whether the kernel supports the device, dtype and head dimension of queries [N, H, D]."""
     return q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
@@ -36,7 +36,7 @@ def varlen_attention(
     scaling: float,
     window: int | None,
 ) -> Tensor:  # [N, H, D]
-    """The last query of each sequence stands at its last key."""
+    """Computes causal attention; the last query of a sequence is aligned with its last key."""
     attend = _packaged() or _torch_attention
     return attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, window)
 
@@ -45,7 +45,7 @@ def _torch_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     scaling: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    # The operator under torch.nn.attention.varlen, whose wrapping costs the host more than the call.
+    # The operator of torch.nn.attention.varlen, whose wrapper takes more host time than the call.
     return torch.ops.aten._flash_attention_forward(
         q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False,
         scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
@@ -54,7 +54,7 @@ def _torch_attention(
 
 @functools.cache
 def _packaged() -> Callable[..., Tensor] | None:
-    """The kernel of an installed package, or None."""
+    """Returns the kernel of an installed package, or None."""
     major, _ = torch.cuda.get_device_capability()
     for name, least in _PACKAGES:
         if major < least:
@@ -64,7 +64,7 @@ def _packaged() -> Callable[..., Tensor] | None:
         except ModuleNotFoundError:
             continue
         except (ImportError, OSError, AttributeError) as error:
-            # Built for another torch, or a part of another package.
+            # Built for another torch version, or part of another package.
             logger.warning("%s is installed but cannot be used here: %s", name, error)
             continue
         logger.info("attention over packed rows: %s", name)

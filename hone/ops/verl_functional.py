@@ -1,7 +1,7 @@
-"""Small functions on tensors that code written for verl imports, with verl's arguments.
+"""Tensor functions that code written for verl imports, with verl's arguments.
 
-They stand for verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`.
-The training engine has its own: log-probs and entropies straight from hidden states.
+They replace verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`. The training engine does
+not use them: it computes log-probs and entropies from hidden states.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NEAR_INTEGER = 1e-6
 
 
 def gather_from_labels(data: Tensor, label: Tensor) -> Tensor:
-    """[…] the entry of `data` […, V] that each label names."""
+    """Returns the entry of `data` […, V] at each label: […]."""
     return data.gather(-1, label.unsqueeze(-1)).squeeze(-1)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """[…] log p(label) of softmax(logits […, V]); nothing is overwritten in the backward pass."""
+    """Returns log p(label) of softmax(logits […, V]): […]; the backward pass is never in place."""
     flat = -cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     return flat.view(labels.shape)
 
@@ -49,42 +49,42 @@ logprobs_from_logits_naive = logprobs_from_logits_v2 = logprobs_from_logits
 def log_probs_from_logits_response(
     input_ids: Tensor, logits: Tensor, response_length: int
 ) -> Tensor:
-    """[B, response_length] log-probs of the last tokens, of logits over the whole sequence."""
+    """Returns log-probs [B, response_length] of the response, from logits of the whole sequence."""
     of_response = logits[:, -response_length - 1 : -1]
     return logprobs_from_logits(of_response, input_ids[:, -response_length:])
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """[…] entropy of softmax(logits […, V])."""
+    """Returns the entropy of softmax(logits […, V]): […]."""
     probabilities = logits.softmax(-1)
-    finite = torch.where(probabilities > 0, logits, 0.0)  # a logit of -inf takes no part
+    finite = torch.where(probabilities > 0, logits, 0.0)  # ignores logits of -inf
     return torch.logsumexp(logits, -1) - (probabilities * finite).sum(-1)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """The same, `chunk_size` rows at a time, in float32."""
+    """Returns `entropy_from_logits` in float32, `chunk_size` rows at a time."""
     return torch.cat([entropy_from_logits(rows.float()) for rows in logits.split(chunk_size)])
 
 
 def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
-    """[…] Σ p² of softmax(logits […, V])."""
+    """Returns Σ p² of softmax(logits […, V]): […]."""
     return logits.softmax(-1).square().sum(-1)
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
-    """`x` between two tensors."""
+    """Clips `x` to the range between two tensors."""
     return torch.minimum(torch.maximum(x, tensor_min), tensor_max)
 
 
 def compute_grad_norm(model: nn.Module) -> float:
-    """Sum of the squares of all gradients, as verl reports it."""
+    """Returns the sum of squared gradients, as verl does."""
     return sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
 
 
 def get_response_mask(
     response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """[B, T] 1 up to and with the first end-of-sequence token."""
+    """Returns a mask [B, T] that is 1 up to and including the first end-of-sequence token."""
     ends = torch.isin(response_id, torch.tensor(eos_token, device=response_id.device)).int()
     return (ends.cumsum(1) - ends == 0).to(dtype)
 
@@ -92,7 +92,7 @@ def get_response_mask(
 def pad_2d_list_to_length(
     response: Sequence[Sequence[float]], pad_token_id: float, max_length: int | None = None
 ) -> Tensor:
-    """Rows padded on the right to the longest, or to `max_length` where that is more."""
+    """Pads rows on the right to the longest row, or to `max_length` if that is larger."""
     width = max(max_length or 0, *(len(row) for row in response))
     return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
 
@@ -100,7 +100,7 @@ def pad_2d_list_to_length(
 def pad_sequence_to_length(
     tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False
 ) -> Tensor:
-    """The last dimension padded to `max_seq_len`; a longer one stays."""
+    """Pads the last dimension to `max_seq_len`; longer tensors are unchanged."""
     missing = max(max_seq_len - tensors.shape[-1], 0)
     return pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
 
@@ -113,7 +113,7 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, L] padded or truncated (left, right, middle) to `max_length`."""
+    """Pads or truncates (left, right, middle) ids and mask [B, L] to `max_length`."""
     if truncation not in ("left", "right", "middle", "error"):
         raise ValueError(f"truncation={truncation!r}: use left, right, middle or error")
     length = input_ids.shape[-1]
@@ -134,13 +134,13 @@ def postprocess_data(
 
 
 def remove_pad_token(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
-    """The ids of each row that its mask keeps."""
+    """Returns the unmasked ids of each row."""
     pairs = zip(input_ids, attention_mask, strict=True)
     return [ids[mask.bool()].tolist() for ids, mask in pairs]
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """[B, L] positions that count the kept tokens; 0 in front of them."""
+    """Returns positions [B, L] that count the unmasked tokens; left padding is 0."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -150,7 +150,7 @@ def create_random_mask(
     max_ratio_of_left_padding: float,
     min_ratio_of_valid_token: float = 0,
 ) -> Tensor:
-    """[B, L] masks for tests: one run of kept tokens per row, at a random place of random length."""
+    """Returns test masks [B, L] with one run of random start and length per row."""
     rows, width = input_ids.shape
     most, left = int(width * max_ratio_of_valid_token), int(width * max_ratio_of_left_padding)
     least = max(1, int(width * min_ratio_of_valid_token))
@@ -163,7 +163,7 @@ def create_random_mask(
 
 
 def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Row) -> None:
-    """Set attributes of a model's config; a dict reaches into an inner config."""
+    """Sets attributes of a model's config; a dict sets attributes of a nested config."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, dict):
             update_model_config(getattr(module_config, key), value)
@@ -172,7 +172,7 @@ def update_model_config(module_config: PreTrainedConfig, override_config_kwargs:
 
 
 def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
-    """One value per row [B] repeated along the rows of a jagged tensor."""
+    """Repeats one value per row [B] along the rows of a jagged tensor."""
     if not nested_tensor.is_nested or tensor.shape != nested_tensor.shape[:1]:
         raise AssertionError("give one value per row, and a jagged tensor of as many rows")
     offsets = nested_tensor.offsets()  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def distributed_mean_max_min_std(
     compute_min: bool = True,
     compute_std: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Mean, largest, smallest and deviation of the values of all ranks; None where not asked for."""
+    """Returns mean, max, min and std over all ranks; None for those not requested."""
     count = torch.tensor(local_tensor.numel(), device=local_tensor.device)
     count = _reduced(count, dist.ReduceOp.SUM)
     mean = _reduced(local_tensor.sum(), dist.ReduceOp.SUM) / count
@@ -200,7 +200,7 @@ def distributed_mean_max_min_std(
 
 
 def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
-    """Mean of the kept entries of all ranks."""
+    """Returns the mean of the unmasked entries of all ranks."""
     total = _reduced(masked_sum(local_tensor, local_mask), dist.ReduceOp.SUM)
     return total / _reduced(local_mask.bool().sum(), dist.ReduceOp.SUM)
 
@@ -213,7 +213,7 @@ def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
 def get_constant_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """From 0 to the peak over the warm-up, then the peak."""
+    """Returns a schedule with linear warm-up from 0, then constant."""
     return LambdaLR(optimizer, lambda n: min(1.0, n / max(1, num_warmup_steps)), last_epoch)
 
 
@@ -227,7 +227,7 @@ def get_cosine_schedule_with_warmup(
     init_lr_ratio: float | None = None,
     zero_indexed_step: bool = True,
 ) -> LambdaLR:
-    """From `init_lr_ratio` to the peak over the warm-up, then along a cosine to `min_lr_ratio`."""
+    """Returns a schedule with linear warm-up from `init_lr_ratio`, then cosine decay to `min_lr_ratio`."""
     first = min_lr_ratio if init_lr_ratio is None else init_lr_ratio
     length = max(1, num_training_steps - num_warmup_steps)
 
@@ -244,7 +244,7 @@ def get_cosine_schedule_with_warmup(
 def as_torch_index(
     index: Sequence[Hashable] | np.ndarray | Tensor, device: torch.device | str | None = None
 ) -> Tensor:
-    """[N] group numbers from 0 of any labels; numbers next to a whole number count as it."""
+    """Returns group numbers [N] from 0 for any labels; nearly integral numbers are rounded."""
     array = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index, dtype=object)
     if array.dtype == object and all(isinstance(label, float | np.floating) for label in array):
         array = array.astype(np.float64)
@@ -260,7 +260,7 @@ def group_mean_std(
     eps: float = 1e-6,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, deviation (of a variance of at least `eps`) and size of each group; one alone: 0 and 1."""
+    """Returns mean, std (variance at least `eps`) and size per group; mean 0 and std 1 for a single row."""
     if len(scores.reshape(-1)) != len(gidx.reshape(-1)):
         raise ValueError(f"{scores.numel()} scores for {gidx.numel()} group numbers")
     ids = gidx.reshape(-1).long().to(device)

@@ -1,6 +1,6 @@
-"""Small functions on dicts, processes and addresses that code written for verl imports.
+"""Functions on dicts, processes and IP addresses that code written for verl imports.
 
-They stand for verl's `utils.py_functional`, `utils.net_utils` and `utils.import_utils.deprecated`.
+They replace verl's `utils.py_functional`, `utils.net_utils` and `utils.import_utils.deprecated`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 
 def append_to_dict(data: Row, new_data: Settings, prefix: str = "") -> None:
-    """Append each value to the list (or `Metric`) of its name, in place."""
+    """Appends each value to the list (or `Metric`) of its name, in place."""
     for key, value in rename_dict(new_data, prefix).items():
         values = data.setdefault(key, getattr(value, "init_list", list)())
         if isinstance(value, list):
@@ -35,12 +35,12 @@ def append_to_dict(data: Row, new_data: Settings, prefix: str = "") -> None:
 
 
 def rename_dict(data: Mapping[str, V], prefix: str = "") -> dict[str, V]:
-    """The same values under names that start with `prefix`."""
+    """Returns the dict with `prefix` added to its keys."""
     return {k if k.startswith(prefix) else prefix + k: value for k, value in data.items()}
 
 
 def union_two_dict(dict1: dict[K, V], dict2: Mapping[K, V]) -> dict[K, V]:
-    """The second added to the first, in place; what both have must be equal."""
+    """Adds the second dict to the first, in place; raises if values of a shared key differ."""
     for key in dict1.keys() & dict2.keys():
         if dict1[key] != dict2[key]:
             raise AssertionError(
@@ -51,14 +51,14 @@ def union_two_dict(dict1: dict[K, V], dict2: Mapping[K, V]) -> dict[K, V]:
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[K, list[V]]:
-    """Rows to columns; all rows must have the keys of the first."""
+    """Converts rows to columns; all rows must have the keys of the first."""
     if any(row.keys() != list_of_dict[0].keys() for row in list_of_dict):
         raise AssertionError("the rows do not all have the same keys")
     return {key: [row[key] for row in list_of_dict] for key in (list_of_dict or [{}])[0]}
 
 
 class NestedNamespace(SimpleNamespace):
-    """A dict, and the dicts in it, read by attribute."""
+    """A namespace of a dict and its nested dicts."""
 
     def __init__(self, dictionary: Row, **kwargs: JsonValue) -> None:
         super().__init__(**kwargs)
@@ -68,7 +68,7 @@ class NestedNamespace(SimpleNamespace):
 
 @contextmanager
 def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the block."""
+    """Sets an environment variable in the block."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:
@@ -83,7 +83,7 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
 def timeout_limit(
     seconds: float, use_signals: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: the function runs in a process of its own, and TimeoutError ends it after `seconds`."""
+    """Runs the decorated function in a separate process; raises TimeoutError after `seconds`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -123,16 +123,16 @@ def _answer(sender: Connection, call: Callable[[], R]) -> None:
     answer: tuple[R | None, Exception | None]
     try:
         answer = (call(), None)
-    except Exception as error:  # the caller's function: what it raises is raised in the caller
+    except Exception as error:  # any exception of the function is raised in the caller
         answer = (None, error)
     try:
         sender.send(answer)
-    except Exception as error:  # what cannot be pickled
+    except Exception as error:  # the result cannot be pickled
         sender.send((None, RuntimeError(f"{answer!r} cannot leave its process: {error}")))
 
 
 def deprecated(replacement: str = "") -> Callable[[Function], Function]:
-    """Decorator: a FutureWarning, with what to use instead, whenever the function or class is used."""
+    """Emits a FutureWarning that names the replacement when the function or class is used."""
 
     def decorate(thing: Function) -> Function:
         kind, init = ("Class" if isinstance(thing, type) else "Function"), "__init__"

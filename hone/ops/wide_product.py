@@ -1,7 +1,7 @@
-"""x · Wᵀ with a float32 result where the device can: the sums are float32, only the last rounding goes.
+"""x · Wᵀ with a float32 result, on devices that support it: the final rounding to 16 bits is omitted.
 
-Logits lose most when rounded to 16 bits. Summands of the residual stream are rounded once less in rollout
-and trainer, so the two stay closer.
+Logits lose most precision when rounded to 16 bits. The residual stream is rounded once less in rollout and
+trainer, so their log-probs differ less.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hone.ops.autograd import Context
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, V] float32
-    """Without gradient."""
+    """Returns x · Wᵀ without gradient."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return (x @ weight.t()).float()  # a CPU has no such product: in 16 bits it rounds
+    return (x @ weight.t()).float()  # a CPU rounds 16-bit products
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [M, V] float32, [M, K], [K, V]
-    """total += a · b, where the device can without a product in between."""
+    """Computes total += a · b, on a GPU without an intermediate tensor."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -29,7 +29,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [M, V] float32,
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..., V] float32
-    """With gradients, which are computed in the inputs' dtype as a plain product's are."""
+    """Returns x · Wᵀ; gradients are computed in the inputs' dtype, as in a plain product."""
     if not x.is_cuda:
         return F.linear(x, weight).float()
     return _WideLinear.apply(x, weight)

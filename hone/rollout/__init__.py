@@ -1,1 +1,1 @@
-"""Rollout engines: token ids in, token ids out, behind one contract."""
+"""Rollout engines, which implement one contract from token ids to token ids."""

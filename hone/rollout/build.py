@@ -1,4 +1,4 @@
-"""From `rollout.name` to an engine: ours by name, another as `pkg.mod:Class` or `file.py:Class`."""
+"""Builds the engine of `rollout.name`: a built-in name, `pkg.mod:Class` or `file.py:Class`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEMBERS = sorted(name for name in vars(RolloutEngine) if not name.startswith("_
 
 
 def build_rollout(spec: RolloutSpec) -> RolloutEngine:
-    """The engine that `rollout.name` names, built from the spec alone; it must keep the whole contract."""
+    """Builds the engine of `rollout.name` from the spec and checks that it has the contract's methods."""
     engine = ENGINES.get(spec.config.name)(spec)
     if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
@@ -32,7 +32,7 @@ def build_rollout(spec: RolloutSpec) -> RolloutEngine:
 
 
 def build_native(spec: RolloutSpec) -> RolloutEngine:
-    """An engine over the spec's own module: slots on a CPU, blocks on a GPU and in exact mode."""
+    """Builds the native engine: a slot cache on a CPU, a paged cache on a GPU and in exact mode."""
     from hone.rollout.native.engine import NativeRollout
 
     config, policy = spec.config, spec.load_policy()
@@ -83,7 +83,7 @@ def refuse_scripted(spec: RolloutSpec) -> RolloutEngine:
 
 
 def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
-    """Refuse rollout.exact for a model of another family, from its config alone."""
+    """Raises if rollout.exact is set for a model that exact mode does not support."""
     if config.exact:
         from hone.rollout.native.exact_decoder import refuse_unless_exact
 

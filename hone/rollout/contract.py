@@ -1,7 +1,7 @@
-"""The rollout contract: what every engine promises, and the words it is spoken in.
+"""The rollout contract: the interface of every engine and its data types.
 
-Token in, token out. A sampled token depends on (seed, absolute position) and the text before it, never on
-the batch it was computed in. An executable version of this page is tests/rollout/engine_contract.py.
+Engines take and return token ids. A sampled token depends on (seed, absolute position) and the preceding
+tokens, never on the batch. tests/rollout/engine_contract.py is the executable version of this contract.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hone.tokenizer import Tokenizer
 
 _COOLEST = 1e-5
-"""Colder than this, logits divided by the temperature overflow."""
+"""The lowest temperature: below it, logits / temperature overflows."""
 
 
 class StopReason(str, Enum):
@@ -37,7 +37,7 @@ class StopReason(str, Enum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is drawn. `temperature=0` is greedy; `top_k=-1` keeps every token."""
+    """Sampling parameters of a request. `temperature=0` is greedy; `top_k=-1` disables top-k."""
 
     max_tokens: int
     temperature: float
@@ -50,9 +50,9 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        whole = {"max_tokens": self.max_tokens, "seed": self.seed, "top_k": self.top_k}
-        whole |= {f"stop_token_ids[{i}]": token for i, token in enumerate(self.stop_token_ids)}
-        for name, value in whole.items():
+        integers = {"max_tokens": self.max_tokens, "seed": self.seed, "top_k": self.top_k}
+        integers |= {f"stop_token_ids[{i}]": token for i, token in enumerate(self.stop_token_ids)}
+        for name, value in integers.items():
             if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
                 raise ValueError(f"sampling: {name}={value!r} must be a whole number of 64 bits")
         cool = self.temperature == 0 or _COOLEST <= self.temperature < math.inf
@@ -68,15 +68,15 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens may not be drawn. Greedy requests lose nothing by a cut."""
+        """Whether top-k, top-p or min-p applies; greedy requests ignore them."""
         truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return truncates and self.temperature > 0
 
     @staticmethod
     def from_mapping(params: Settings, *, max_tokens: int, seed: int) -> Sampling:
-        """From a loop's `sampling_params`; what it leaves out comes from the keywords.
+        """Converts an agent loop's `sampling_params`; missing values come from the keyword arguments.
 
-        `logprobs` and `repetition_penalty=1` ask for nothing that differs here. Unknown names raise.
+        `logprobs` and `repetition_penalty=1` are accepted and have no effect. Unknown names raise.
         """
         known = Sampling.__dataclass_fields__
         values: Row = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
@@ -102,21 +102,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What one request produced."""
+    """The output of one request."""
 
     token_ids: list[int]
     log_probs: list[float] = field(default_factory=list)
-    """log p of each token under softmax(logits / temperature), before any truncation of the tail:
-    the number the trainer computes for the same token. Greedy requests report temperature 1."""
+    """log p of each token under softmax(logits / temperature), before top-k, top-p and min-p, as the
+    trainer computes it. Greedy requests report it at temperature 1."""
     versions: list[int] = field(default_factory=list)
-    """How many updates the weights had seen when each token was drawn."""
+    """The weight version that sampled each token."""
     stop_reason: StopReason = StopReason.STOP
     num_preempted: int | None = None
-    """How often the request lost its memory and was computed again; None where the engine does not say."""
+    """Preemptions of the request; None if the engine does not report them."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that were found in the prefix cache; None where the engine does not say."""
+    """Prompt tokens that hit the prefix cache; None if the engine does not report them."""
     routed_experts: Tensor | None = None
-    """None: routing is not replayed."""
+    """Always None, because expert routing is not replayed."""
     extra_fields: JsonObject = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """The tokens of a request that were drawn since its last delta."""
+    """The tokens of a request that were sampled since its last delta."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -136,41 +136,41 @@ class TokenDelta:
 
 
 OnTokens = Callable[[TokenDelta], None]
-"""Called in the event loop of the request; the deltas of a request add up to its output."""
+"""A callback in the event loop of the request; all its deltas together are the output."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What an engine does; the executable contract leaves out the clauses of what it does not."""
+    """The capabilities of an engine; the contract tests skip those that it lacks."""
 
     decodes_with_module: bool
-    """It decodes with the module that it was built over, which may be the training module itself;
-    otherwise it has weights of its own, and gets new ones by `load`."""
+    """It decodes with the module of its spec, which may be the training module; otherwise it has separate
+    weights and receives new ones through `load`."""
     seeded: bool = True
-    """A token follows from (seed, absolute position) and the text before it."""
+    """A token depends only on (seed, absolute position) and the preceding tokens."""
     batch_invariant: bool = True
     """A request gets the same tokens alone and in any batch."""
     partial_keep: bool = True
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False
     adapters: bool = False
-    """`load` takes LoRA tensors alone where the base weights have not changed; otherwise all are merged."""
+    """`load` accepts LoRA tensors alone while the base weights are unchanged; otherwise merged weights."""
 
 
 class RolloutError(RuntimeError):
-    """An engine could not do what was asked; the message says which request and why."""
+    """The engine could not complete a call or a request."""
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """What an engine is built from: the one argument of the object that `rollout.name` names."""
+    """The argument of every engine factory of `rollout.name`."""
 
     config: RolloutConfig | GenerationRolloutConfig
-    """The `rollout` block; both name alike what an engine reads."""
+    """The `rollout` block; both types have the fields that an engine reads."""
     model_path: str
     load_policy: Callable[[], PolicyModel]
-    """The module to decode with: the training module itself where both stand in one process, else a copy
-    of this engine's own. An engine with weights of its own loads `model_path` and never calls it."""
+    """Returns the module to decode with: the training module if it is in this process, else a copy for this
+    engine. Engines with separate weights load `model_path` instead."""
     dtype: torch.dtype
     device: torch.device
     tokenizer: Tokenizer
@@ -180,10 +180,10 @@ class RolloutSpec:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What agent loops, workers and `weights/` need of an engine.
+    """The engine interface that agent loops, workers and `weights/` use.
 
-    Verbs may be awaited from any event loop and thread; those that change the engine wait for the
-    decoding step that runs.
+    Methods may be awaited from any event loop and thread; those that change the engine wait for the
+    current decode step.
     """
 
     @property
@@ -191,7 +191,7 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """How many updates the weights have seen."""
+        """The version of the weights: the number of updates."""
 
     async def generate(
         self,
@@ -202,33 +202,33 @@ class RolloutEngine(Protocol):
         on_tokens: OnTokens | None = None,
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
-        """Draw one response. While the engine is paused the request waits."""
+        """Generates one response. While the engine is paused the request waits."""
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End these requests (None: all) with the tokens they have; the engine goes on."""
+        """Ends these requests (None: all), which return their tokens so far; the engine keeps running."""
 
     async def pause(self, keep: bool = False) -> None:
-        """Stop decoding. `keep`: running requests stay and go on after `resume`, else they end as aborted."""
+        """Stops decoding; running requests are aborted or, with `keep`, continue after `resume`."""
 
     async def resume(self) -> None: ...
 
     async def begin_update(self) -> None:
-        """Until `commit` the engine draws no token: requests that it has must be paused, new ones raise."""
+        """Starts an update if no request runs; until `commit`, new requests raise or, if paused, wait."""
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the new weights by their Hugging Face names; any number of times."""
+        """Loads some of the new weights by Hugging Face name; may be called repeatedly."""
 
     async def commit(self, version: int) -> None:
-        """The new weights are whole and have this version; without a `load` it only announces it."""
+        """Ends the update and sets the version; without a `load` it sets only the version."""
 
     async def sleep(self) -> None:
-        """Give back the memory that only generation needs."""
+        """Frees the memory that only generation needs."""
 
     async def wake_up(self) -> None:
-        """Ready to decode after `sleep`, or after the parameters of a leased module have moved."""
+        """Prepares to decode after `sleep`, or after the parameters of a shared module have moved."""
 
     async def close(self) -> None:
-        """End every request; later ones raise."""
+        """Ends every request; later requests raise."""
 
 
 @runtime_checkable
@@ -236,11 +236,11 @@ class Driven(Protocol):
     """An engine that computes in this process, in the thread that calls `drive`."""
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Decode in this thread until `until()` is true or the engine has failed or is closed.
+        """Decodes in this thread until `until()` is true or the engine fails or is closed.
 
-        `until` is asked at the start, after requests were answered, and after `notify`; no lock is held
-        and nothing decodes meanwhile, so it may wait for loops that got an answer to ask again.
+        `until` is called at the start, after requests finish, and after `notify`. No lock is held and
+        nothing decodes during the call, so it may wait for event loops to submit their next requests.
         """
 
     def notify(self) -> None:
-        """Have the driving thread ask `until` again; from any thread."""
+        """Makes the driving thread call `until` again; may be called from any thread."""

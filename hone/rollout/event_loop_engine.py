@@ -1,6 +1,6 @@
-"""The base of engines that decode in the event loop: the slow reference and the scripted fake.
+"""The base class of engines that decode in the event loop: the slow reference and the scripted fake.
 
-It holds requests for `resume` and for new weights, and fails every request with the cause of one error.
+It makes requests wait while paused, and one error fails every request with its cause.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hone.types import Settings
 
 
 class EventLoopEngine:
-    """All of a `RolloutEngine` but its traits, its draws and its weights. Verbs may come from any thread."""
+    """A `RolloutEngine` without traits, sampling and weights. Methods may be called from any thread."""
 
     name: str
 
@@ -34,8 +34,8 @@ class EventLoopEngine:
         self._rules, self._seconds_per_token = rules, seconds_per_token
         self.version = 0
         self._lock = threading.Lock()
-        self._step_lock = threading.Lock()  # held while a token is drawn and while weights change
-        self._running: dict[int, Request] = {}  # by identity
+        self._step_lock = threading.Lock()  # held while a token is sampled and while weights change
+        self._running: dict[int, Request] = {}  # by id(request)
         self._deferred: dict[int, Request] = {}  # arrived while paused
         self._waiters: list[asyncio.Future[None]] = []
         self._paused = False
@@ -47,7 +47,7 @@ class EventLoopEngine:
         """Called before the first token."""
 
     def _draw_one(self, request: Request) -> None:
-        """Append one token, or set the stop reason."""
+        """Appends one token or sets the stop reason."""
         raise NotImplementedError
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -79,7 +79,7 @@ class EventLoopEngine:
 
     @contextmanager
     def _admitted(self, request: Request) -> Iterator[None]:
-        """Around a request; refuses it where the engine is closed, failed or has half an update."""
+        """Registers a request; raises if the engine is closed, has failed or is in an update."""
         with self._lock:
             self._raise_failure()
             if self._closed:
@@ -95,7 +95,7 @@ class EventLoopEngine:
                 self._deferred.pop(id(request), None)
 
     async def _may_go_on(self, request: Request) -> bool:
-        """Wait while the engine is paused; False when the request has ended."""
+        """Waits while the engine is paused; returns False if the request has ended."""
         while True:
             with self._lock:
                 self._raise_failure()
@@ -109,9 +109,9 @@ class EventLoopEngine:
 
     @contextmanager
     def _step(self, request: Request) -> Iterator[bool]:
-        """Around the drawing of one token; False where a pause or an abort came first.
+        """Holds the step lock for one token; yields False after a pause or an abort.
 
-        An error of the engine inside fails every request; a refusal (RolloutError) only its own.
+        An error in the block fails every request, but a RolloutError fails only its own.
         """
         with self._step_lock:
             try:
@@ -161,13 +161,13 @@ class EventLoopEngine:
         self.version = version
 
     async def sleep(self) -> None:
-        """Nothing is held between tokens."""
+        """Does nothing, as no memory is held between tokens."""
 
     async def wake_up(self) -> None:
-        """Nothing was given back."""
+        """Does nothing, as `sleep` frees nothing."""
 
     async def close(self) -> None:
-        """Running requests end as aborted; later ones are refused."""
+        """Aborts running requests; later requests raise."""
         with self._lock:
             self._closed = True
         await self.abort()
@@ -180,7 +180,7 @@ class EventLoopEngine:
         with self._lock:
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            with suppress(RuntimeError):  # its event loop has closed: nothing waits there
+            with suppress(RuntimeError):  # its event loop has closed
                 waiter.get_loop().call_soon_threadsafe(_settle, waiter)
 
 

@@ -1,7 +1,6 @@
-"""The slow reference engine: every token by one full forward over its own sequence, no cache, no batch.
+"""The slow reference engine: a full forward over the sequence per token, without cache or batching.
 
-It exists to be compared with: it shares the policy and the sampling law with the native engine, and
-nothing else.
+Tests compare the native engine with it; the two share only the policy and the sampling function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""One request on its way through one of our engines: what is refused, and when it ends.
+"""Requests of the built-in engines: their state, their validation, and their stop conditions.
 
-The native engine, the slow reference and the scripted fake share these rules; each draws tokens in its
-own way.
+The native engine, the slow reference and the scripted fake share these rules.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Request:
-    """One request on its way through an engine."""
+    """The state of one request in an engine."""
 
     prompt_ids: list[int]
     sampling: Sampling
@@ -38,14 +37,14 @@ class Request:
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None
     cancelled: bool = False
-    """Its caller has left: it ends at its next token."""
+    """The caller has cancelled it: it ends at its next token."""
     future: asyncio.Future[TokenOutput] | None = None
-    """Its caller awaits it, where an engine decodes in another thread; cores never read it."""
+    """The caller awaits it if the engine decodes in another thread; cores never read it."""
     on_tokens: OnTokens | None = None
     streamed: int = 0
-    """Tokens that `on_tokens` has seen."""
+    """Tokens passed to `on_tokens` so far."""
     cached_tokens: int | None = None
-    """Tokens of the prompt found in the prefix cache; None where the engine has none."""
+    """Prompt tokens that hit the prefix cache; None if the engine has no prefix cache."""
 
     @property
     def owner(self) -> asyncio.Future[TokenOutput]:
@@ -62,8 +61,8 @@ class Request:
         self.versions.append(version)
 
     def stream(self) -> None:
-        """Pass the new tokens to `on_tokens`; only in the event loop that awaits the request."""
-        begin, end = self.streamed, len(self.versions)  # of a token the version is written last
+        """Passes new tokens to `on_tokens`; call it only in the event loop of the request."""
+        begin, end = self.streamed, len(self.versions)  # `append` writes the version last
         if self.on_tokens is not None and begin < end:
             self.streamed = end
             new = slice(begin, end)
@@ -81,13 +80,13 @@ class Request:
 
 
 def select(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:
-    """The requests of these ids; None is all."""
+    """Returns the requests with these ids (None: all)."""
     return [r for r in requests if request_ids is None or r.request_id in request_ids]
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What an engine accepts, and where a response ends."""
+    """Validates requests and decides when a response ends."""
 
     eos_ids: frozenset[int]
     tokenizer: Tokenizer | None = None
@@ -107,7 +106,7 @@ class RequestRules:
         )
 
     def check(self, request: Request) -> None:
-        """Refuse what cannot be computed, before it can disturb other requests."""
+        """Raises for a request that cannot be computed, before it can fail other requests."""
         name, prompt = request.request_id, request.prompt_ids
         if not prompt:
             raise RolloutError(f"request {name} has an empty prompt")
@@ -127,7 +126,7 @@ class RequestRules:
             raise RolloutError("stop strings need a tokenizer; this engine was built without one")
 
     def stop_reason(self, request: Request) -> StopReason | None:
-        """Why the newest token is the last one, or None."""
+        """Returns the stop reason after the newest token, or None."""
         if request.cancelled:
             return StopReason.ABORT
         sampling, token = request.sampling, request.token_ids[-1]
@@ -140,8 +139,8 @@ class RequestRules:
         return StopReason.LENGTH if len(request.token_ids) >= sampling.max_tokens else None
 
     def _ends_with_stop(self, request: Request) -> bool:
-        """Whether the newest token completed a stop string, which may begin several tokens before."""
-        # A token is at least one byte; a few more keep the window's own first character whole.
+        """Whether the newest token completes a stop string, which may start several tokens earlier."""
+        # A token is at least one byte; a few more tokens complete the first character of the window.
         longest = max(len(s.encode()) for s in request.sampling.stop)
         assert self.tokenizer is not None, "check() refuses stop strings without one"
         tail = self.tokenizer.decode(
@@ -151,14 +150,14 @@ class RequestRules:
 
 
 def decoding_failed(cause: BaseException) -> RolloutError:
-    """The error of a request that was in flight."""
+    """Returns the error of requests in flight when decoding fails."""
     error = RolloutError(f"decoding stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 
 
 def engine_failed(cause: BaseException | None) -> RolloutError:
-    """The error of a request to an engine that failed or closed earlier."""
+    """Returns the error of requests to an engine that has failed or is closed."""
     state = "is closed" if cause is None else f"failed earlier ({type(cause).__name__}: {cause})"
     error = RolloutError(f"the rollout engine {state}; build another")
     error.__cause__ = cause
@@ -166,7 +165,7 @@ def engine_failed(cause: BaseException | None) -> RolloutError:
 
 
 def refuse_media(request_id: str, media: Settings | None, engine: str) -> None:
-    """Refuse images and sound in an engine that reads text only."""
+    """Raises for images or audio, in a text-only engine."""
     if media:
         raise RolloutError(
             f"request {request_id} carries {', '.join(media)}; the {engine} engine reads text only"

@@ -1,7 +1,7 @@
-"""The in-tree fake: an engine that answers from a script, one token at a time.
+"""A fake engine that answers from a script, one token at a time.
 
-It serves tests of agent loops and workers without a model. It keeps the contract (limits, stops, abort,
-versions) and records every request; it draws nothing, so sampling parameters only end a response.
+Tests of agent loops and workers use it instead of a model. It implements the contract (limits, stops,
+abort, versions) and records every request; of the sampling parameters only limits and stops apply.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hone.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ScriptedAnswer:
-    """The tokens of an answer, and the log-probability of each if it matters."""
+    """The tokens of an answer and, optionally, their log-probabilities."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None = None
@@ -33,7 +33,7 @@ class ScriptedAnswer:
 
 
 Answer = str | Sequence[int] | ScriptedAnswer
-"""Text is tokenised and ended with the tokenizer's end token; ids are taken unchanged."""
+"""Text is tokenized and an end-of-text token appended; ids are used unchanged."""
 Script = Callable[[list[int]], Answer] | Sequence[Answer]
 """A function of the prompt's ids, or answers in the order of the requests."""
 
@@ -58,12 +58,12 @@ class ScriptedRollout(EventLoopEngine):
         ends = eos_ids if eos_ids is not None else () if end is None else (end,)
         super().__init__(RequestRules(frozenset(ends), tokenizer), seconds_per_token)
         self._tokenizer = tokenizer
-        self._answers: dict[int, ScriptedAnswer] = {}  # by the identity of the request
+        self._answers: dict[int, ScriptedAnswer] = {}  # by id(request)
         self.asleep = False
         self.requests: list[Request] = []
-        """Every accepted request in order of arrival, with its answer."""
+        """Every accepted request, with its answer, in order of arrival."""
         self.weights: list[str] = []
-        """Names that `load` was given, all calls together."""
+        """The parameter names passed to `load`, over all calls."""
 
     def _start(self, request: Request) -> None:
         if self.asleep:

@@ -1,4 +1,4 @@
-"""New weights into the policy that an engine decodes with: begin, load by Hugging Face names, commit."""
+"""Weight updates of an engine's policy: begin, load by Hugging Face name, commit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hone.rollout.contract import RolloutError
 
 
 class WeightUpdate:
-    """The state of an update: an engine draws no token between begin and commit."""
+    """The state of an update; an engine samples no token between begin and commit."""
 
     def __init__(self) -> None:
         self.under_way = False
         self._refused: Exception | None = None
 
     def begin(self, running: int) -> None:
-        """Start an update, or start again one that was not committed; `running` requests are not paused."""
+        """Starts an update, or restarts an uncommitted one; raises if `running` requests are not paused."""
         if running:
             raise RolloutError(
                 f"begin_update while {running} requests run; pause the engine, or wait for them"
@@ -30,7 +30,7 @@ class WeightUpdate:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around one `load`; after an error the update must begin again."""
+        """Wraps one `load`; after an error the update must begin again."""
         self._require("load")
         try:
             yield
@@ -48,7 +48,7 @@ class WeightUpdate:
         self.under_way = False
 
     def refuse_tokens(self, what: str) -> None:
-        """Raise where the weights are not whole."""
+        """Raises while an update is incomplete."""
         if self.under_way:
             raise RolloutError(
                 f"{what} between begin_update and commit: the engine has half of the new weights"
@@ -61,17 +61,17 @@ class WeightUpdate:
 
 @torch.no_grad()
 def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each tensor over its parameter; a name or shape the model does not have is refused."""
-    own: dict[str, Tensor] = {}
+    """Copies each tensor into its parameter; raises for an unknown name or another shape."""
+    parameters: dict[str, Tensor] = {}
     for name, tensor in weights:
-        own = own or dict(policy.lm.named_parameters(remove_duplicate=False))
-        if name not in own:
-            near = difflib.get_close_matches(name, own, n=1)
+        parameters = parameters or dict(policy.lm.named_parameters(remove_duplicate=False))
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
-        if own[name].shape != tensor.shape:
+        if parameters[name].shape != tensor.shape:
             raise RolloutError(
                 f"load got {name!r} with shape {tuple(tensor.shape)}; the model's has "
-                f"{tuple(own[name].shape)}"
+                f"{tuple(parameters[name].shape)}"
             )
-        own[name].copy_(tensor)
+        parameters[name].copy_(tensor)

@@ -1,1 +1,1 @@
-"""The native engine: continuous batching over the training module's own parameters."""
+"""The native engine: continuous batching over the parameters of the training module."""

@@ -1,10 +1,10 @@
-"""Paged decode attention on a GPU: one query per sequence over its block table, its newest key included.
+"""Paged decode attention on a GPU: one query per sequence attends over its block table and its own key.
 
-Imported only when a GPU decodes; the references are in kernels_reference.py. Tiles of keys begin at
-multiples of KEYS and are read from the last to the first, as torch's variable-length kernel does in
-training: weights are rounded relative to the greatest score so far, and the same order makes the same
-roundings. For narrow heads that kernel reads 128 keys at a time, which is slower here; the first tile of
-a sequence is then rounded otherwise.
+This module is imported only on a GPU; the references are in kernels_reference.py. Key tiles start at
+multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which training
+uses: weights are rounded relative to the running maximum score, so the same order gives the same rounding.
+For head dimensions up to 64 that kernel reads 128 keys per tile, which is slower here; the first tile of
+a sequence is then rounded differently.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 3}
 _WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
-"""Keys one step of the loop reads, and how it is spread: heads up to 64 wide, and wider."""
+"""Keys per loop iteration and launch options, for head dimensions up to 64 and above."""
 
 
 @triton.jit
 def _share_of_tiles(  # type: ignore[no-untyped-def]
     length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr
 ):
-    """The first visible key, and this program's key tiles [begin, end) out of `tiles`."""
+    """Returns the first visible key, this program's key tiles [begin, end), and the number of tiles."""
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
@@ -48,9 +48,9 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Over key tiles [begin, end): the greatest score, the sum of weights, and the weighted mean of values.
+    """Returns the maximum score, the sum of weights and the weighted mean of values of tiles [begin, end).
 
-    q is [GROUP_PAD, D_PAD]; sink is [GROUP_PAD], -inf where there is none.
+    q is [GROUP_PAD, D_PAD]; sink is [GROUP_PAD], -inf for heads without a sink.
     """
     d = tl.arange(0, D_PAD)
     log2e: tl.constexpr = 1.4426950408889634
@@ -121,7 +121,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     sink = 0.0
     if SINKS:
         sink = tl.load(sink_ptr + kv_head * GROUP + g, g < GROUP, other=float("-inf"))
-        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))  # one split counts it
+        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))  # only split 0 adds it
     top, norm, acc = _attend(
         q, base, table_ptr + row * table_stride, kv_head, k_at, v_at, scaling, length, first,
         begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, SOFTCAP, SINKS,
@@ -134,7 +134,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
 def _rotated_heads(  # type: ignore[no-untyped-def]
     x_ptr, real, cos, sin, norm_ptr, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr
 ):
-    """Heads at x_ptr ([h, 1], or one alone), normed with NORM and rotated, in their dtype: [h, D_PAD]."""
+    """Loads heads at x_ptr ([h, 1] or one pointer), norms them if NORM, rotates them: [h, D_PAD]."""
     d = tl.arange(0, D_PAD)[None, :]
     low = d < D // 2
     partner = tl.where(low, d + D // 2, d - D // 2)
@@ -170,7 +170,7 @@ def _rope_attention(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + position * D + d, inside, other=0.0).to(tl.float32)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
     line = qkv_ptr + row * ((KV * GROUP + 2 * KV) * D)
-    # The program with the last tile writes the new key and value, then reads them with the others.
+    # The program of the last tile writes the new key and value before it reads the tile.
     newest = inside & (begin < tiles) & (end == tiles)
     k_ptr = line + (KV * GROUP + kv_head) * D
     k = _rotated_heads(k_ptr, newest, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
@@ -212,14 +212,14 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 class _Launch:
-    """Launch arguments and outputs of both kernels."""
+    """The launch arguments and outputs that both kernels share."""
 
     def __init__(
         self, like: Tensor, heads: int, cache: PagedCache, window: int | None, splits: int
     ) -> None:
         rows, kv, d = like.shape[0], cache.kv_heads, cache.head_dim
         self.grid = (rows, kv, splits)
-        self._padded = max(16, triton.next_power_of_2(d))  # the least a matrix product takes
+        self._padded = max(16, triton.next_power_of_2(d))  # the minimum of tl.dot
         self.out = self.part = self.lse = like.new_empty(rows, heads, d)
         if splits > 1:
             self.part = like.new_empty(rows, heads, splits, d, dtype=torch.float32)
@@ -239,7 +239,7 @@ class _Launch:
         }
 
     def combined(self) -> Tensor:
-        """The output over all splits."""
+        """Returns the output, combined over all splits."""
         rows, heads, d = self.out.shape
         if self.part is not self.out:
             _combine[(rows * heads,)](

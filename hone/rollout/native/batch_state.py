@@ -1,7 +1,7 @@
-"""The running sequences as tensors: the GPU draws many tokens from them without the host.
+"""The running sequences as device tensors, so that many decode steps run without the host.
 
-Row i of every tensor is sequence i. The host fills the rows between chunks of decode steps and reads the
-drawn tokens back in one copy.
+Row i of every tensor is sequence i. Between chunks of decode steps, the host fills the rows and copies the
+sampled tokens back.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from hone.ops.transfer import send
 
 MAX_STOPS = 8
-"""Stop tokens per row that the GPU checks; the host checks requests with more."""
+"""The GPU checks up to this many stop tokens per row; the host checks requests with more."""
 FIELDS = ("token", "position", "slot", "seed", "limit", "finished", "count")
-"""Rows of `state`, in the order that the kernels know."""
+"""Rows of `state`, in the order that the kernels expect."""
 _FINISHED = FIELDS.index("finished")
 
 
 @dataclass(frozen=True)
 class BatchState:
-    """Device tensors of some rows; slices share memory."""
+    """Device tensors of the batch; slices of rows share memory."""
 
     state: Tensor  # [7, R] int64, see FIELDS
     inverse_temperature: Tensor  # [R] float32; 1 where greedy
@@ -42,10 +42,10 @@ class BatchState:
     """The cache slot of its key: block * block_size + offset."""
     seed = property(lambda self: self.state[3])
     limit = property(lambda self: self.state[4])
-    """Longest length of the sequence, prompt included."""
+    """Maximum length of the sequence, prompt included."""
     finished = property(lambda self: self.state[5])
     count = property(lambda self: self.state[6])
-    """Tokens drawn since the host last read them."""
+    """Tokens sampled since the last read by the host."""
 
     @staticmethod
     def empty(rows: int, width: int, room: int, device: torch.device) -> BatchState:
@@ -64,7 +64,7 @@ class BatchState:
 
 @dataclass(init=False)
 class HostBatch:
-    """The host's copy: filled in numpy, sent in a few copies."""
+    """The host's copy of the batch state, filled as numpy arrays."""
 
     state: np.ndarray
     inverse_temperature: np.ndarray
@@ -89,26 +89,26 @@ class HostBatch:
         stops: Sequence[Sequence[int]],
         blocks: Sequence[Sequence[int]],
     ) -> None:
-        """Fill the rows from `begin` on; each argument has one entry per row, a state as in FIELDS."""
+        """Fills rows from `begin`; each argument has one entry per row, `states` in the order of FIELDS."""
         if not states:
             return
-        at = slice(begin, begin + len(states))
-        self.state[:, at] = np.array(states, np.int64).T
+        span = slice(begin, begin + len(states))
+        self.state[:, span] = np.array(states, np.int64).T
         temperature = np.array(temperatures, np.float32)
-        self.greedy[at] = temperature == 0
-        self.inverse_temperature[at] = 1.0 / np.where(temperature == 0, 1.0, temperature)
+        self.greedy[span] = temperature == 0
+        self.inverse_temperature[span] = 1.0 / np.where(temperature == 0, 1.0, temperature)
         for row, (stop_ids, held) in enumerate(zip(stops, blocks, strict=True), begin):
             self.stops[row] = [*stop_ids[:MAX_STOPS], *[-1] * (MAX_STOPS - len(stop_ids))]
             self.block_table[row, : len(held)] = held
 
     def clear_from(self, row: int) -> None:
-        """Rows from here on hold no sequence: they write to the null block and draw nothing."""
+        """Marks rows from `row` as empty: they write to the null block and sample nothing."""
         self.state[:, row:] = 0
         self.state[_FINISHED, row:] = 1
         self.block_table[row:] = 0
 
     def send(self, device: BatchState, begin: int, end: int) -> None:
-        """Copy rows [begin, end) to the device, in stream order."""
+        """Copies rows [begin, end) to the device, in stream order."""
         target = device.rows(begin, end)
         for f in fields(self):
             whole = getattr(self, f.name)

@@ -1,7 +1,7 @@
-"""Keys and values of running sequences on a CPU: one contiguous slot per sequence, grown on demand.
+"""The CPU key-value cache: one contiguous slot per running sequence, grown on demand.
 
-Sequence i lives in slot i, so the rows of a step are a view of the cache and nothing is gathered. When a
-sequence leaves, the last one moves into its slot.
+Sequence i uses slot i, so a decode step reads a view of the cache and gathers nothing. When a sequence
+finishes, the last sequence moves into its slot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hone.ops.segments import Padding
 _GROWTH = 64
 """The cache grows by multiples of this many tokens, so that allocations are rare."""
 _KEYS = 16
-"""Attention reads a multiple of this many keys, so that its sums run in the same order in any batch."""
+"""Attention reads a multiple of this many keys, so that summation order does not depend on the batch."""
 _SMALL_PRODUCT = 400
-"""Below so many multiplications torch takes another path for a batched product, with other rounding."""
+"""Below this many multiplications torch computes a batched product by another path with other rounding."""
 
 
 class SlotCache:
-    """Key-value memory for up to `slots` sequences."""
+    """The keys and values of up to `slots` sequences."""
 
     def __init__(self, layers: int, slots: int) -> None:
         self._layers, self._slots = layers, slots
@@ -40,13 +40,13 @@ class SlotCache:
         return sum(t.nbytes for planes in self._planes for t in planes)
 
     def free(self) -> None:
-        """Give the memory back; the next sequence allocates again."""
+        """Frees the memory; the next sequence allocates it again."""
         self._width = 0
         self._planes: list[list[Tensor]] = [[] for _ in range(self._layers)]
-        """Of each layer keys and values, [slots, KV, width, D], once its first tokens arrived."""
+        """Keys and values per layer, [slots, KV, width, D]; empty until the layer's first tokens arrive."""
 
     def reserve(self, width: int) -> None:
-        """Make room for sequences of `width` tokens; stored ones stay."""
+        """Grows the slots to `width` tokens and keeps their contents."""
         if width <= self._width:
             return
         self._width = _round_up(max(width, self._width * 3 // 2), _GROWTH)
@@ -56,25 +56,25 @@ class SlotCache:
                 planes[i][:, :, : old.shape[2]] = old
 
     def layer(self, index: int, like: Tensor) -> list[Tensor]:
-        """Keys and values of one layer; allocated when its first tokens [N, KV, D] arrive."""
+        """Returns keys and values of one layer, allocated when its first tokens [N, KV, D] arrive."""
         if not self._planes[index]:
             shape = (self._slots, like.shape[1], self._width, like.shape[2])
             self._planes[index] = [like.new_zeros(shape), like.new_zeros(shape)]
         return self._planes[index]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot into another."""
+        """Copies the first `length` tokens of one slot into another."""
         for planes in self._planes:
             for plane in planes:
                 plane[target, :, :length] = plane[source, :, :length]
 
 
 class PrefillLayout:
-    """Whole prompts into empty slots, all at once."""
+    """Prefills whole prompts into empty slots."""
 
     def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int]) -> None:
         self._cache, self._slots = cache, torch.tensor(slots)
-        # Padded to a multiple, because a vector register's tail is summed in another order.
+        # Padded to a multiple, because the tail of a vector register is summed in another order.
         self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEYS)
         self._longest = self._padding.cells.shape[1]
         self._slot = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
@@ -110,7 +110,7 @@ class DecodeLayout:
         self._cache = cache
         self.positions = positions
         self._longest = int(positions.max()) + 1
-        self._width = 0  # of the keys that attention reads
+        self._width = 0  # keys that attention reads per slot
         self._biases: dict[int | None, Tensor] = {}
         self._cells: Tensor | None = None
 
@@ -129,8 +129,8 @@ class DecodeLayout:
             bias = as_bias(is_visible(distance, options.window), q.dtype)
             # [rows · KV, 1, W]
             self._biases[options.window] = bias.repeat_interleave(kv_heads, 0)[:, None]
-        # The queries of one key head stand in for a query sequence: keys are never repeated. Two
-        # batched products are twice as fast as torch's fused attention where a query has so few rows.
+        # The queries that share a key head form the query dimension, so keys are not repeated. With so
+        # few queries, two batched products are twice as fast as torch's fused attention.
         queries = (q * options.scaling).reshape(rows * kv_heads, -1, head_dim)
         keys, values = (x[:rows, :, : self._width].flatten(0, 1) for x in (keys, values))
         scores = soft_cap(torch.bmm(queries, keys.transpose(1, 2)), options.softcap)

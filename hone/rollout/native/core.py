@@ -1,8 +1,8 @@
-"""The native engine's core on a CPU: `step` is admit, forward, draw, retire; requests join as they come.
+"""The native engine's core on a CPU: continuous batching, where `step` admits, forwards, samples, retires.
 
-New prompts and running sequences go through one forward together. It is synchronous and single-threaded:
-the thread and the waiting are engine.py's. Keys lie in contiguous slots, not in blocks: a CPU attends over
-a slot as a view, while a block table would first be gathered into a copy of all keys at every step.
+One forward computes new prompts and running sequences together. The core is synchronous and
+single-threaded; engine.py owns threads and waiting. Keys are stored in contiguous slots instead of blocks:
+attention reads a slot as a view, while a block table would need a copy of all keys at every step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hone.tokenizer import Tokenizer
 
 
 class NativeCore:
-    """Continuous batching over a policy's own parameters."""
+    """Continuous batching over the policy's parameters."""
 
     def __init__(
         self,
@@ -45,27 +45,27 @@ class NativeCore:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._forward = decoder_forward(policy)
-        self._refreshed = False  # whether the forward has read the parameters as they are
+        self._refreshed = False  # whether the forward has read the current parameters
         packed = isinstance(self._forward, PlainDecoder)
         self._row_multiple = row_multiple(policy.parameters(), packed=packed)
         self.cache = SlotCache(config.get_text_config().num_hidden_layers, max_num_seqs)
         self.version = 0
         self.prefilled_tokens = 0
-        """Prompt tokens computed so far; a group's prompt counts once."""
-        self._waiting: list[Request] = []  # by max_tokens, the longest last
+        """Prompt tokens computed so far; the shared prompt of a group counts once."""
+        self._waiting: list[Request] = []  # sorted by max_tokens, ascending
         self._running: list[Request] = []
         self._sampling: SamplingRows | None = None  # of the running requests
 
     def add(self, request: Request) -> None:
-        """Queue a request; the longest max_tokens starts first, equals in order of arrival.
+        """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
 
-        So no long request is left to the end, alone in the batch.
+        Otherwise a long request could start last and run alone in the batch.
         """
         self.rules.check(request)
         insort_left(self._waiting, request, key=lambda r: r.sampling.max_tokens)
 
     def invalidate(self) -> None:
-        """The parameters have changed: drop everything computed from them."""
+        """Drops everything computed from the parameters, which have changed."""
         self._forward.invalidate()
         self._refreshed = False
 
@@ -75,7 +75,7 @@ class NativeCore:
 
     @torch.inference_mode()
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """End these requests (None: all) with the tokens they have."""
+        """Ends these requests (None: all) and keeps the tokens sampled so far."""
         waiting = select(reversed(self._waiting), request_ids)
         for request in [*select(self._running, request_ids), *waiting]:
             request.stop_reason = StopReason.ABORT
@@ -84,9 +84,9 @@ class NativeCore:
 
     @torch.inference_mode()
     def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
-        """Admit what fits, draw one token for every sequence; returns the finished ones.
+        """Admits requests, samples one token per sequence, and returns the finished requests.
 
-        One token is soon drawn: `must_yield` is not called.
+        `must_yield` is not called, because a step of one token is short.
         """
         admitted = self._admit()
         logits = self._compute(admitted)
@@ -97,7 +97,7 @@ class NativeCore:
         return self._retire()
 
     def _admit(self) -> list[Request]:
-        """Take requests that fit the free slots and one prefill of distinct prompts."""
+        """Returns waiting requests that fit the free slots and the prefill budget of distinct prompts."""
         admitted: list[Request] = []
         prompts: set[tuple[int, ...]] = set()
         tokens = 0
@@ -111,7 +111,7 @@ class NativeCore:
         return admitted
 
     def _compute(self, admitted: list[Request]) -> Tensor:  # [A, V]
-        """Logits after the last token of every running sequence, then of every admitted one."""
+        """Returns next-token logits of the running sequences, then of the admitted ones."""
         if not self._refreshed or admitted:
             self._forward.refresh()
             self._refreshed = True
@@ -135,7 +135,7 @@ class NativeCore:
         return logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
 
     def _layout(self, slots: list[int], lengths: list[int]) -> tuple[Tensor, Layout]:
-        """Positions and layout of the running sequences, then of new prompts for these slots."""
+        """Returns positions and layout of the running sequences, then of the new prompts in `slots`."""
         running = torch.tensor([r.length - 1 for r in self._running], dtype=torch.int64)
         self.cache.reserve(max([*lengths, *(r.length for r in self._running)]))
         decode = DecodeLayout(self.cache, running) if self._running else None
@@ -146,10 +146,10 @@ class NativeCore:
         return positions, JointLayout(decode, prefill)
 
     def _hidden(self, ids: list[int], positions: Tensor, layout: Layout) -> Tensor:
-        short = -len(ids) % self._row_multiple
-        if short:
-            positions = F.pad(positions, (0, short))
-        return self._forward(torch.tensor(ids + [0] * short), positions, layout)
+        padding = -len(ids) % self._row_multiple
+        if padding:
+            positions = F.pad(positions, (0, padding))
+        return self._forward(torch.tensor(ids + [0] * padding), positions, layout)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = len(hidden)
@@ -170,7 +170,7 @@ class NativeCore:
             request.stop_reason = self.rules.stop_reason(request)
 
     def _retire(self) -> list[Request]:
-        """Remove the finished sequences; the last sequences move into the freed slots."""
+        """Removes the finished sequences; the last sequences move into their slots."""
         finished = [r for r in self._running if r.stop_reason is not None]
         if not finished:
             return []

@@ -1,7 +1,7 @@
-"""One decode step, as a captured CUDA graph per batch size, or eagerly.
+"""Decode steps, eager or as one captured CUDA graph per batch size.
 
-A graph holds the whole step: forward, logits, draw, and the state for the next step, so many replays run
-back to back without the host. Rows are padded to the next captured size.
+A graph contains the whole step (forward, logits, sampling, state update), so the host can launch many
+replays without waiting. Rows are padded to the next captured size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def graph_sizes(most: int, configured: Sequence[int] | None) -> list[int]:
-    """Batch sizes with a graph: fine where small, in steps of a quarter where large."""
+    """Returns the batch sizes to capture: small sizes densely, large ones in steps of a quarter."""
     if configured:
         return sorted({min(size, most) for size in configured} | {most})
     sizes = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256}
@@ -50,17 +50,17 @@ class DecodeStep:
         self._kernels, self._block_size = kernels, block_size
         self._sizes = list(sizes)
         self._use_graphs = graphs
-        self._may_synchronize = may_synchronize  # a forward that waits for the device has no graph
+        self._may_synchronize = may_synchronize  # such a forward cannot be captured
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def discard_graphs(self) -> None:
-        """Drop the graphs: parameters have moved. Their memory pool ends with the last of them."""
+        """Drops the graphs, which read moved parameters; the last graph frees the memory pool."""
         self._graphs.clear()
         self._pool = None
 
     def run(self, rows: int, *, draw: bool) -> Tensor:
-        """One step; with `draw` the rows advance, else the caller draws from the logits [size, V]."""
+        """Runs one step and returns logits [size, V]; without `draw` the caller samples from them."""
         size = next(size for size in self._sizes if size >= rows)
         if self._use_graphs and self._may_synchronize:
             self._use_graphs, self._may_synchronize = not self._synchronizes(size), False
@@ -81,10 +81,10 @@ class DecodeStep:
         return logits
 
     def _synchronizes(self, size: int) -> bool:
-        """Whether a step waits for the device, as the routing of some experts does."""
+        """Whether a step waits for the device, as some expert routers do."""
         state = self._rows.state.clone()
-        self._rows.finished.fill_(1)  # finished rows draw nothing
-        self._compute(size, draw=False)  # kernels compile
+        self._rows.finished.fill_(1)  # finished rows sample nothing
+        self._compute(size, draw=False)  # compiles the kernels
         before = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -100,12 +100,12 @@ class DecodeStep:
         return waits
 
     def _capture(self, size: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Warm up (kernels compile, libraries allocate their workspaces), then capture."""
+        """Warms up (kernels compile, libraries allocate workspaces), then captures the step."""
         state = self._rows.state.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._rows.finished.fill_(1)  # finished rows draw nothing
+            self._rows.finished.fill_(1)  # finished rows sample nothing
             for _ in range(2):
                 self._compute(size, draw)
         torch.cuda.current_stream().wait_stream(stream)

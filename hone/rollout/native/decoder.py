@@ -1,7 +1,7 @@
-"""A decoder's forward on a CPU: the policy's own parameters, without the overhead of modules.
+"""The decoder forward on a CPU, from the policy's parameters and without module overhead.
 
-`PlainDecoder` serves the layers of models/decoder_layer.py, `ModuleDecoder` every other model. Weights are
-packed for the CPU where that pays, and packed again when the parameters have changed.
+`PlainDecoder` runs the layers of models/decoder_layer.py, `ModuleDecoder` every other model. Weights are
+packed for the CPU where packing is faster, and packed again after the parameters change.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from hone.ops.packed_linear import PackableLinear, linear_map
 
 
 class Forward(Protocol):
-    """A decoder's forward and its head, over the policy's parameters."""
+    """The decoder forward and the LM head, over the policy's parameters."""
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Token ids [N], positions [N], layout to hidden states [N, d]."""
+        """Returns hidden states [N, d] of token ids [N] at positions [N]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, d] to [M, V] float32, before temperature."""
+        """Returns logits [M, V] float32 of hidden states [M, d], before temperature."""
 
     def refresh(self) -> None:
-        """Read the parameters again if they have changed: training writes them, sharding moves them."""
+        """Reads the parameters again if training has written them or sharding has moved them."""
 
     def invalidate(self) -> None:
-        """Drop everything that was computed from the parameters."""
+        """Drops everything that was computed from the parameters."""
 
 
 def decoder_forward(policy: PolicyModel) -> Forward:
-    """The fastest forward that computes what the policy's own modules would."""
+    """Returns the fastest forward that gives the results of the policy's modules."""
     return PlainDecoder(policy) if has_shared_layers(policy) else ModuleDecoder(policy)
 
 
 class ModuleDecoder:
-    """Any Hugging Face decoder, through its own modules; it keeps nothing of the parameters."""
+    """Runs any Hugging Face decoder through its modules and caches nothing."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
@@ -70,11 +70,11 @@ class ModuleDecoder:
 
 
 class PlainDecoder:
-    """The shared layers, over packed copies of the modules' parameters."""
+    """Runs the layers of models/decoder_layer.py over packed copies of the parameters."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
-        self._cos = self._sin = torch.empty(0)  # [W, 1, D]; the sine carries the rotation's sign
+        self._cos = self._sin = torch.empty(0)  # [W, 1, D]; the sine includes the sign
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -86,7 +86,7 @@ class PlainDecoder:
     def refresh(self) -> None:
         if not self._parameters:
             self._parameters = list(self._policy.parameters())
-        # Every write by torch increments the version; sharding uses other memory.
+        # Every torch write increments the version; sharding changes the address.
         versions = [(p.data_ptr(), p._version) for p in self._parameters]
         if versions == self._packed_versions:
             return
@@ -132,7 +132,7 @@ class PlainDecoder:
 
 
 def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
-    """Several maps of the same input as one."""
+    """Joins linear layers of the same input into one."""
     first, *others = modules
     if not others:
         return linear_map(first.weight, first.bias)
@@ -142,7 +142,7 @@ def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
 
 
 class _Norm:
-    """x / rms(x) · weight; on a CPU in float32 by half the calls of torch's own."""
+    """Computes x / rms(x) · weight; for float32 on a CPU, with half the calls of torch's RMS norm."""
 
     def __init__(self, module: NormModule) -> None:
         self._weight: Tensor = module.weight

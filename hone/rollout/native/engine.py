@@ -1,7 +1,7 @@
-"""The native engine behind the contract: the thread that calls `drive` decodes, loops in others await.
+"""The native engine: one thread calls `drive` and decodes, event loops in other threads await requests.
 
-The engine has no thread of its own: two threads that compute would each hold a set of torch's workers and
-slow each other down. Requests that an event loop submits in one of its iterations enter as one batch.
+The engine starts no thread: two computing threads would each have a pool of torch workers and slow each
+other down. Requests that an event loop submits in one iteration enter the core as one batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Cache(Protocol):
 
 
 class Core(Protocol):
-    """What computes: core.py on a CPU, paged_core.py on a GPU and in exact mode."""
+    """The part that computes: core.py on a CPU, paged_core.py on a GPU and in exact mode."""
 
     policy: PolicyModel
     version: int
@@ -72,26 +72,26 @@ class Core(Protocol):
 class NativeRollout:
     """A `RolloutEngine` over a core, driven by the thread that calls `drive`.
 
-    `_pending` owns every request from its arrival to its answer; the queues and the core only pass it on.
-    So `_fail` reaches all requests from every phase.
+    `_pending` holds every request from arrival to answer, in addition to the queues and the core, so
+    `_fail` reaches requests in every phase.
     """
 
     traits = Traits(decodes_with_module=True, adapters=True)
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._pending: dict[int, Request] = {}  # by identity
+        self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests of each loop's present iteration; only that loop's thread touches them."""
-        self._arrivals: list[Request] = []  # on the way to the driving thread
+        """Requests of each loop's current iteration; only that loop's thread accesses them."""
+        self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
-        # Guards every attribute but the core and `_submitted`.
+        # Guards every attribute except the core and `_submitted`.
         self._condition = threading.Condition()
         self._submit_lock, self._step_lock = threading.Lock(), threading.Lock()
         self._driven = False
         self._notified = False
-        self._in_core = 0  # requests given to the core that it has not returned
-        self._streaming: dict[int, Request] = {}  # pending ones with `on_tokens`
+        self._in_core = 0  # number of requests in the core
+        self._streaming: dict[int, Request] = {}  # pending requests with `on_tokens`
         self._paused = False
         self._update = WeightUpdate()
         self._closed = False
@@ -181,17 +181,17 @@ class NativeRollout:
             self._core.invalidate()
 
     async def wake_up(self) -> None:
-        """The next prefill allocates the cache; the weights may have changed."""
+        """Invalidates the core, as the weights may have changed; the next prefill allocates the cache."""
         with self._between_steps():
             self._raise_if_stopped()
             self._core.invalidate()
 
     async def close(self) -> None:
-        """End the driving; pending requests fail."""
+        """Stops `drive` and fails pending requests."""
         with self._condition:
             self._closed = True
             self._condition.notify()
-        if self._step_lock.acquire(timeout=_CLOSE_TIMEOUT_S):  # the running step may end
+        if self._step_lock.acquire(timeout=_CLOSE_TIMEOUT_S):  # waits for the running step
             self._step_lock.release()
         self._refuse_all(RolloutError("the engine was closed while this request waited"))
 
@@ -206,7 +206,7 @@ class NativeRollout:
         finally:
             with self._between_steps(), self._condition:
                 self._driven = False
-                if not self._stopped and not self._awaited():  # abandoned requests leave the core
+                if not self._stopped and not self._awaited():  # drop abandoned requests
                     self._end_everywhere(None)
                     self._pending, self._streaming = {}, {}
 
@@ -216,11 +216,11 @@ class NativeRollout:
             self._condition.notify()
 
     def _awaited(self) -> list[Request]:
-        """Pending requests, less those whose event loop has closed."""
+        """Returns pending requests whose event loop is open."""
         return [r for r in self._pending.values() if not r.owner.get_loop().is_closed()]
 
     def _end_everywhere(self, request_ids: Collection[str] | None) -> list[Request]:
-        """End running, arriving and deferred requests; `_flush` ends those just submitted."""
+        """Ends running, arriving and deferred requests; `_flush` ends submitted ones."""
         ended = self._end_running(request_ids)
         ended += select(self._deferred, request_ids)
         for request in select(self._pending.values(), request_ids):
@@ -229,7 +229,7 @@ class NativeRollout:
         return ended
 
     def _end_running(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """End running and arriving requests with the tokens they have."""
+        """Ends running and arriving requests and keeps the tokens sampled so far."""
         arriving = select(self._arrivals, request_ids)
         try:
             ended = self._core.abort(request_ids)
@@ -244,7 +244,7 @@ class NativeRollout:
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Hold the core between two steps; the driving thread lets callers go first."""
+        """Holds the core between two steps; the driving thread waits for all callers of this."""
         with self._submit_lock, self._step_lock:
             yield
 
@@ -256,21 +256,21 @@ class NativeRollout:
         batch = self._submitted.pop(loop)
         with self._condition:
             if self._stopped:
-                return  # they were pending then, and have failed
+                return  # `_refuse_all` has failed them
             ended = [r for r in batch if r.stop_reason is not None]
-            alive = [r for r in batch if r.stop_reason is None]
+            active = [r for r in batch if r.stop_reason is None]
             if self._paused:
-                self._deferred += alive
+                self._deferred += active
             else:
-                self._arrivals += alive
+                self._arrivals += active
             self._condition.notify()
         _resolve(ended)
 
     def _decode(self) -> None:
-        """Decode until requests finished, or until `notify`."""
+        """Decodes until a request finishes or `notify` is called."""
         try:
             while self._wait_for_work():
-                with self._submit_lock:  # calls that change the core go between two steps
+                with self._submit_lock:  # waiting calls of `_between_steps` go first
                     pass
                 with self._step_lock:
                     finished = self._step()
@@ -285,7 +285,7 @@ class NativeRollout:
                 raise
 
     def _wait_for_work(self) -> bool:
-        """Wait while there is nothing to decode; False where `until` is to be called."""
+        """Waits for work; returns False if `drive` must check `until`."""
         with self._condition:
             self._condition.wait_for(lambda: self._stopped or self._notified or self._may_decode)
             notified, self._notified = self._notified, False
@@ -302,7 +302,7 @@ class NativeRollout:
 
     def _step(self) -> list[Request]:
         with self._condition:
-            if not self._may_decode:  # a pause came between
+            if not self._may_decode:  # paused in the meantime
                 return []
             arrivals, self._arrivals = self._arrivals, []
         for request in arrivals:
@@ -315,7 +315,7 @@ class NativeRollout:
         return finished
 
     def _must_yield(self) -> bool:
-        """Whether the core should end its step soon: a request or a call between steps waits."""
+        """Whether the core should end its step soon, because a request or a caller waits."""
         waiting = self._arrivals or self._closed or self._notified or self._streaming
         return bool(waiting or self._submit_lock.locked())
 
@@ -336,13 +336,13 @@ class NativeRollout:
                 self._streaming.pop(id(request), None)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail every pending request with the cause, and refuse later ones."""
+        """Fails every pending request with the cause and refuses later requests."""
         log.error("decoding stopped", exc_info=error)
         with self._condition:
             self._failure = self._failure or error
         self._refuse_all(decoding_failed(error))
         try:
-            self._core.abort()  # it may hold requests and memory; nothing decodes any more
+            self._core.abort()  # frees its requests and memory
         except Exception:
             log.exception("the core could not be emptied after decoding stopped")
 
@@ -351,15 +351,15 @@ class NativeRollout:
             pending, self._pending = list(self._pending.values()), {}
             self._arrivals, self._deferred, self._streaming = [], [], {}
         for request in pending:
-            own = RolloutError(*error.args)  # raised in many places: each has its own traceback
-            own.__cause__ = error.__cause__
-            if not call_in(request.owner.get_loop(), _set_exception, request, own):
+            copy = RolloutError(*error.args)  # one copy per request, for separate tracebacks
+            copy.__cause__ = error.__cause__
+            if not call_in(request.owner.get_loop(), _set_exception, request, copy):
                 name = request.request_id
                 log.warning("request %s failed after its loop closed: %s", name, error)
 
 
 def _answer(requests: list[Request]) -> list[Request]:
-    """Hand answers to their event loops; returns those whose loop has closed."""
+    """Resolves requests in their event loops; returns those whose loop has closed."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
     for request in requests:
         by_loop.setdefault(request.owner.get_loop(), []).append(request)
@@ -374,12 +374,12 @@ def _resolve(requests: list[Request]) -> None:
             continue
         try:
             request.owner.set_result(request.output())
-        except Exception as error:  # this request's alone: the others have their answers
+        except Exception as error:  # fails this request only
             request.owner.set_exception(decoding_failed(error))
 
 
 def _stream_one(request: Request) -> None:
-    """Pass new tokens to the caller; an error of its `on_tokens` ends its request alone."""
+    """Passes new tokens to `on_tokens`; an error in it fails only this request."""
     if request.owner.done():
         return
     try:

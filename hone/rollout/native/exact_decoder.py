@@ -1,7 +1,7 @@
-"""Exact mode's one forward: decoding, prefill and the trainer's log-probs all run it, layer by layer.
+"""The forward of exact mode, which decoding, prefill and the trainer's log-probs share.
 
-Every product, norm and attention comes from kernels whose order of summation no batch changes. Gradients
-are those of the plain modules: the backward pass computes a layer again with them.
+All kernels are batch-invariant: their summation order does not depend on the batch. Gradients are those of
+the plain modules, with which the backward pass recomputes each layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAMILIES = ("llama", "qwen2")
 
 
 def refuse_unless_exact(config: PreTrainedConfig, path: str) -> None:
-    """Refuse a model before it is loaded; `config` is the model's own."""
+    """Raises, before the model is loaded, if exact mode does not support its config."""
     family = getattr(config, "model_type", "of unknown family")
     if family not in FAMILIES:
         raise RolloutError(
@@ -59,7 +59,7 @@ def refuse_unless_exact(config: PreTrainedConfig, path: str) -> None:
 
 
 class ExactDecoder(JoinedDecoder):
-    """The policy's own parameters, computed exactly; both a rollout's forward and a trainer's."""
+    """Computes the policy's forward with batch-invariant kernels, in rollout and training."""
 
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
@@ -108,7 +108,7 @@ class ExactDecoder(JoinedDecoder):
         return self.kernels.add_rms_norm(x, None, *norm)[0]
 
     def _layer(self, index: int, positions: Tensor, layout: ExactLayout, x: Tensor) -> Tensor:
-        """One decoder layer; the residual stream is float32."""
+        """Computes one decoder layer; the residual stream is float32."""
         layer, kernels = self._layers[index], self.kernels
         q, _, _ = kernels.rope_store(
             kernels.linear(self._normed(layer.norm_in, x), *layer.qkv),
@@ -127,7 +127,7 @@ class ExactDecoder(JoinedDecoder):
     # -- training --------------------------------------------------------------------------------
 
     def hidden_states(self, packed: PackedRows) -> Tensor:  # [N, d]
-        """The values of the exact forward with the gradients of the decoder's modules."""
+        """Returns the values of the exact forward with the gradients of the plain modules."""
         self.refresh()
         responses = [n for _, n in packed.layout.children]
         self.extend_rotary_table(max(packed.layout.root_lengths) + max(responses, default=0))
@@ -154,8 +154,8 @@ class ExactDecoder(JoinedDecoder):
     def log_probs(
         self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """`linear_log_probs` with exact values."""
-        # As the rollout's batch state holds it: the quotient of two float32.
+        """Computes `linear_log_probs` with exact values."""
+        # A float32 division, as in the rollout's batch state.
         inverse = float(np.float32(1.0) / np.float32(temperature))
         return linear_log_probs(
             hidden,
@@ -182,7 +182,7 @@ class ExactDecoder(JoinedDecoder):
 
 
 class _Exactly(torch.autograd.Function):
-    """The values of `exact` with the gradients of `plain`, which the backward pass computes."""
+    """Returns the values of `exact`; the backward pass computes the gradients of `plain`."""
 
     @staticmethod
     def forward(ctx: Context, exact: Map, plain: Map, x: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Exact attention's view of a batch: which block table each query reads, and up to which position.
+"""Attention layouts of exact mode: the block table and the last position that each query reads.
 
-Decoding, prefill and training rows all become the same view, so one kernel serves them all.
+Decoding, prefill and training use the same layout, so one kernel computes all of them.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from hone.ops.transfer import send
 from hone.rollout.native.paged_cache import PagedCache
 
 TILE_ROWS = 64
-"""Query heads of one program of the GPU kernel, in every batch: part of the arithmetic."""
+"""Query heads per program of the GPU kernel; constant, because results depend on it."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Neighbouring queries of one sequence that one program of the GPU kernel reads; each [T] int64."""
+    """Consecutive queries of one sequence per program of the GPU kernel; each [T] int64."""
 
     token: Tensor  # first query
     count: Tensor
-    position: Tensor  # of the first query
-    row: Tensor  # of the block table
+    position: Tensor  # position of the first query
+    row: Tensor  # row of the block table
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Every query's place; a query sees the slots of its row up to its own position."""
+    """The position and row of every query, which attends to its row up to its position."""
 
     position: Tensor  # [N] int64
     row: Tensor  # [N] int64
     block_table: Tensor  # [R, W] int32
     tiles: Tiles | None
-    """For the GPU kernel."""
+    """Only the GPU kernel needs tiles."""
 
 
 def queries_per_tile(heads: int, kv_heads: int) -> int:
@@ -51,7 +51,7 @@ def queries_per_tile(heads: int, kv_heads: int) -> int:
 
 
 def decode_queries(block_table: Tensor, positions: Tensor) -> Queries:
-    """One query per row."""
+    """Returns queries of a decode step, one per row."""
     row = torch.arange(len(positions), device=positions.device)
     return Queries(positions, row, block_table, Tiles(row, torch.ones_like(row), positions, row))
 
@@ -59,30 +59,28 @@ def decode_queries(block_table: Tensor, positions: Tensor) -> Queries:
 def segment_queries(
     starts: list[int], ends: list[int], blocks: list[list[int]], per_tile: int, device: torch.device
 ) -> Queries:
-    """Segment i is the queries at positions [start, end) of row i; segments follow each other."""
+    """Returns consecutive segments of queries; segment i is positions [start, end) of row i."""
     lengths = np.array(ends) - np.array(starts)
     first = np.cumsum(lengths) - lengths
     position = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
     table = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
-    for row, held in enumerate(blocks):
-        table[row, : len(held)] = held
+    for row, ids in enumerate(blocks):
+        table[row, : len(ids)] = ids
     offsets = [np.arange(0, n, per_tile) for n in lengths]
-    of = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
+    segment = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
     offset = np.concatenate(offsets)
-    count = np.minimum(lengths[of] - offset, per_tile)
-    tiles = (first[of] + offset, count, np.array(starts)[of] + offset, of)
+    count = np.minimum(lengths[segment] - offset, per_tile)
+    tiles = (first[segment] + offset, count, np.array(starts)[segment] + offset, segment)
 
-    def sent(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
+    def put(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
         return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
 
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    return Queries(
-        sent(position), sent(rows), sent(table, np.int32), Tiles(*(sent(t) for t in tiles))
-    )
+    return Queries(put(position), put(rows), put(table, np.int32), Tiles(*(put(t) for t in tiles)))
 
 
 class ExactLayout:
-    """Where keys are written and how queries attend, over one cache."""
+    """The slots of new keys and the queries of one forward."""
 
     def __init__(
         self, cache: PagedCache, kernels: ModuleType, slots: Tensor, queries: Queries
@@ -92,7 +90,7 @@ class ExactLayout:
         self._queries, self._kernels = queries, kernels
 
     def cache_layer(self, layer: int) -> int:
-        """The layer of the cache that a layer of the model writes."""
+        """Returns the cache layer that a model layer writes."""
         return layer
 
     def attend(self, q: Tensor, *, layer: int, scaling: float) -> Tensor:
@@ -110,7 +108,7 @@ def prefill_layout(
     per_tile: int,
     device: torch.device,
 ) -> ExactLayout:
-    """New tokens of several sequences, each after the tokens that its blocks already hold."""
+    """Returns the layout of new tokens that follow the cached tokens of their sequences."""
     ends = [a + n for a, n in zip(starts, lengths, strict=True)]
     queries = segment_queries(starts, ends, blocks, per_tile, device)
     at, size = queries.position, cache.block_size
@@ -119,7 +117,7 @@ def prefill_layout(
 
 
 class TrainingLayout(ExactLayout):
-    """Packed rows of a training forward, in blocks of their own that each layer overwrites."""
+    """The layout of packed training rows, in a one-layer cache that every layer overwrites."""
 
     def __init__(
         self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int, block_size: int,
@@ -144,9 +142,7 @@ class TrainingLayout(ExactLayout):
         return 0
 
     def attend(self, q: Tensor, *, layer: int, scaling: float) -> Tensor:
-        if len(
-            self._source
-        ):  # the block in which a response begins holds the end of its prompt too
+        if len(self._source):  # a response's first block starts with the end of its prompt
             size = self.cache.block_size
             for plane in self.cache.layer(0):
                 plane[self._target // size, :, self._target % size] = plane[
@@ -156,7 +152,7 @@ class TrainingLayout(ExactLayout):
 
 
 class _Segments:
-    """Blocks for roots and children; a child reads its parent's full blocks."""
+    """Assigns blocks to root and child segments; a child shares its parent's full blocks."""
 
     def __init__(self, packed: PackedRows, size: int) -> None:
         self._size = size
@@ -164,10 +160,10 @@ class _Segments:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.blocks: list[list[int]] = []
-        self.slots: list[np.ndarray] = []  # of each packed token
+        self.slots: list[np.ndarray] = []  # slot of each packed token
         self.source = [
             np.empty(0, np.int64)
-        ]  # slots of prompts that a response's first block repeats
+        ]  # prompt slots to copy into the first block of a response
         self.target = [np.empty(0, np.int64)]
         roots = [self._add(0, length, []) for length in packed.layout.root_lengths]
         for parent, length in packed.layout.children:
@@ -181,9 +177,9 @@ class _Segments:
 
     def _add(self, begin: int, end: int, shared: list[int]) -> list[int]:
         size = self._size
-        own = list(range(self.free, self.free + -(-end // size) - begin // size))
-        self.free += len(own)
-        blocks = [*shared, *own]
+        new = list(range(self.free, self.free + -(-end // size) - begin // size))
+        self.free += len(new)
+        blocks = [*shared, *new]
         position = np.arange(begin, end)
         self.slots.append(np.array(blocks, np.int64)[position // size] * size + position % size)
         self.starts.append(begin)

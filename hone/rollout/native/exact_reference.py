@@ -1,7 +1,7 @@
-"""Exact mode on a CPU: the engine's kernels, where each row's bits depend on that row alone.
+"""Batch-invariant CPU kernels of exact mode: each row's bits depend on that row alone.
 
-A library picks its path, and with it the order of a sum, by the shape of the call. So every call here
-has one shape: `ROWS` rows, the last call filled up with zeros, and keys up to a multiple of `_KEYS`.
+Libraries choose their summation order by the shape of a call. So every call here has a fixed shape:
+`ROWS` rows, where the last call is padded with zeros, and a multiple of `_KEYS` keys.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from hone.rollout.native.paged_cache import PagedCache
 
 ROWS = 32
-"""Rows of every call: enough to use a processor well, few enough not to be wasted on a small batch."""
+"""Rows per call: enough to use the CPU well, few enough to waste little on a small batch."""
 _KEYS = 64
-"""A query reads a multiple of this many slots, the first ones its own sequence's."""
+"""A query reads a multiple of this many slots; those after its sequence are masked."""
 _HEADS = 8
-"""Query heads are filled up to a multiple: products of fewer rows round by their memory alignment."""
+"""Query heads are padded to a multiple: the rounding of smaller products depends on memory alignment."""
 _SERIAL = 32768
-"""Elements of one elementwise call: one thread computes that many without a seam inside."""
+"""Elements per elementwise call: few enough that torch uses one thread."""
 _LANES = 32
-"""Elements per vector register; an odd end would be computed by another formula."""
+"""Elements per vector register; a remainder would be computed by another formula."""
 
 
 def by_rows(compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """`compute` over `ROWS` rows of each tensor at a time; the rows that fill up are dropped."""
+    """Applies `compute` to `ROWS` rows of each tensor at a time and drops the padding rows."""
     count = len(rows[0])
-    short = -count % ROWS
-    if short:
-        rows = tuple(torch.cat([x, x.new_zeros(short, *x.shape[1:])]) for x in rows)
+    padding = -count % ROWS
+    if padding:
+        rows = tuple(torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in rows)
     parts = [compute(*pieces) for pieces in zip(*(x.split(ROWS) for x in rows), strict=True)]
     if not parts:
         return compute(*(x.new_zeros(ROWS, *x.shape[1:]) for x in rows))[:0]
@@ -48,7 +48,7 @@ def by_rows(compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-    """The product; `wide` asks for float32, which it is here."""
+    """Returns x Wᵀ + bias; `wide` has no effect, because exact mode on a CPU is float32."""
     return by_rows(lambda part: F.linear(part.contiguous(), weight, bias), x)
 
 
@@ -81,10 +81,10 @@ def query_attention(
     *,
     scaling: float,
 ) -> Tensor:
-    """Each query over the slots of its row up to its position.
+    """Computes attention of each query over its row, up to its position.
 
-    One call serves queries that read equally many slots, and every query is an item of its own, so its
-    sums do not depend on the other queries.
+    One call computes the queries that read equally many slots. Each query is a separate batch item, so
+    its sums do not depend on the other queries.
     """
     out = torch.empty_like(q)
     bucket = queries.position // _KEYS
@@ -113,7 +113,7 @@ def _attend(
     width, size, d = (bucket + 1) * _KEYS, cache.block_size, cache.head_dim
     reach = min(width // size, queries.block_table.shape[1])
     blocks = queries.block_table[rows, :reach]
-    blocks = F.pad(blocks, (0, width // size - reach))  # with the null block, which is masked
+    blocks = F.pad(blocks, (0, width // size - reach))  # the null block is masked
     keys, values = (x.expand(len(at), -1, -1, -1) for x in cache.gather(layer, blocks))
     bias = as_bias(queries.position[at][:, None] >= torch.arange(width), q.dtype)
     grouped = q[at].reshape(len(at), cache.kv_heads, -1, d)
@@ -129,17 +129,17 @@ def _attend(
 
 
 def log_softmax(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """log p [N, V] of logits [N, V] at the rows' temperatures [N]."""
+    """Returns log p [N, V] of logits [N, V] at the inverse temperatures [N]."""
     return by_rows(lambda z, t: torch.log_softmax(z * t[:, None], -1), logits, inverse_temperature)
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """log p of one token per row."""
+    """Returns log p of one token per row."""
     log_p = log_softmax(logits, inverse_temperature)
     return log_p.gather(-1, tokens[:, None]).squeeze(-1)
 
 
 def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
-    """As kernels_reference.sample, with exact log-probs."""
+    """Samples as kernels_reference.sample does, with exact log-probs."""
     log_p = log_softmax(logits, rows.inverse_temperature)
     sample_from(log_p, log_p.argmax(-1), rows, block_size)

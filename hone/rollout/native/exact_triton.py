@@ -1,8 +1,8 @@
-"""Exact mode on a GPU: a product and an attention whose order of summation no batch changes.
+"""Batch-invariant GPU kernels of exact mode: matrix product and attention.
 
 No sum is split over programs, and every row is summed by the same instructions in the same order: by
-feature for a product, by key position from the sequence's start for attention. Norm, gate, rotation and
-sampling are the engine's own kernels, which compute row by row. The reference is exact_reference.py.
+feature in a product, by key position from the start of the sequence in attention. Norm, gate, rotation and
+sampling use the engine's kernels, which compute row by row. The reference is exact_reference.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ advance, log_probs_of = sampling_triton.advance, sampling_triton.log_probs_of
 FEW: dict[str, int] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
 MANY: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 FULL: dict[str, int] = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
-"""Tiles for few rows, many rows, and float32. The first two add a row's products in the same order, 16
-features an instruction; the choice may depend on the batch, a row's bits do not."""
+"""Tiles for few rows, many rows, and float32. The first two sum a row in the same order, 16 features per
+instruction, so the choice between them may depend on the batch."""
 _FILLED = 128
-"""Programs that fill a large GPU."""
+"""Number of programs that fills a large GPU."""
 _KEYS = 64
 
 
@@ -44,7 +44,7 @@ def _linear(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Eight rows of tiles share their columns of the weight in the cache.
+    # Groups of eight tile rows reuse weight columns from the L2 cache.
     program = tl.program_id(0)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(outputs, BN)
@@ -82,7 +82,7 @@ def linear(
     wide: bool = False,
     tile: dict[str, int] | None = None,
 ) -> Tensor:
-    """The product in the weight's dtype, or `wide`: in float32."""
+    """Returns x Wᵀ + bias in the weight's dtype, or in float32 if `wide`."""
     x, weight = x.contiguous(), weight.detach()
     (rows, inputs), outputs = x.shape, len(weight)
     out = torch.empty(rows, outputs, dtype=torch.float32 if wide else x.dtype, device=x.device)
@@ -112,7 +112,7 @@ def _attention(  # type: ignore[no-untyped-def]
     D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of neighbouring queries of a sequence; its rows are queries times heads of one group."""
+    """Computes a tile of consecutive queries of a sequence; its rows are queries × heads of one group."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     dtype = q_ptr.dtype.element_ty
@@ -145,7 +145,7 @@ def _attention(  # type: ignore[no-untyped-def]
         k = tl.load(base + k_at + cell, inside[:, None] & wide, other=0.0)
         v = tl.load(base + v_at + cell, inside[:, None] & wide, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
-        # A masked key adds exact zeros to a row's sums, so other rows change no bit.
+        # A masked key adds exact zeros, so the other rows of the tile change no bit.
         score = tl.where(n[None, :] <= visible_to[:, None], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         shrink = tl.exp2(top - new_top)

@@ -1,7 +1,7 @@
-"""A decoder's forward on a GPU in eight kernels per layer, from the module's own parameters.
+"""The decoder forward on a GPU: eight kernels per layer, on the policy module's parameters.
 
-Query, key and value weights lie in one block of memory, gate and up weights in another, and the module's
-parameters are views of them: one matrix product each, and nothing to synchronise.
+The query, key and value weights are stored as one tensor, the gate and up weights as another, and the
+module's parameters are views of them. So each group is one matrix product, and there is no copy to update.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 
 
 class JoinedDecoder:
-    """A decoder's joined parameters and its rotary table."""
+    """The joined parameters and the rotary table of a decoder."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._cos = self._sin = torch.empty(0)  # [W, D]
-        self._outgrown: list[Tensor] = []  # captured graphs still read them
+        self._outgrown: list[Tensor] = []  # old rotary tables that captured graphs still read
         self._read()
 
     def refresh(self) -> None:
-        """Read the parameters again if their memory has moved."""
+        """Reads the parameters again if their memory has moved."""
         if self._addresses != self._policy.addresses():
             self._read()
 
     @torch.no_grad()
     def _read(self) -> None:
         decoder = self._policy.decoder
-        # Parameters made in inference mode could not be trained.
+        # Parameters created in inference mode could not be trained.
         with torch.inference_mode(False):
             self._layers: list[DecoderLayer[Linear, Norm]] = [
                 read_layer(layer, join=_joined, norm=_norm) for layer in decoder.layers
@@ -50,7 +50,7 @@ class JoinedDecoder:
 
     @torch.no_grad()
     def extend_rotary_table(self, width: int) -> None:
-        """Have the positions below `width` in the rotary table."""
+        """Extends the rotary table to at least `width` positions."""
         if width <= len(self._cos):
             return
         self._outgrown += [self._cos, self._sin]
@@ -59,7 +59,7 @@ class JoinedDecoder:
 
 
 class FusedDecoder(JoinedDecoder):
-    """Hidden states over paged layouts, for the layers of models/decoder_layer.py."""
+    """Computes hidden states over paged layouts, for the layers of models/decoder_layer.py."""
 
     def __init__(self, policy: PolicyModel, kernels: ModuleType, max_positions: int) -> None:
         super().__init__(policy)
@@ -88,7 +88,7 @@ class FusedDecoder(JoinedDecoder):
 
 
 def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A summand of the float32 residual stream, not rounded to 16 bits before the sum, as in training."""
+    """Computes a float32 term of the residual stream, without rounding to 16 bits, as in training."""
     return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
@@ -97,7 +97,7 @@ def _norm(module: NormModule) -> Norm:
 
 
 def _joined(modules: Sequence[nn.Linear]) -> Linear:
-    """One weight (and bias) of the modules' rows; their parameters become views of it."""
+    """Joins the modules into one weight and bias; their parameters become views of it."""
     first = modules[0]
     if len(modules) == 1:
         return Linear(first.weight, first.bias)
@@ -123,9 +123,9 @@ def _join(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def can_join(policy: PolicyModel) -> bool:
-    """Whether the parameters are whole, plain tensors whose memory may be arranged.
+    """Whether the parameters are unsharded plain tensors whose memory may be moved.
 
-    FSDP2 gathers into memory of its own: a gathered parameter is whole, and not ours to move.
+    FSDP2 owns the memory of its parameters, also while they are gathered.
     """
     if any(hasattr(module, "unshard") for module in policy.modules()):
         return False

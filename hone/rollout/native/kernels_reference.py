@@ -1,6 +1,6 @@
-"""What the GPU kernels compute, in plain torch: CPU tests run it, GPU tests compare with it.
+"""Reference implementations of the GPU kernels in torch: CPU tests run them, GPU tests compare with them.
 
-Each function is the namesake of one in kernels_triton.py, attention_triton.py and sampling_triton.py.
+Each function has the name of a function in kernels_triton.py, attention_triton.py or sampling_triton.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def kernels_for(device: torch.device, *, exact: bool = False) -> ModuleType:
-    """The module of a device's kernels: Triton on a GPU, the torch reference elsewhere."""
+    """Returns the kernel module of a device: Triton on a GPU, the torch reference elsewhere."""
     kind = "exact" if exact else "kernels"
     place = "triton" if device.type == "cuda" else "reference"
     return importlib.import_module(f"hone.rollout.native.{kind}_{place}")
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of every position, and the norms of queries and keys before the rotation."""
+    """Cosines and sines per position, and the query and key norms applied before the rotation."""
 
     cos: Tensor  # [W, D]
     sin: Tensor
@@ -44,7 +44,7 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual` in the weight's dtype, and that sum in float32."""
+    """Returns the norm of `x + residual` in the weight's dtype, and the sum in float32."""
     total = x if residual is None else x.float() + residual
     normed = F.rms_norm(total.float(), weight.shape, weight.float(), eps)
     return normed.to(weight.dtype), total
@@ -65,7 +65,7 @@ def rope_store(
     *,
     keep_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and values; keys and values are written into the cache."""
+    """Returns rotated queries, rotated keys and values, and writes keys and values into the cache."""
     kv, d = cache.kv_heads, cache.head_dim
     q, k, v = qkv.unflatten(1, (-1, d)).split([qkv.shape[1] // d - 2 * kv, kv, kv], 1)
     if rotary.q_norm is not None and rotary.k_norm is not None:
@@ -78,7 +78,7 @@ def rope_store(
 
 
 def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
-    """Write keys and values [N, KV, D] into their slots."""
+    """Writes keys and values [N, KV, D] into their slots."""
     keys, values = cache.layer(layer)
     block, offset = slots // cache.block_size, slots % cache.block_size
     keys[block, :, offset] = k[: len(slots)]
@@ -89,12 +89,12 @@ def decode_attention(
     q: Tensor,  # [N, H, D]
     cache: PagedCache,
     block_table: Tensor,  # [N, W]
-    positions: Tensor,  # [N] of the newest key
+    positions: Tensor,  # [N] position of the newest key
     options: AttentionOptions,
     *,
     splits: int,
 ) -> Tensor:
-    """One query per sequence over its block table, its newest key included."""
+    """Computes attention of one query per sequence over its block table, including its own key."""
     rows, heads, d = q.shape
     width = int(positions.max()) // cache.block_size + 1
     kk, vv = cache.gather(options.layer, block_table[:, :width])
@@ -123,19 +123,19 @@ def rope_attention(
     *,
     splits: int,
 ) -> Tensor:
-    """Rotation, cache write and attention of one new token per sequence."""
+    """Rotates one new token per sequence, writes its key and value, and computes its attention."""
     q, _, _ = rope_store(qkv, rotary, positions, slots, cache, options.layer, keep_keys=False)
     return decode_attention(q, cache, block_table, positions, options, splits=splits)
 
 
 def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
-    """Draw one token per row from its logits [R, V], and advance the rows."""
+    """Samples one token per row from logits [R, V] and advances the rows."""
     z = logits.float() * rows.inverse_temperature[:, None]
     sample_from(torch.log_softmax(z, -1), z.argmax(-1), rows, block_size)
 
 
 def sample_from(log_p: Tensor, best: Tensor, rows: BatchState, block_size: int) -> None:
-    """Invert the cumulative distribution of log_p [R, V]; greedy rows take their best [R]."""
+    """Samples from log_p [R, V] by inverse CDF; greedy rows take `best` [R]."""
     cumulative = log_p.exp().cumsum(-1)
     threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
@@ -144,7 +144,7 @@ def sample_from(log_p: Tensor, best: Tensor, rows: BatchState, block_size: int) 
 
 
 def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
-    """Write drawn tokens and advance their rows; finished rows stay unchanged."""
+    """Writes sampled tokens and advances their rows, except finished ones."""
     running = (rows.finished == 0).nonzero().flatten()
     at = rows.count[running]
     rows.tokens_out[running, at] = tokens[running].to(rows.tokens_out.dtype)

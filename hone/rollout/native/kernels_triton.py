@@ -1,8 +1,8 @@
-"""The native engine's GPU kernels: gate and rotation with cache write; attention and sampling are imported.
+"""The GPU kernels of the native engine: gated product, and rotation with cache write.
 
-Imported only when a GPU decodes. Each public function has the signature and the result of its namesake
-in kernels_reference.py. Kernels read the cache through an address that is held on the device, so a
-captured graph outlives the memory it was captured with.
+This module is imported only on a GPU and also exports attention_triton.py and sampling_triton.py. Public
+functions have the signature and the result of those in kernels_reference.py. Kernels load the address of
+the cache from device memory, so captured graphs stay valid when the cache is allocated again.
 """
 
 from __future__ import annotations

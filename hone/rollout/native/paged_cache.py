@@ -1,7 +1,7 @@
-"""The paged key-value cache: which sequence holds which block, and the tensor behind the blocks.
+"""The paged key-value cache: the block pool, the prefix cache, and the tensor that stores the blocks.
 
-Blocks are reference-counted, so the sequences of a group share their prompt's full blocks. Full blocks are
-inserted into the prefix cache: a later turn or a later sample of the same prompt finds them by their tokens.
+Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt. Full blocks
+are inserted into the prefix cache, keyed by tokens, for later turns and later samples of the same prompt.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hone.ops.transfer import send
 from hone.rollout.contract import RolloutError
 
 NULL_BLOCK = 0
-"""Belongs to no sequence: idle rows of a batch write here."""
+"""The block that idle rows of a batch write to; it belongs to no sequence."""
 _Key = tuple[int, bytes]
-"""The number of the preceding block's content, and the tokens of this one."""
+"""The content id of the preceding block, and the tokens of this block."""
 _ROOT = -1
 
 
 class BlockPool:
-    """Allocates blocks; released ones stay in the prefix cache until their room is needed."""
+    """Allocates blocks; released blocks stay in the prefix cache until they are evicted."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -36,7 +36,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # unreferenced, oldest first
         self._block_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
-        self._content_of: dict[int, int] = {}  # a number that no other content ever had
+        self._content_of: dict[int, int] = {}  # a unique content id per cached block
         self._contents = 0
         self._ended: list[tuple[Sequence[int], Sequence[int]]] = []  # see release_cached
 
@@ -46,7 +46,7 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of one reference each; the caller has checked `available`."""
+        """Returns `count` blocks with one reference each; the caller must check `available`."""
         self._settle()
         blocks = []
         for _ in range(count):
@@ -61,13 +61,13 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each block."""
+        """Adds one reference to each block."""
         for block in blocks:
             self._references[block] += 1
             self._evictable.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; the end of a sequence is evicted before its beginning."""
+        """Drops one reference per block; the last blocks of a sequence are evicted first."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -77,9 +77,9 @@ class BlockPool:
                     self._free.append(block)
 
     def release_cached(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Insert the blocks of an ended sequence into the prefix cache, and release them.
+        """Inserts the blocks of a finished sequence into the prefix cache and releases them.
 
-        Both are done at the next use of the pool: at the end of a rollout there is none.
+        Both are deferred to the next use of the pool, which saves the work at the end of a rollout.
         """
         self._ended.append((tokens, blocks))
 
@@ -90,9 +90,9 @@ class BlockPool:
             self.release(blocks)
 
     def match_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """The cached blocks of the longest prefix of `tokens`, which leaves at least one token.
+        """Returns the cached blocks of the longest prefix of `tokens`, without the last token.
 
-        The last token is always computed: the first draw needs its hidden state.
+        The last token is always computed, because sampling needs its hidden state.
         """
         self._settle()
         blocks: list[int] = []
@@ -106,7 +106,7 @@ class BlockPool:
         return blocks
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Insert the full blocks of a computed sequence into the prefix cache."""
+        """Inserts the full blocks of a computed sequence into the prefix cache."""
         self._settle()
         content = _ROOT
         full = min(len(tokens) // self.block_size, len(blocks))
@@ -114,7 +114,7 @@ class BlockPool:
             key = (content, piece)
             cached = self._block_of.get(key)
             if cached is None:
-                if block in self._key_of:  # cached under another key, which it keeps
+                if block in self._key_of:  # already cached under another key
                     return
                 self._block_of[key], self._key_of[block] = block, key
                 self._contents += 1
@@ -123,7 +123,7 @@ class BlockPool:
             content = self._content_of[cached]
 
     def clear_prefix_cache(self) -> None:
-        """Forget every prefix: the weights, or the memory, have changed."""
+        """Clears the prefix cache after the weights or the memory have changed."""
         ended, self._ended = self._ended, []
         for _, blocks in ended:
             self.release(blocks)
@@ -140,7 +140,7 @@ class BlockPool:
 
 
 class PagedCache:
-    """The memory of all blocks: [layers, 2, blocks, KV, block_size, D], allocated on first use."""
+    """Stores all blocks: [layers, 2, blocks, KV, block_size, D], allocated on first use."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class PagedCache:
         self._dtype, self._device = dtype, device
         self._memory: Tensor | None = None
         self.base = torch.zeros(1, dtype=torch.int64, device=device)
-        """The memory's address, for kernels inside graphs that outlive the memory."""
+        """The address of the memory: captured graphs read it, so the memory may be allocated again."""
         self.pool = BlockPool(blocks, block_size)
 
     @staticmethod
@@ -170,15 +170,15 @@ class PagedCache:
         block_size: int,
         memory_share: float,
     ) -> PagedCache:
-        """A cache of the policy's shape with `blocks`, or as many of the most as fit the memory share."""
+        """Returns a cache with `blocks`, or with as many as fit the memory share, up to `most_blocks`."""
         text = policy.lm.config.get_text_config()
         weight = next(policy.parameters())
         kv_heads, head_dim = key_shape(text)
         layers = text.num_hidden_layers
         block_bytes = layers * 2 * kv_heads * block_size * head_dim * weight.itemsize
         if blocks is None:
-            fit = int(_usable_bytes(memory_share, weight.device)) // block_bytes
-            blocks = min(most_blocks, fit)
+            max_fit = int(_usable_bytes(memory_share, weight.device)) // block_bytes
+            blocks = min(most_blocks, max_fit)
         return PagedCache(
             layers=layers,
             kv_heads=kv_heads,
@@ -194,18 +194,18 @@ class PagedCache:
         return self._memory.nbytes if self._memory is not None else 0
 
     def free(self) -> None:
-        """Give the memory back; the prefix cache is cleared."""
+        """Frees the memory and clears the prefix cache."""
         self._memory = None
         self.base.zero_()
         self.pool.clear_prefix_cache()
 
     def reserve(self) -> None:
-        """Allocate the memory, unless it is."""
+        """Allocates the memory if it is not allocated."""
         if self._memory is not None:
             return
         shape = (self.layers, 2, self.blocks, self.kv_heads, self.block_size, self.head_dim)
         try:
-            # Zeros: a masked key has weight 0, and 0 times uninitialised memory could be NaN.
+            # Zeros: a masked key has weight 0, but 0 times uninitialised memory could be NaN.
             self._memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             raise RolloutError(
@@ -215,12 +215,12 @@ class PagedCache:
         self.base.fill_(self._memory.data_ptr())
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [blocks, KV, block_size, D]."""
+        """Returns keys and values of one layer, each [blocks, KV, block_size, D]."""
         assert self._memory is not None
         return self._memory[index, 0], self._memory[index, 1]
 
     def gather(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of block tables [R, W], each [R, KV, W · block_size, D]."""
+        """Copies keys and values of block tables [R, W] to tensors [R, KV, W · block_size, D]."""
         rows, width = block_table.shape
         shape = (rows, self.kv_heads, width * self.block_size, self.head_dim)
         keys, values = self.layer(layer)
@@ -231,7 +231,7 @@ class PagedCache:
         )
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Refuse keys and values [N, KV, D] of another shape than the kernels assume."""
+        """Raises if keys and values [N, KV, D] do not have the shape of the cache."""
         expected = (self.kv_heads, self.head_dim)
         if k.shape[1:] != expected or v.shape[1:] != expected:
             raise RolloutError(
@@ -240,12 +240,12 @@ class PagedCache:
             )
 
     def planes(self, layer: int) -> tuple[int, int]:
-        """Where a layer's keys and values begin, in elements from `base`."""
+        """Returns the offsets of a layer's keys and values, in elements from `base`."""
         plane = self.blocks * self.kv_heads * self.block_size * self.head_dim
         return 2 * layer * plane, (2 * layer + 1) * plane
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy block contents in every layer: copy-on-write of a shared partial block."""
+        """Copies blocks in every layer, for copy-on-write of a shared partial block."""
         if not sources:
             return
         assert self._memory is not None
@@ -255,7 +255,7 @@ class PagedCache:
 
 
 def _usable_bytes(share: float, device: torch.device) -> float:
-    if device.type != "cuda":  # the system gives memory when it is first written
+    if device.type != "cuda":  # the system allocates memory on first write
         return share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, total = torch.cuda.mem_get_info(device)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,8 +1,7 @@
-"""The native engine's core on a GPU: `step` admits requests, draws a chunk of tokens, retires sequences.
+"""The native engine's core on a GPU: `step` admits requests, samples a chunk of tokens, retires sequences.
 
-Its public methods are those of core.py; scheduler.py decides which sequences run. The host reads the
-results once per chunk; between two reads the device advances the rows. CPU tests run it over the
-reference kernels.
+It has the public methods of core.py; scheduler.py decides which sequences run. The host reads results once
+per chunk; within a chunk the device advances the rows. CPU tests run it with the reference kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from hone.tokenizer import Tokenizer
 
 
 class _Chunk(NamedTuple):
-    """Tokens that the host has read and not appended to their requests yet."""
+    """Tokens that the host has read but not yet appended to their requests."""
 
     tokens: Tensor  # [N, C]
     log_probs: Tensor
@@ -49,7 +48,7 @@ class _Chunk(NamedTuple):
 
 
 class PagedCore:
-    """Continuous batching over a policy's own parameters and a paged key-value cache."""
+    """Continuous batching over the policy's parameters and a paged key-value cache."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class PagedCore:
         self._device_rows = BatchState.empty(max_num_seqs, width, room, self.device)
         self._host_rows = HostBatch(max_num_seqs, width)
         self._placed: list[tuple[int, int]] = []
-        self._addresses: list[int] = []  # of the parameters that captured graphs read
+        self._addresses: list[int] = []  # parameter addresses that captured graphs read
         self._decode_step = DecodeStep(
             self._forward,
             self._logits,
@@ -109,7 +108,7 @@ class PagedCore:
             may_synchronize=isinstance(self._forward, ModuleDecoder),
         )
         self.prefilled_tokens = 0
-        """Prompt tokens computed so far; a group's prompt counts once."""
+        """Prompt tokens computed so far; the shared prompt of a group counts once."""
 
     def _choose_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
         if self._exact is not None:
@@ -131,7 +130,7 @@ class PagedCore:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """The weights have changed: keys computed with the old ones leave the prefix cache."""
+        """Clears the prefix cache, because the weights have changed."""
         self._scheduler.clear_prefix_cache()
 
     def add(self, request: Request) -> None:
@@ -143,25 +142,25 @@ class PagedCore:
 
     @property
     def preempted(self) -> int:
-        """Preemptions so far."""
+        """The number of preemptions so far."""
         return self._scheduler.preempted
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """End these requests (None: all) with the tokens they have."""
+        """Ends these requests (None: all) and keeps the tokens sampled so far."""
         self._placed = []
         return self._scheduler.abort(request_ids)
 
     @torch.no_grad()
     def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
-        """Draw a chunk of tokens for every sequence, admit requests; returns the finished ones.
+        """Samples a chunk of tokens per sequence, admits requests, and returns the finished requests.
 
-        Prefills are launched behind the running sequences' chunk, which hides the host's work on them.
-        Until `must_yield`, further chunks follow in which no sequence can end, and the host appends the
-        tokens of one chunk while the device draws the next.
+        Prefills are prepared while the device computes the chunk of the running sequences. Until
+        `must_yield`, further chunks follow in which no sequence can end; the host appends the tokens of
+        one chunk while the device samples the next.
         """
         self.cache.reserve()
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # the decode thread starts on device 0
+            torch.cuda.set_device(self.device)  # a new thread uses device 0
         scheduler = self._scheduler
         if not scheduler.running:
             self._follow_parameters()
@@ -174,21 +173,21 @@ class PagedCore:
         while admitted := scheduler.admit(steps):
             self._prefill(admitted)
         if not running:
-            self._decode(min(steps, scheduler.chunk_steps(drawn=1)))  # they hold blocks for no more
+            self._decode(min(steps, scheduler.chunk_steps(drawn=1)))  # their blocks allow no more
         chunk = self._read()
         while not (any(chunk.finished) or must_yield()):
-            more = scheduler.lookahead_steps(chunk.counts)
-            if not more:
+            lookahead = scheduler.lookahead_steps(chunk.counts)
+            if not lookahead:
                 break
             self._device_rows.count.zero_()
-            self._decode(more)
+            self._decode(lookahead)
             self._append_chunk(chunk)
             chunk = self._read()
         self._append_chunk(chunk)
         return self._retire()
 
     def _follow_parameters(self) -> None:
-        """Captured graphs read fixed addresses: they are discarded when parameters have moved."""
+        """Discards captured graphs, which read fixed addresses, if parameters have moved."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:
@@ -198,9 +197,9 @@ class PagedCore:
     # -- computing -----------------------------------------------------------------------------
 
     def _place_running(self) -> None:
-        """Write every running sequence into its row of the batch state, unless all are in place.
+        """Writes running sequences into their rows of the batch state, unless all are in place.
 
-        Where none runs all rows are cleared: old ones would pad the next batch and write its blocks.
+        If none runs, all rows are cleared: stale rows would pad the next batch and write to its blocks.
         """
         running = self._scheduler.running
         if running and self._placed == _places(running):
@@ -226,7 +225,7 @@ class PagedCore:
         )
 
     def _prefill(self, admitted: list[RunningSequence]) -> None:
-        """Compute each distinct prompt once, copy its partial block for its group, draw for all."""
+        """Computes each distinct prompt once, copies its partial block per sample, and samples for all."""
         prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
         leader_of = first_equal(prompts)
         leaders = sorted(set(leader_of))
@@ -251,7 +250,7 @@ class PagedCore:
     def _prompt_hidden(
         self, sequences: list[RunningSequence], prompts: list[tuple[int, ...]]
     ) -> Tensor:
-        """Hidden states [S, d] of each prompt's last token."""
+        """Returns hidden states [S, d] of the last token of each prompt."""
         starts = [s.cached_tokens for s in sequences]
         lengths = [len(ids) - start for ids, start in zip(prompts, starts, strict=True)]
         blocks = [s.blocks for s in sequences]
@@ -262,7 +261,7 @@ class PagedCore:
             layout = PagedPrefill(self.cache, self._kernels, blocks, starts, lengths, self.device)
         ids = [t for p, start in zip(prompts, starts, strict=True) for t in p[start:]]
         inputs = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
-        forward: Callable[..., Tensor] = self._forward  # each takes its own kind of layout
+        forward: Callable[..., Tensor] = self._forward  # layout types differ
         hidden = forward(inputs, layout.positions, layout)
         self.prefilled_tokens += len(ids)
         last = torch.tensor(lengths).cumsum(0) - 1
@@ -287,7 +286,7 @@ class PagedCore:
         return PagedDecode(self.cache, self._kernels, rows)
 
     def _decode(self, steps: int) -> None:
-        """Draw `steps` tokens for every row, one after the other, without the host reading them."""
+        """Samples `steps` tokens per row without a read by the host."""
         running = self._scheduler.running
         truncated = self._truncated_sampling(running) if steps else None
         for _ in range(steps):
@@ -298,7 +297,7 @@ class PagedCore:
     # -- results -------------------------------------------------------------------------------
 
     def _read(self) -> _Chunk:
-        """Wait for the device and copy what it drew: the next chunk overwrites it."""
+        """Waits for the device and copies its sampled tokens, which the next chunk overwrites."""
         rows = self._device_rows.rows(0, len(self._scheduler.running))
         tokens = rows.tokens_out.to("cpu", copy=True)
         log_probs = rows.log_probs_out.to("cpu", copy=True)

@@ -1,7 +1,7 @@
-"""Attention over the paged cache, as layouts that the model's attention calls: prefill and decode.
+"""Layouts for attention over the paged cache: prefill and decode.
 
-Both write the new keys and values first. `attend` is what any Hugging Face model calls; `attend_joined`
-takes queries, keys and values as one product, before the rotation.
+Both write the new keys and values first. Hugging Face models call `attend`; the fused decoder calls
+`attend_joined` with queries, keys and values as one tensor, before the rotation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 
 _PROGRAMS = 512
-"""Attention programs that fill a large GPU; a small batch is split over keys to reach it."""
+"""Attention programs that fill a large GPU; small batches split keys to reach this number."""
 _MOST_SPLITS = 16
 
 
 class PagedPrefill:
-    """New tokens of several sequences, each after the tokens that its blocks already hold."""
+    """New tokens of several sequences, which follow the cached tokens of their sequences."""
 
     def __init__(
         self,
@@ -74,9 +74,7 @@ class PagedPrefill:
         return self._attend(q, k, v, options)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        if (
-            self._key_slots is not None
-        ):  # keys and values from the sequences' first token on, packed
+        if self._key_slots is not None:  # prefix-cache hits: read all keys from the cache
             size = self._cache.block_size
             block, offset = self._key_slots // size, self._key_slots % size
             k, v = (plane[block, :, offset] for plane in self._cache.layer(options.layer))
@@ -104,7 +102,7 @@ def _sent(pieces: list[np.ndarray], device: torch.device) -> Tensor:
 
 
 class PagedDecode:
-    """One new token for each row of a batch; attention is split over keys where rows are few."""
+    """One new token per row of a batch; small batches split attention over keys."""
 
     def __init__(self, cache: PagedCache, kernels: ModuleType, rows: BatchState) -> None:
         self._cache, self._kernels = cache, kernels

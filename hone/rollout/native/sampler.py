@@ -1,6 +1,6 @@
-"""From logits to tokens: truncation, one draw per row, and the log-probability the trainer computes.
+"""Sampling: truncates the distribution, samples one token per row, and returns its log-probability.
 
-A draw inverts the cumulative distribution at one uniform number addressed by (seed, position).
+Tokens are sampled by inverse CDF from one uniform number, a pure function of (seed, position).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NO_TOP_K = 1 << 40
 
 @dataclass
 class SamplingRows:
-    """Sampling parameters of the rows of one step, as tensors."""
+    """Sampling parameters per row of a batch, as tensors."""
 
     temperature: Tensor  # [B] float32; 1 where greedy
     greedy: Tensor  # [B] bool
-    top_k: Tensor  # [B] int64; huge where off
+    top_k: Tensor  # [B] int64; very large if disabled
     top_p: Tensor  # [B] float32
     min_p: Tensor  # [B] float32
     seed: Tensor  # [B] int64
@@ -57,14 +57,14 @@ class SamplingRows:
 
 
 def draw(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Next token [B] and its log-probability [B] at the rows' temperatures."""
+    """Returns the next token [B] and its log-probability [B] at the row's temperature, untruncated."""
     if rows.all_greedy:
         token = logits.argmax(-1)
         return token, torch.log_softmax(logits, -1).gather(-1, token[:, None]).squeeze(-1)
     log_p = torch.log_softmax(logits / rows.temperature[:, None], -1)
     p = log_p.exp()
     cumulative = (_truncate(p, rows) if rows.any_truncation else p).cumsum(-1)
-    # Scaled by the true total, a draw can never fall beyond the last token or on an impossible one.
+    # Scaling by the actual total excludes tokens of probability 0 and indices past the vocabulary.
     threshold = uniform(rows.seed, position).to(torch.float64) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
     token = token.clamp(max=logits.shape[-1] - 1)
@@ -74,9 +74,9 @@ def draw(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, 
 
 
 def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
-    """Zero what top-k, top-p and min-p exclude; at least the most likely token stays.
+    """Zeroes tokens that top-k, top-p or min-p exclude, but never the most likely token.
 
-    top-p is a share of what top-k left. A row without truncation is returned unchanged.
+    top-p applies to the distribution after top-k. Rows without truncation are returned unchanged.
     """
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
@@ -91,22 +91,22 @@ def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
 
 @dataclass(frozen=True)
 class TruncatedSampling:
-    """The rows of a device batch that have top-k, top-p or min-p; the kernels draw the other rows.
+    """The rows of a batch that have top-k, top-p or min-p.
 
-    A draw may not depend on the batch: rows without truncation are drawn by the kernel that draws them
-    when no other row truncates.
+    The kernels sample all other rows, as they do in a batch without truncation, because a sampled token
+    must not depend on the batch.
     """
 
-    at: Tensor  # [C] int64: which rows
+    at: Tensor  # [C] int64 row indices
     mask: Tensor  # [R] bool
-    sampling: SamplingRows  # of those rows
+    sampling: SamplingRows  # parameters of those rows
     exact: bool
 
     @staticmethod
     def of(
         rows: Sequence[Sampling], device: torch.device, *, exact: bool
     ) -> TruncatedSampling | None:
-        """None where no row truncates."""
+        """Returns None if no row truncates."""
         truncates = [row.cuts for row in rows]
         if not any(truncates):
             return None
@@ -116,9 +116,9 @@ class TruncatedSampling:
         return TruncatedSampling(at, send(mask, device), sampling, exact)
 
     def draw(self, logits: Tensor, rows: BatchState, kernels: ModuleType, block_size: int) -> None:
-        """Draw a token for every row from its logits [R, V], and advance the rows.
+        """Samples one token per row from logits [R, V] and advances the rows.
 
-        Each kind of row is marked as finished, so it stays unchanged, while the other kind is drawn.
+        Rows with and without truncation are sampled in turn; the others are marked as finished meanwhile.
         """
         before = rows.finished.clone()
         rows.finished.masked_fill_(self.mask, 1)

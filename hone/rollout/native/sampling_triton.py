@@ -1,7 +1,7 @@
-"""The native engine's GPU sampling: two passes over the logits draw a token and its log-probability.
+"""The GPU sampling kernels of the native engine: two passes give a token and its log-probability.
 
-The first pass reads the logits once, in chunks; the second reads only the chunk the draw falls into.
-Requests with top-k, top-p or min-p are drawn by sampler.py, and `advance` writes their tokens.
+The first pass reads all logits in chunks; the second reads only the chunk that contains the token.
+sampler.py samples requests with top-k, top-p or min-p, and `advance` writes their tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hone.rollout.native.batch_state import BatchState
 
 _CHUNK = 4096
-"""Logits one program of the first pass reads."""
+"""Logits per program of the first pass."""
 _STATS_WARPS, _PICK_WARPS = 4, 8
 
 
@@ -62,7 +62,7 @@ def _log_prob_at(  # type: ignore[no-untyped-def]
     at = token // CHUNK * CHUNK + i
     z = tl.load(logits_ptr + row * vocabulary + at, at < vocabulary, other=float("-inf"))
     z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
-    # Through the sum, as in `_pick`: a product and a difference could be rounded as one.
+    # Summed as in `_pick`: the compiler could fuse a product and a difference into one rounding.
     logit = tl.sum(tl.where(at == token, z, 0.0), 0)
     tl.store(out_ptr + row, logit - tl.load(norm_ptr + row))
 
@@ -80,7 +80,7 @@ def _advance(  # type: ignore[no-untyped-def]
     table_stride, stops_ptr,
     STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Write one drawn token and advance its row; a finished row stays unchanged."""
+    """Writes one sampled token and advances its row, unless the row is finished."""
     position = tl.load(state_ptr + 1 * state_stride + row)
     limit = tl.load(state_ptr + 4 * state_stride + row)
     running = tl.load(state_ptr + 5 * state_stride + row) == 0
@@ -126,7 +126,7 @@ def _pick(  # type: ignore[no-untyped-def]
     bits = _mix64(_mix64(seed + golden) + (position + 1).to(tl.uint64, bitcast=True) * golden)
     uniform = (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
     threshold = (uniform * total.to(tl.float64)).to(tl.float32)
-    # First the chunk in which the cumulative mass passes the threshold, then the token inside it.
+    # Finds the chunk where the cumulative mass exceeds the threshold, then the token in the chunk.
     before = tl.cumsum(weight, 0)
     last = tl.max(tl.where(weight > 0, c, 0), 0)
     chunk = tl.minimum(tl.sum((before <= threshold).to(tl.int32), 0), last)
@@ -152,7 +152,7 @@ def _pick(  # type: ignore[no-untyped-def]
 
 
 def sample(logits: Tensor, rows: BatchState, block_size: int, *, exact: bool = False) -> None:
-    """Draw for every row; `exact` takes the norm from the kernel that the trainer uses."""
+    """Samples one token per row; `exact` uses the trainer's kernel for the log-norm."""
     count, vocabulary = logits.shape
     top, mass, best = _statistics(logits, rows.inverse_temperature)
     chunks = top.shape[1]
@@ -168,7 +168,7 @@ def sample(logits: Tensor, rows: BatchState, block_size: int, *, exact: bool = F
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """log p of one token per row, with the bits that an exact `sample` gives it."""
+    """Returns log p of one token per row, bitwise equal to an exact `sample`."""
     count, vocabulary = logits.shape
     out = torch.empty(count, dtype=torch.float32, device=logits.device)
     top, mass, _ = _statistics(logits, inverse_temperature)

@@ -1,7 +1,7 @@
-"""The scheduler: which requests wait, which sequences run, and which are preempted.
+"""The scheduler: decides which requests wait, which sequences run, and which are preempted.
 
-It is bookkeeping of the host over a pool of blocks and touches no tensor. paged_core.py computes what is
-scheduled here; paged_cache.py knows which block holds which tokens.
+It runs on the host and uses no tensors. paged_core.py computes the scheduled sequences; paged_cache.py
+manages blocks and the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hone.rollout.requests import Request, RequestRules, select
 
 BLOCK_SIZE = 16
 STEPS_PER_CHUNK = 32
-"""Decode steps between two reads by the host: enough to hide them, few enough to admit requests soon."""
+"""Decode steps between reads by the host: enough to hide the read, few enough to admit requests soon."""
 STEPS_PER_LONG_CHUNK = 64
-"""The same where no request waits."""
+"""Decode steps between reads by the host when no request waits."""
 
 
 @dataclass
@@ -32,11 +32,11 @@ class RunningSequence:
     """Its block table."""
     stops: list[int]
     host_checks_stop: bool
-    """The GPU alone does not see its end: it has stop strings, or too many stop tokens."""
+    """The host must check for its end, because it has stop strings or too many stop tokens."""
     cached_tokens: int = 0
-    """Tokens of its prefix-cache hit."""
+    """Tokens of the prefix-cache hit."""
     weights: int = 0
-    """The weights that its first keys were computed with, see `Scheduler.clear_prefix_cache`."""
+    """Id of the weights that computed its first keys, see `Scheduler.clear_prefix_cache`."""
 
     @property
     def limit(self) -> int:
@@ -45,28 +45,28 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class PagedRules(RequestRules):
-    """The rules of every engine, and no more tokens than the block tables are wide."""
+    """`RequestRules` that also limit a sequence to the width of the block table."""
 
     longest: int = field(kw_only=True)
     blocks: int = field(kw_only=True)
 
     def check(self, request: Request) -> None:
         super().check(request)
-        reach = len(request.prompt_ids) + request.sampling.max_tokens
-        if reach > self.longest:
+        length = len(request.prompt_ids) + request.sampling.max_tokens
+        if length > self.longest:
             raise RolloutError(
-                f"request {request.request_id} may reach {reach} tokens, but the engine was built "
+                f"request {request.request_id} may reach {length} tokens, but the engine was built "
                 f"for {self.longest}; raise rollout.max_model_len"
             )
-        if -(-reach // BLOCK_SIZE) >= self.blocks:
+        if -(-length // BLOCK_SIZE) >= self.blocks:
             raise RolloutError(
-                f"request {request.request_id} may reach {reach} tokens, more than the whole cache "
+                f"request {request.request_id} may reach {length} tokens, more than the whole cache "
                 f"of {self.blocks} blocks of {BLOCK_SIZE}; raise rollout.gpu_memory_utilization"
             )
 
 
 class Scheduler:
-    """The waiting requests and the running sequences, which share one pool of blocks."""
+    """Holds waiting requests and running sequences, which share one pool of blocks."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Scheduler:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
-        """Blocks that stay free for the next chunk before a sequence may allocate ahead."""
-        self._waiting: list[Request] = []  # the last one starts first
+        """Free blocks reserved for the next chunk; only blocks above it may be allocated ahead."""
+        self._waiting: list[Request] = []  # the last request starts first
         self.running: list[RunningSequence] = []
         self._weights = 0
         self.preempted = 0
@@ -92,15 +92,15 @@ class Scheduler:
         return bool(self._waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; the longest max_tokens starts first, equals in order of arrival.
+        """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
 
-        So no long request is left to the end, alone in the batch. Preempted ones start before new ones.
+        Otherwise a long request could start last and run alone. Preempted requests precede new ones.
         """
         self._rules.check(request)
         insort_left(self._waiting, request, key=_precedence)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """End these requests (None: all) with the tokens they have."""
+        """Ends these requests (None: all) and keeps the tokens sampled so far."""
         waiting = select(reversed(self._waiting), request_ids)
         running = select((sequence.request for sequence in self.running), request_ids)
         for request in [*running, *waiting]:
@@ -113,45 +113,45 @@ class Scheduler:
         return [*running, *waiting]
 
     def chunk_steps(self, drawn: int = 0) -> int:
-        """Decode steps until the host reads: no more than the longest sequence still needs.
+        """Returns the decode steps of the next chunk: at most what the longest sequence needs.
 
-        `drawn` tokens of every sequence have not been read by the host yet.
+        `drawn` is the number of sampled tokens per sequence that the host has not read.
         """
-        most = STEPS_PER_CHUNK if self._waiting else STEPS_PER_LONG_CHUNK
-        left = [s.limit - s.request.length - drawn for s in self.running]
-        return max(1 - drawn, min(most, max(left, default=most)))
+        max_steps = STEPS_PER_CHUNK if self._waiting else STEPS_PER_LONG_CHUNK
+        remaining = [s.limit - s.request.length - drawn for s in self.running]
+        return max(1 - drawn, min(max_steps, max(remaining, default=max_steps)))
 
     def lookahead_steps(self, counts: Sequence[int]) -> int:
-        """Steps that may follow before the host has appended these many new tokens per sequence.
+        """Returns the steps that may run before the host appends `counts` new tokens per sequence.
 
-        0 where the host must append first: a request waits, or a sequence may end or lack a block.
+        Returns 0 if a request waits, or if a sequence may end or lack a block.
         """
         if self._waiting:
             return 0
-        left = 0
-        for sequence, count in zip(self.running, counts, strict=False):  # none after an abort
+        remaining = 0
+        for sequence, count in zip(self.running, counts, strict=False):  # empty after an abort
             allocated = len(sequence.blocks) * BLOCK_SIZE >= sequence.limit
             if sequence.host_checks_stop or sequence.request.cancelled or not allocated:
                 return 0
-            left = max(left, sequence.limit - sequence.request.length - count)
-        return min(STEPS_PER_LONG_CHUNK, left)
+            remaining = max(remaining, sequence.limit - sequence.request.length - count)
+        return min(STEPS_PER_LONG_CHUNK, remaining)
 
     def extend_block_tables(self, steps: int) -> None:
-        """Allocate blocks for the next chunk, oldest sequences first; the newest are preempted."""
-        at = 0
-        while at < len(self.running):
-            sequence = self.running[at]
-            need = self._blocks_needed(sequence, steps)
-            if need <= self._pool.available:
-                sequence.blocks += self._pool.allocate(need)
-                at += 1
+        """Allocates blocks for the next chunk, oldest sequences first; the newest are preempted."""
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            count = self._blocks_needed(sequence, steps)
+            if count <= self._pool.available:
+                sequence.blocks += self._pool.allocate(count)
+                index += 1
             else:
                 self._preempt(self.running.pop())
 
     def admit(self, steps: int) -> list[RunningSequence]:
-        """Start the requests that fit the batch, the blocks and one prefill of distinct prompts.
+        """Starts requests that fit the batch, the free blocks and the budget of one prefill.
 
-        The later samples of a group share the full blocks of its first.
+        Samples of a group share the full blocks of their prompt, which is prefilled once.
         """
         admitted: list[RunningSequence] = []
         leaders: dict[tuple[int, ...], RunningSequence] = {}
@@ -174,7 +174,7 @@ class Scheduler:
                         f"request {request.request_id} does not fit the empty cache; this is a defect"
                     )
                 break
-            if not request.token_ids:  # not one that was preempted
+            if not request.token_ids:  # not preempted before
                 request.cached_tokens = sequence.cached_tokens
             leaders.setdefault(ids, sequence)
             tokens += new
@@ -184,7 +184,7 @@ class Scheduler:
         return admitted
 
     def _start(self, request: Request, prefix: list[int], steps: int) -> RunningSequence | None:
-        """The sequence over its cached prefix and new blocks; None where too few are available."""
+        """Returns the sequence with its cached prefix and new blocks, or None if too few are free."""
         sampling = request.sampling
         ends = [] if sampling.ignore_eos else sorted(self._rules.eos_ids)
         stops = list(dict.fromkeys([*ends, *sampling.stop_token_ids]))
@@ -197,20 +197,20 @@ class Scheduler:
             weights=self._weights,
         )
         self._pool.acquire(prefix)
-        need = self._blocks_needed(sequence, steps)
-        if need > self._pool.available:
+        count = self._blocks_needed(sequence, steps)
+        if count > self._pool.available:
             self._pool.release(prefix)
             return None
-        sequence.blocks += self._pool.allocate(need)
+        sequence.blocks += self._pool.allocate(count)
         return sequence
 
     def clear_prefix_cache(self) -> None:
-        """Forget all prefixes; sequences that run now are not inserted any more."""
+        """Clears the prefix cache; the current sequences will not be inserted into it."""
         self._weights += 1
         self._pool.clear_prefix_cache()
 
     def insert_prefix(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        """Insert the full blocks of `tokens`, which this sequence computed, into the prefix cache."""
+        """Inserts the full blocks of `tokens`, which this sequence computed, into the prefix cache."""
         if self._is_cacheable(sequence):
             self._pool.insert(tokens, sequence.blocks)
 
@@ -218,11 +218,11 @@ class Scheduler:
         return self._prefix_caching and sequence.weights == self._weights
 
     def retire(self) -> list[Request]:
-        """Remove the finished sequences; their blocks stay in the prefix cache until evicted."""
+        """Removes the finished sequences; their blocks stay in the prefix cache until evicted."""
         finished = [s for s in self.running if s.request.stop_reason is not None]
         for sequence in finished:
             if self._is_cacheable(sequence):
-                # The last token was drawn but never fed.
+                # The last token was sampled but its key was never computed.
                 tokens = (sequence.request.prompt_ids + sequence.request.token_ids)[:-1]
                 self._pool.release_cached(tokens, sequence.blocks)
             else:
@@ -231,20 +231,20 @@ class Scheduler:
         return [sequence.request for sequence in finished]
 
     def _blocks_needed(self, sequence: RunningSequence, steps: int) -> int:
-        """Blocks to add so that `steps` more tokens can be fed."""
-        whole = -(-sequence.limit // BLOCK_SIZE) - len(sequence.blocks)
-        if self._pool.available - whole >= self._watermark:  # plenty: all it may ever need at once
-            return max(0, whole)
-        reach = min(sequence.request.length + steps, sequence.limit)
-        return max(0, -(-reach // BLOCK_SIZE) - len(sequence.blocks))
+        """Returns the number of blocks to add for `steps` more tokens."""
+        to_limit = -(-sequence.limit // BLOCK_SIZE) - len(sequence.blocks)
+        if self._pool.available - to_limit >= self._watermark:  # enough for the maximum length
+            return max(0, to_limit)
+        end = min(sequence.request.length + steps, sequence.limit)
+        return max(0, -(-end // BLOCK_SIZE) - len(sequence.blocks))
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Return a sequence to the waiting queue; it keeps its tokens and is recomputed from them."""
+        """Returns a sequence to the waiting queue; its keys are recomputed from its tokens."""
         self._pool.release(sequence.blocks)
-        self._waiting.append(sequence.request)  # the older one, preempted after it, starts first
+        self._waiting.append(sequence.request)  # older ones are appended later
         self.preempted += 1
 
 
 def _precedence(request: Request) -> float:
-    """The greatest starts first; only a preempted request waits with tokens of its own."""
+    """The request with the largest value starts first; only preempted requests have tokens already."""
     return math.inf if request.token_ids else request.sampling.max_tokens
