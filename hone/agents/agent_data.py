@@ -1,6 +1,6 @@
-"""The state of one trajectory of the tool loop, under verl's names: tools may read it as `agent_data`.
+"""The state of one trajectory of the tool loop, under verl's names; tools can read it as `agent_data`.
 
-Leaves out images, video and sound. `AgentState` only names verl's states; the loop here has none.
+Images, video and audio are not supported. `AgentState` only lists verl's states; this loop uses none.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class AgentData:
     """The trajectory so far."""
 
     messages: list[Message]
-    """The talk in words, for tools and interactions; the model never reads them."""
+    """The conversation as text, for tools and interactions; the model reads only token ids."""
     prompt_ids: list[int]
-    """The prompt and all that followed it."""
+    """The prompt and all later tokens."""
     request_id: str
     tools_kwargs: Settings
     response_ids: list[int] = field(default_factory=list)
@@ -40,23 +40,23 @@ class AgentData:
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     spans: list[Message] = field(default_factory=list)
-    """Role, number of tokens and mask of each turn; a model's may have `calls`, `score`, `reward`."""
+    """Role, token count and mask per turn; a model turn may also have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
     user_turns: int = 0
     """Turns of tools and of the simulated user."""
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
     turn_rewards: list[Row] = field(default_factory=list)
-    """What a tool or interaction gave a turn: `name`, `reward`, and the `token` that ended the turn."""
+    """Rewards per turn from tools and interactions: `name`, `reward`, and the turn's last `token`."""
     extra_fields: Row = field(default_factory=dict)
-    """What tools put here is a column of the batch."""
+    """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
     later_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
-    """Prompt tokens of the turns after the first, and how many of them the prefix cache had."""
+    """Prompt tokens of the turns after the first, and how many of them were prefix-cache hits."""
 
     def add_turn(self, output: TokenOutput) -> None:
-        """Append what the model wrote."""
+        """Appends a model turn."""
         if self.assistant_turns and output.cached_tokens is not None:
             self.later_tokens["prompt"] += len(self.prompt_ids)
             self.later_tokens["cached"] += output.cached_tokens
@@ -66,13 +66,13 @@ class AgentData:
         self.stop_reason = output.stop_reason.value
 
     def add_observation(self, ids: Sequence[int], role: str) -> None:
-        """Append what the model is told."""
+        """Appends the tokens of a tool or user turn."""
         count = len(ids)
         self._append(ids, 0, [0.0] * count, [self.versions[-1]] * count, role)
         self.user_turns += 1
 
     def add_reward(self, name: str, reward: float) -> None:
-        """Reward the turn that the model ended last."""
+        """Adds a reward to the last model turn."""
         token = len(self.response_mask) - 1
         self.turn_rewards.append({"name": name, "reward": reward, "token": token})
         for turn in self.spans[-1:]:

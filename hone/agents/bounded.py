@@ -1,7 +1,7 @@
-"""Waiting for code of the user's own: with a deadline, and without its cancellations reaching us.
+"""Awaits user code with a deadline, and contains the cancellations that it raises.
 
-Loops, tools and interactions are all waited for here. Leaves out code that blocks the event loop: nothing
-in this thread can end that.
+Loops, tools and interactions are all awaited here. User code that blocks the event loop is not
+interrupted: nothing in the same thread can do that.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hone.event_loop import as_exception, forget_task, raised_by_signal
 T = TypeVar("T")
 
 GRACE_S = 2.0
-"""How long something cancelled may take to clean up, unless said otherwise; then it is left behind."""
+"""Default seconds that a cancelled task gets to clean up before it is abandoned."""
 
 
 class Overdue(Exception):
-    """The deadline passed: ours, not a TimeoutError of the work itself."""
+    """Our deadline passed, as opposed to a TimeoutError raised by the work itself."""
 
 
 async def bounded(
     work: Coroutine[None, None, T], seconds: float | None, *, grace_s: float | None = None
 ) -> T:
-    """What the work returns or raises; Overdue after `seconds` (None is no deadline).
+    """Returns the result of the work; raises Overdue after `seconds` (None: no deadline).
 
-    What it raises is an Exception, whatever it was: an exit of the work would end the event loop.
+    Whatever the work raises becomes an Exception, because a SystemExit would end the event loop.
     """
     task = asyncio.ensure_future(_contained(work))
     try:
@@ -44,19 +44,19 @@ async def bounded(
                 work.close()  # cancelled before its first step
     if not done:
         raise Overdue(f"not done after {seconds:g} s")
-    if task.cancelled():  # not by us: a cancellation of this wait has left above
+    if task.cancelled():  # by the work itself: a cancellation of this wait was raised above
         raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
     return task.result()
 
 
 async def _contained(work: Coroutine[None, None, T]) -> T:
-    """The work; an exit that it raises becomes a RuntimeError, a Ctrl-C of the user stays one."""
+    """Awaits the work; turns SystemExit into RuntimeError, and keeps the KeyboardInterrupt of a Ctrl-C."""
     try:
         return await work
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        # A coroutine that is closed from outside has GeneratorExit raised here, not in the work.
+        # Closing this coroutine from outside raises GeneratorExit here, not in the work.
         closed = isinstance(error, GeneratorExit) and _raised_here(error)
         if closed or raised_by_signal(error):
             raise
@@ -71,21 +71,21 @@ def _raised_here(error: BaseException) -> bool:
 
 
 async def _end(task: asyncio.Future[T], grace_s: float) -> None:
-    """Cancel; what will not end is forgotten, or closing the event loop would wait for it."""
+    """Cancels a task; one that does not end is abandoned, or closing the event loop would wait for it."""
     task.cancel()
     try:
         await asyncio.wait({task}, timeout=grace_s)
-    finally:  # also where this wait is cancelled itself
+    finally:  # also when this wait is cancelled
         if not task.done():
             forget_task(task)
         elif not task.cancelled():
-            task.exception()  # read, or asyncio logs that nobody did
+            task.exception()  # otherwise asyncio logs that it was never retrieved
 
 
 async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
-    """Call a blocking function beside the event loop, in a thread that nobody waits for at the end.
+    """Calls a blocking function in a daemon thread that is not joined at exit.
 
-    asyncio.to_thread would not do: closing its event loop waits for every thread it started.
+    asyncio.to_thread is not used, because closing its event loop waits for every thread it started.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
@@ -101,7 +101,7 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
             what = function(**arguments)
         except BaseException as error:
             settle, what = answer.set_exception, as_exception(error)
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop is already closed
             loop.call_soon_threadsafe(tell, settle, what)
 
     threading.Thread(target=run, name="hone-tool", daemon=True).start()

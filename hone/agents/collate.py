@@ -1,6 +1,6 @@
-"""Finished trajectories to one padded batch: prompts left, responses right, as wide as the longest.
+"""Collates trajectories into one batch: prompts padded on the left, responses on the right.
 
-Ranks each collate their own; `join_ranks` makes of them what one rank would have made of all.
+Each rank collates its own rows; `join_ranks` joins them into the batch that a single rank would make.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns, object_array
 
 LOOP_SCORE = reward_column("agent")
-"""A loop's own score, on the last token the policy wrote."""
+"""The score that a loop returned, on the last policy token."""
 
 
 def collate_outputs(
@@ -32,7 +32,7 @@ def collate_outputs(
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> DataProto:
-    """Pad and stack; widths default to the longest of the batch."""
+    """Pads and stacks the trajectories; the widths default to the longest row."""
     width = prompt_width or max(len(o.prompt_ids) for o in outputs)
     length = response_width or max(len(o.response_ids) for o in outputs)
     in_prompt = np.arange(-width, 0) >= -_lengths([o.prompt_ids for o in outputs])
@@ -60,7 +60,7 @@ def collate_outputs(
 
 
 def input_ids(batch: DataProto) -> Tensor:
-    """[B, P+T] prompts then responses."""
+    """[B, P+T] prompts followed by responses."""
     return torch.cat([batch.batch["prompts"], batch.batch["responses"]], 1)
 
 
@@ -71,11 +71,11 @@ def position_ids(batch: DataProto) -> Tensor:
 
 
 DERIVED = {"input_ids": input_ids, "position_ids": position_ids}
-"""Columns that follow from the others: made where they are read, never sent along."""
+"""Columns that are derived from others: computed where they are read, and never sent."""
 
 
 def with_verl_columns(batch: DataProto) -> DataProto:
-    """What a loop written for verl reads of a generated batch besides: ids, positions, `rm_scores`."""
+    """Adds the further columns that code written for verl reads: ids, positions, `rm_scores`."""
     for name, make in DERIVED.items():
         write(batch, name, make(batch))
     if batch.has_column(LOOP_SCORE):
@@ -84,9 +84,9 @@ def with_verl_columns(batch: DataProto) -> DataProto:
 
 
 def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
-    """What the ranks of a worker group collated, one below the other.
+    """Concatenates the batches that the ranks of a worker group collated.
 
-    Which columns there are must not depend on which rows a rank got: its rows alone decided.
+    A rank's columns depend on its rows, so they are made equal: sharding must not change the columns.
     """
     batches = fill_object_columns(results)
     _all_or_none_scored(sum(b.has_column(LOOP_SCORE) for b in batches), len(batches))
@@ -97,7 +97,7 @@ def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
 
 
 def _all_or_none_scored(scored: int, of: int) -> None:
-    # No numbers in the sentence: a rank knows only its own, and one rank must say what two say.
+    # The message has no counts: a rank knows only its own, and it must not depend on the rank count.
     if 0 < scored < of:
         raise BadTrajectory(
             "only some trajectories have a reward_score; the others would count as 0: "
@@ -106,7 +106,7 @@ def _all_or_none_scored(scored: int, of: int) -> None:
 
 
 def _of_policy(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Zero where the policy did not write, whatever a loop put there."""
+    """Sets log-probs to zero outside the policy's tokens."""
     absent = (log_probs.isnan() & (mask != 0)).nonzero()
     if len(absent):
         row, token = absent[0].tolist()
@@ -125,7 +125,7 @@ def _on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
 
 
 def turn_rewards(batch: DataProto, name: str) -> Tensor:
-    """[B, T] what a tool or interaction gave each turn, on the token that ended it."""
+    """[B, T] the reward that a tool or interaction gave each turn, on the turn's last token."""
     scores = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
     for row, rewards in enumerate(batch.non_tensor_batch.get("turn_rewards", ())):
         for entry in rewards or ():
@@ -135,7 +135,7 @@ def turn_rewards(batch: DataProto, name: str) -> Tensor:
 
 
 def trajectory_rewards(batch: DataProto, name: str) -> Tensor:
-    """[B, T] what a tool or interaction gave the trajectory, on the last token of the policy."""
+    """[B, T] the reward that a tool or interaction gave the trajectory, on the last policy token."""
     given = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
     scores = [float((row or {}).get(name, 0.0)) for row in given]
     return _on_last_policy_token(scores, batch.batch["response_mask"])
@@ -157,12 +157,12 @@ def _lengths(rows: Sequence[Sequence[Any]]) -> np.ndarray:  # [N, 1]
 
 
 def _filled(
-    inside: np.ndarray,  # [N, W] as many in a row as the row has values
+    inside: np.ndarray,  # [N, W] true where a row's values go
     rows: Sequence[Sequence[Any]],
     pad: float,
     dtype: type,
 ) -> Tensor:
-    """The values of the rows where they belong, `pad` elsewhere."""
+    """Writes the rows' values to the true positions, and `pad` elsewhere."""
     room = inside.sum(1, keepdims=True)
     if len(wrong := (_lengths(rows) != room).nonzero()[0]):
         row = int(wrong[0])

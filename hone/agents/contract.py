@@ -1,8 +1,8 @@
 """The agent-loop contract: a loop is `async run(sampling_params, **row) -> AgentLoopOutput`.
 
-Single-turn is the trivial loop, so everything goes one way. A loop sees a small client of the rollout
-engine and token ids; text it has generated is never tokenised again. Names and signatures are verl's.
-Leaves out images, video and sound: a loop that has them is refused.
+A single turn is the simplest loop, so all rollouts take the same path. A loop gets token ids and a small
+client of the rollout engine; generated text is never tokenised again. Names and signatures are verl's.
+Images, video and audio are not supported; a loop that returns them is refused.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class AgentLoopMetrics:
     compute_score: float = 0.0
     num_preempted: int = 0
     later_prompt_tokens: int = 0
-    """Prompt tokens of the turns after the first, where the engine counts prefix-cache hits."""
+    """Prompt tokens of the turns after the first, if the engine counts prefix-cache hits."""
     later_cached_tokens: int = 0
-    """Those of them that were found in the prefix cache."""
+    """How many of `later_prompt_tokens` were prefix-cache hits."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class AgentLoopOutput:
                 setattr(self, name, value.tolist())
 
     def as_dict(self) -> Row:
-        """The trajectory as columns of a batch, under verl's names; what is None is left out."""
+        """Returns the trajectory as batch columns under verl's names, without fields that are None."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         columns: Row = {
             "prompts": torch.tensor(given.pop("prompt_ids"), dtype=torch.int64),
@@ -112,7 +112,7 @@ class MergeResult:
 
 
 class DictConfigWrap(Generic[C]):
-    """A config that `hydra.utils.instantiate` hands over as it is; its keys can be read on it too."""
+    """Wraps a config so that `hydra.utils.instantiate` passes it unchanged; its keys stay readable."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -125,14 +125,14 @@ class DictConfigWrap(Generic[C]):
 
 
 class ToolListWrap:
-    """A list of tools that `hydra.utils.instantiate` hands over as it is."""
+    """Wraps a list of tools so that `hydra.utils.instantiate` passes it unchanged."""
 
     def __init__(self, tools: list[Tool]) -> None:
         self.tools = tools
 
 
 class ServerManager:
-    """What one trajectory sees of the engine: `generate`, with the trajectory's own seed filled in."""
+    """The engine client of one trajectory: `generate` with the trajectory's seed."""
 
     def __init__(self, engine: RolloutEngine, *, seed: int, max_tokens: int) -> None:
         self._engine = engine
@@ -153,7 +153,7 @@ class ServerManager:
         priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """One completion; `on_tokens` sees its tokens as they are drawn. `priority` changes nothing here."""
+        """Returns one completion; `on_tokens` receives tokens as they are sampled. `priority` is ignored."""
         sampling = Sampling.from_mapping(
             sampling_params, max_tokens=self._max_tokens, seed=self._seed
         )
@@ -207,16 +207,16 @@ class AgentLoopBase(ABC):
         processor: Callable[..., Row] | None,
         **kwargs: JsonValue,
     ) -> None:
-        """Called by every instance; a loop that prepares its class once looks at `_class_initialized`."""
+        """Called for every instance; check `_class_initialized` to prepare the class only once."""
         cls._class_initialized = True
 
     @cached_property
     def system_prompt(self) -> list[int]:
-        """What the chat template writes before the first turn of a prompt without a system message."""
+        """The token ids that the chat template writes before the first turn without a system message."""
         return initialize_system_prompt(self.tokenizer, **self.apply_chat_template_kwargs)
 
     def prompt_ids(self, row: Settings, tools: Sequence[Settings] | None = None) -> list[int]:
-        """The row's prompt as token ids: as the data set made them, or rendered with `tools`."""
+        """Returns the prompt's token ids: those of the dataset, or the prompt rendered with `tools`."""
         ready = row.get("prompt_ids")
         return (
             list(ready)
@@ -234,7 +234,7 @@ class AgentLoopBase(ABC):
         )
 
     async def process_vision_info(self, messages: list[Message]) -> Row:
-        """The images and videos of messages, by `images` and `videos`; none without a processor."""
+        """Returns the `images` and `videos` of the messages; without a processor there are none."""
         read = getattr(self.dataset_cls, "process_vision_info", None)
         if self.processor is None or read is None:
             return {}
@@ -254,9 +254,9 @@ class AgentLoopBase(ABC):
         remove_system_prompt: bool = False,
         audios: Sequence[Row] | None = None,
     ) -> list[int]:
-        """Token ids of messages, up to where the model speaks; `tools` are schemas.
+        """Returns the token ids of the messages with the generation prompt; `tools` are schemas.
 
-        `remove_system_prompt`: without what the template writes before the first turn, to append turns.
+        `remove_system_prompt` drops what the template writes before the first turn, to append turns.
         """
         if images or videos or audios:
             raise PromptError("images, videos and audio are not rendered here; give text alone")
@@ -272,7 +272,7 @@ class AgentLoopBase(ABC):
         audios: Sequence[Row] | None = None,
         mm_inputs_out: Row | None = None,
     ) -> list[int]:
-        """`apply_chat_template`, at most `rollout.prompt_length` ids: a longer prompt loses its start."""
+        """`apply_chat_template`, truncated from the left to `rollout.prompt_length` ids."""
         ids = await self.apply_chat_template(messages, tools, images, videos, audios=audios)
         return ids[max(len(ids) - self.prompt_length, 0) :]
 
@@ -285,7 +285,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         tools: Sequence[Settings] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Append the turns that `updated_messages` has beyond `previous_messages`, with mask 0."""
+        """Appends the turns that `updated_messages` adds to `previous_messages`, with mask 0."""
         ids = observation_ids(
             updated_messages[len(previous_messages) :],
             self.tokenizer,
@@ -305,7 +305,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         assistant_logprobs: list[float] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Append what the model wrote, with mask 1."""
+        """Appends the model's tokens, with mask 1."""
         count = len(assistant_token_ids)
         log_probs = None
         if response_logprobs is not None:
@@ -314,12 +314,12 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *[1] * count], log_probs
 
     def problems(self) -> Iterable[str]:
-        """What would keep this loop from working, asked once before training begins."""
+        """Returns problems that would stop this loop; called once before training begins."""
         return ()
 
     @abstractmethod
     async def run(self, sampling_params: Row, **kwargs: Any) -> AgentLoopOutput:
-        """Make one trajectory from one row; `kwargs` are the row's columns."""
+        """Returns the trajectory of one row; `kwargs` are the row's columns."""
 
 
 def _unwrapped(config: C | DictConfigWrap[C]) -> C:
@@ -327,10 +327,10 @@ def _unwrapped(config: C | DictConfigWrap[C]) -> C:
 
 
 def register(agent_name: str) -> Callable[[L], L]:
-    """Decorator: make a loop known under the name that rows carry in `agent_name`."""
+    """Decorator that registers a loop under the name that rows give in `agent_name`."""
     return LOOPS.register(agent_name)
 
 
 def register_agent_loop(name: str, loop: type[AgentLoopBase]) -> None:
-    """Make a loop known under a name."""
+    """Registers a loop under a name."""
     LOOPS.add(name, loop)

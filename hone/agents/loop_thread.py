@@ -1,8 +1,8 @@
-"""Agent loops in an event loop of their own thread, beside the engine that answers them.
+"""Runs agent loops in an event loop in a separate thread, while the engine decodes.
 
-An engine that is driven decodes in the thread that waits for the loops. After it has answered requests,
-the next step waits until the loops have asked again: so the batches, and with them the last bits of
-every number, do not depend on thread timing (unless a loop truly waits for something outside).
+A `Driven` engine decodes in the thread that waits for the loops. After it has answered requests, it
+waits until the loops have submitted their next ones. So the batches, and with them the last bits of every
+result, do not depend on thread timing, unless a loop waits for an external service.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _SETTLE_HOPS = 16
-"""Turns of the event loop (a few µs each) for agent loops to ask again: a tool call takes nine."""
+"""Event-loop iterations (a few µs each) for loops to submit requests; a tool call takes nine."""
 _SETTLE_TIMEOUT_S = 5.0
-"""If an agent loop blocks the event loop longer than this, decoding goes on without it."""
+"""If an agent loop blocks the event loop for longer, decoding continues without it."""
 _LOOK_S = 0.001
-"""How often a loop that does not settle is looked at: it may have ended."""
+"""Poll interval while the loops settle: the event loop may have ended."""
 LOOPS_GRACE_S = 30.0
-"""How long agent loops may take to end after decoding stopped, and again after they are cancelled."""
+"""Seconds that agent loops may take to end after decoding stops, and again after cancellation."""
 
 
 def run_beside(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
-    """What the work returns; an engine that is driven decodes for it in this thread, to its end."""
+    """Returns the result of the work; a `Driven` engine decodes in this thread until the work ends."""
     if not isinstance(engine, Driven):
         return run_coroutine(work)
     loops = LoopThread(work, engine.notify)
@@ -45,7 +45,7 @@ def run_beside(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
     try:
         engine.drive(until)
         loops.end_after_decoding()
-    except BaseException:  # a Ctrl-C, say: the loops end first, so that tools are released
+    except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
         loops.cancel()
         loops.wait(LOOPS_GRACE_S)
         raise
@@ -53,7 +53,7 @@ def run_beside(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
 
 
 class LoopThread(Generic[T]):
-    """One coroutine, and the tasks that it starts, in an event loop of their own thread."""
+    """Runs one coroutine, and the tasks that it starts, in an event loop in a separate thread."""
 
     def __init__(self, work: Coroutine[None, None, T], on_end: Callable[[], None]) -> None:
         self.outcome: Future[T] = Future()
@@ -76,7 +76,7 @@ class LoopThread(Generic[T]):
         return self._running.call_soon(call, *args, **kwargs)
 
     def settle(self) -> None:
-        """Give loops that got an answer the turns to ask again."""
+        """Lets loops that got an answer submit their next requests."""
         self._settled = settled = threading.Event()
         if not self.call_soon(_after_hops, _SETTLE_HOPS, settled):
             return
@@ -91,11 +91,11 @@ class LoopThread(Generic[T]):
         self._running.cancel()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the loops ended in time."""
+        """Returns whether the loops ended in time."""
         return bool(wait([self.outcome], timeout=seconds).done)
 
     def end_after_decoding(self) -> None:
-        """Every request has its answer by now; loops that still do not end are cancelled."""
+        """Cancels loops that do not end although every request has been answered."""
         if self.wait(LOOPS_GRACE_S):
             return
         self.cancel()

@@ -1,8 +1,8 @@
-"""What tools and users say, as tokens that follow the model's own: text is rendered, ids are appended.
+"""Renders tool and user turns to token ids that are appended to the model's tokens.
 
-The chat template is asked only for what stands after an assistant turn, so nothing the model wrote is
-tokenised again and no glue between turns is lost. Where the template would render the earlier turns
-otherwise (it drops their thinking, say), `drifts` tells.
+The chat template renders only what follows an assistant turn, so the model's tokens are never tokenised
+again and no separator between turns is lost. `drifts` reports templates that would render the earlier
+turns differently (for example, without their thinking).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
 _SPOKEN = "QZ7assistantturnQZ7"
-"""Stands for the model's turn while a template renders what follows it."""
+"""Placeholder for the model's turn while a template renders what follows it."""
 _CUT = "(truncated)"
 _QUESTION: Message = {"role": "user", "content": "What is 2+2?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -39,21 +39,21 @@ def observation_ids(
     template_kwargs: Settings,
     chat: bool,
 ) -> list[int]:
-    """Token ids of new messages after the model's turn, up to where it speaks next.
+    """Returns the token ids of new messages after the model's turn, with the next generation prompt.
 
-    `last_token` is the turn's last id: an end token the model wrote itself is not written twice.
+    `last_token` is the turn's last id: an end token that the model generated is not repeated.
     """
     messages = [_without_mark(clean_values(message)) for message in messages]
     if not (chat and getattr(tokenizer, "chat_template", None)):
         return _encoded("".join(_plain(message) for message in messages), tokenizer)
     text = clean_text(_rendered(messages, tokenizer, template_kwargs))
-    ended = tokenizer.decode([last_token], skip_special_tokens=False)
+    end_text = tokenizer.decode([last_token], skip_special_tokens=False)
     is_special = not tokenizer.decode([last_token], skip_special_tokens=True)
-    if not is_special and not (len(ended.strip()) > 1 and text.startswith(ended)):
+    if not is_special and not (len(end_text.strip()) > 1 and text.startswith(end_text)):
         return _encoded(text, tokenizer)
-    text = text.removeprefix(ended)
-    # After a special token a tokenizer may split text otherwise than at the start of a text.
-    ids = _encoded(ended + text, tokenizer)
+    text = text.removeprefix(end_text)
+    # A tokenizer may split text differently after a special token than at the start.
+    ids = _encoded(end_text + text, tokenizer)
     return ids[1:] if ids[:1] == [last_token] else _encoded(text, tokenizer)
 
 
@@ -62,7 +62,7 @@ def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _rendered(messages: Sequence[Message], tokenizer: Tokenizer, kwargs: Settings) -> str:
-    """What the template writes after an assistant turn: its end, the messages, the next turn's start."""
+    """Returns what the template writes after an assistant turn: its end, the messages, the next start."""
     turn: Message = {"role": "assistant", "content": _SPOKEN}
 
     def text_of(talk: Sequence[Message], generate: bool) -> str:
@@ -74,16 +74,16 @@ def _rendered(messages: Sequence[Message], tokenizer: Tokenizer, kwargs: Setting
             whole = text_of([turn, *messages], True)
         except BrokenTemplate:
             raise
-        except Exception:  # the template may want an answer's call before it
-            called = [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+        except Exception:  # the template may require the tool call before its answer
+            call_turn = [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]
             answers = [{"tool_call_id": _CALL["id"], **message} for message in messages]
-            before, after = text_of(called, False), text_of([*called, *answers], True)
+            before, after = text_of(call_turn, False), text_of([*call_turn, *answers], True)
             if not after.startswith(before):
                 raise
             whole = text_of([turn], False) + after[len(before) :]
     except BrokenTemplate:
         raise
-    except Exception as error:  # a template is foreign code
+    except Exception as error:  # a template is third-party code
         roles = ", ".join(sorted({str(m["role"]) for m in messages}))
         raise PromptError(
             f"the tokenizer's chat template cannot render a turn of {roles}: {described(error)}; use "
@@ -98,7 +98,7 @@ def _rendered(messages: Sequence[Message], tokenizer: Tokenizer, kwargs: Setting
 
 
 def _without_mark(message: Message) -> Message:
-    """The message without the stand-in of the model's turn: what follows it would count as all."""
+    """Removes the placeholder of the model's turn, because only the text after it is used."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -108,14 +108,14 @@ def _without_mark(message: Message) -> Message:
 
 
 def _plain(message: Message) -> str:
-    """Without a template: tool answers in the tags of Hermes, a user's words on lines of their own."""
+    """Formats a turn without a template: tool answers in Hermes tags, user text on separate lines."""
     if message["role"] == "tool":
         return f"\n<tool_response>\n{message['content']}\n</tool_response>\n"
     return f"\n{message['content']}\n"
 
 
 class Drift(NamedTuple):
-    """A conversation that the template renders otherwise than the loop appends it."""
+    """A conversation that the template renders differently from what the loop appends."""
 
     case: str
     problem: str
@@ -124,7 +124,7 @@ class Drift(NamedTuple):
 def drifts(
     tokenizer: Tokenizer, template_kwargs: Settings, roles: Sequence[str] = tuple(_REPLIES)
 ) -> Iterator[Drift | str]:
-    """Two turns of each kind, appended and rendered whole: a `Drift`, or the name of an equal case."""
+    """Compares appended with fully rendered turns; yields a `Drift`, or the name of an equal case."""
     for role in roles:
         for name, text in _TURNS.items():
             case = f"a {role} answers {name}"
@@ -137,23 +137,23 @@ def drifts(
 
 
 def _difference(text: str, reply: Message, tokenizer: Tokenizer, kwargs: Settings) -> str | None:
-    """Where both part; None where they are equal, "" where the template has no such turn."""
+    """Returns the first difference, None if both are equal, "" if the template has no such turn."""
     prompt = render_prompt([_QUESTION], tokenizer, template_kwargs=kwargs)
-    opened = tokenizer.decode(prompt).rstrip().endswith("<think>")
-    if opened and not text.startswith("<think>"):
+    starts_thinking = tokenizer.decode(prompt).rstrip().endswith("<think>")
+    if starts_thinking and not text.startswith("<think>"):
         return ""
-    spoken = _encoded(text.removeprefix("<think>\n") if opened else text, tokenizer)
+    turn_ids = _encoded(text.removeprefix("<think>\n") if starts_thinking else text, tokenizer)
     end = next(iter(_encoded(_rendered([reply], tokenizer, kwargs), tokenizer)), None)
     if end is not None and not tokenizer.decode([end], skip_special_tokens=True):
-        spoken.append(end)
+        turn_ids.append(end)
     glue = observation_ids(
-        [reply], tokenizer, last_token=spoken[-1], template_kwargs=kwargs, chat=True
+        [reply], tokenizer, last_token=turn_ids[-1], template_kwargs=kwargs, chat=True
     )
-    appended = [*prompt, *spoken, *glue]
+    appended = [*prompt, *turn_ids, *glue]
     talk = [_QUESTION, {"role": "assistant", "content": text}, reply]
     try:
         whole = render_prompt(talk, tokenizer, template_kwargs=kwargs)
-    except PromptError:  # the template wants a call before an answer
+    except PromptError:  # the template requires a call before an answer
         talk[1]["tool_calls"] = [_CALL]
         whole = render_prompt(talk, tokenizer, template_kwargs=kwargs)
     if appended == whole:
@@ -167,7 +167,7 @@ def _difference(text: str, reply: Message, tokenizer: Tokenizer, kwargs: Setting
 
 
 def cut_text(text: str, longest_chars: int, side: str) -> str:
-    """At most `longest_chars` of the text: `left` drops its start, `right` its end, `middle` neither."""
+    """Truncates to `longest_chars`: `left` drops the start, `right` the end, `middle` the middle."""
     if len(text) <= longest_chars:
         return text
     if side == "right":
@@ -179,7 +179,7 @@ def cut_text(text: str, longest_chars: int, side: str) -> str:
 
 
 def cut_tokens(text: str, tokenizer: Tokenizer, longest_tokens: int | None, side: str) -> str:
-    """At most `longest_tokens` of the text; the tags around it are added later and stay whole."""
+    """Truncates to `longest_tokens`; the tags around the text are added later and stay complete."""
     if longest_tokens is None:
         return text
     ids = tokenizer.encode(clean_text(text), add_special_tokens=False)

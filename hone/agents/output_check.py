@@ -1,4 +1,4 @@
-"""What a loop returned, checked where its name is still known: a batch would only say that it failed."""
+"""Checks a loop's output while the loop's name is still known, so that errors can name the loop."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from hone.text import shown
 from hone.types import Settings
 
 MEASURED = ("generate_sequences", "tool_calls", "num_preempted")
-"""What every loop may measure; absent is 0."""
+"""Metrics that any loop may return; missing ones are 0."""
 COLLATED = (
     *("prompts", "responses", "response_mask", "attention_mask", "input_ids", "position_ids"),
     *("rollout_log_probs", "rm_scores", "reward/agent", "num_turns", "stop_reason", "versions"),
 )
-"""Columns that are made of the other fields of an output."""
+"""Columns that are built from the other fields of an output."""
 
 
 class BadTrajectory(ValueError):
-    """A loop returned something no batch can hold."""
+    """A loop returned an output that cannot be collated."""
 
 
 def check_output(
     output: AgentLoopOutput, name: str, *, row: Settings, vocabulary: int | None
 ) -> None:
-    """Say which loop returned what; a wrong mask would train on the wrong tokens."""
+    """Raises on an invalid output, naming the loop; a wrong mask would train on the wrong tokens."""
     for problem in _problems(output, row, vocabulary):
         raise BadTrajectory(f"agent loop {name!r} returned {problem}")
 
 
 def measured(output: AgentLoopOutput) -> dict[str, float]:
-    """What the loop measured, by name."""
+    """Returns the loop's metrics by name."""
     metrics = output.metrics
     values = vars(metrics) if isinstance(metrics, AgentLoopMetrics) else dict(metrics)
     return {name: values.get(name, 0.0) for name in MEASURED}
@@ -76,7 +76,7 @@ def _problems(output: AgentLoopOutput, row: Settings, vocabulary: int | None) ->
 
 
 def _extra_field_problems(output: AgentLoopOutput, row: Settings) -> Iterator[str]:
-    """A loop may hand a column of its row through, but neither change it nor write ours."""
+    """A loop may copy a column of its row, but not change it or write a reserved column."""
     for field, value in output.extra_fields.items():
         column = COLUMNS.get(field)
         owner = ""

@@ -1,7 +1,7 @@
-"""The loop runner: rows in, trajectories out, every row through its own loop at the same time.
+"""The loop runner: runs one agent loop per row, all rows concurrently, and returns the trajectories.
 
-It owns the thread that the loops run in, and says which thread decodes for them: the caller's inside
-`run_until`, or one of its own after `start`. What one loop does is trajectory.py's.
+It owns the thread of the event loop. The engine decodes in the caller's thread inside `run_until`, or in
+a background thread after `start`. trajectory.py runs a single loop.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class FinishedGroup:
     submission: int
     """The number that `submit` returned."""
     rows: tuple[int, ...]
-    """Where its rows stood among the submitted."""
+    """Indices of the group's rows in the submitted batch."""
     outputs: tuple[AgentLoopOutput, ...]
-    """One for each of these rows."""
+    """One output per row."""
 
 
 @dataclass(eq=False)
 class _Group:
-    """Rows of one uid, from their submission until they are taken or aborted."""
+    """The rows of one uid, from submission until they are returned or aborted."""
 
     uid: str
     submission: int
     rows: list[int] = field(default_factory=list)
     outputs: dict[int, AgentLoopOutput] = field(default_factory=dict)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # the event loop's alone
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
     aborted: bool = False
 
     def finished(self) -> FinishedGroup:
@@ -53,7 +53,7 @@ class _Group:
 
 
 class LoopRunner:
-    """Runs agent loops beside one rollout engine."""
+    """Runs agent loops with one rollout engine."""
 
     def __init__(
         self,
@@ -64,30 +64,30 @@ class LoopRunner:
         run_seed: int,
         vocabulary: int | None = None,
     ) -> None:
-        """`vocabulary`: how many token ids the model knows; without it only their sign is checked."""
+        """Without `vocabulary` (the vocabulary size), token ids are only checked for their sign."""
         self._engine = engine
         self._trajectories = TrajectoryMaker(config, engine, tokenizer, run_seed, vocabulary)
         self._deadlines = PhaseDeadlines(
             config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
         )
-        # Guards all below, and tells of every change.
+        # Guards the fields below and is notified of every change.
         self._changed = threading.Condition()
-        self._groups: list[_Group] = []  # submitted and not handed out, in the order of submission
-        self._ready: list[_Group] = []  # of these, those that ended, in that order
+        self._groups: list[_Group] = []  # submitted and not yet returned, in submission order
+        self._ready: list[_Group] = []  # the finished ones of `_groups`, in finish order
         self._submissions = 0
-        self._playing = 0  # submissions whose loops have not all ended
+        self._playing = 0  # submissions with running loops
         self._plays: set[asyncio.Task[None]] = set()
-        self._loops: LoopThread[bool] | None = None  # ends when nothing plays
-        self._idle = asyncio.Event()  # ends it
+        self._loops: LoopThread[bool] | None = None  # ends when no submission is running
+        self._idle = asyncio.Event()  # ends `_loops`
         self._failure: Exception | None = None
         self._driver: threading.Thread | None = None
         self._settling = False
         self._closed = False
 
     def submit(self, rows: DataProto) -> int:
-        """Start a loop for each row; rows of one uid are one group. Returns the submission's number.
+        """Starts a loop for each row, groups the rows by uid, and returns the submission's number.
 
-        `meta_info` says how to sample (`sampling_params`).
+        `meta_info["sampling_params"]` holds the sampling parameters.
         """
         jobs = self._trajectories.jobs(rows)
         with self._changed:
@@ -109,9 +109,9 @@ class LoopRunner:
             return self._submissions
 
     def finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
-        """Groups that have ended, in the order of their end, each handed out once.
+        """Returns finished groups in finish order, each of them once.
 
-        Waits up to `wait_s` seconds for `n_groups` (None: for all), and returns no more than these.
+        Waits up to `wait_s` seconds for `n_groups` groups (None: all), and returns at most that many.
         """
         with self._changed:
             self._changed.wait_for(
@@ -119,24 +119,24 @@ class LoopRunner:
                 wait_s,
             )
             self._raise_failure()
-            taken = self._ready[:n_groups]
+            groups = self._ready[:n_groups]
             del self._ready[:n_groups]
-            gone = set(taken)
-            self._groups = [group for group in self._groups if group not in gone]
-            return [group.finished() for group in taken]
+            returned = set(groups)
+            self._groups = [group for group in self._groups if group not in returned]
+            return [group.finished() for group in groups]
 
     def ready(self) -> int:
-        """How many groups `finished` would return at once."""
+        """Returns the number of groups that `finished` would return without waiting."""
         with self._changed:
             return len(self._ready)
 
     def pending(self) -> list[str]:
-        """The uids that were submitted and not handed out, in the order of submission."""
+        """Returns the uids that were submitted and not yet returned, in submission order."""
         with self._changed:
             return [group.uid for group in self._groups]
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Decode in this thread until `done()` is true or no loop runs."""
+        """Decodes in this thread until `done()` is true or no loop is running."""
         if self._driver is not None:
             raise RuntimeError("run_until decodes in this thread, but `start` made one that does")
 
@@ -151,12 +151,12 @@ class LoopRunner:
         try:
             if isinstance(self._engine, Driven):
                 self._engine.drive(until)
-                if not ended():  # the engine has stopped: every request has its error
+                if not ended():  # the engine stopped and every request got an error
                     self._end_loops()
             else:
                 with self._changed:
                     self._changed.wait_for(ended)
-        except BaseException:  # a Ctrl-C, say: the loops end first, so that tools are released
+        except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
             self.abort()
             self._wait_for_loops()
             self._failure = None
@@ -164,12 +164,12 @@ class LoopRunner:
         with self._changed:
             all_ended = self._all_ended()
         if all_ended:
-            self._wait_for_loops()  # tasks that they left behind are ended too
+            self._wait_for_loops()  # also ends tasks that the loops left running
         with self._changed:
             self._raise_failure()
 
     def start(self) -> None:
-        """Decode in a thread of the runner's own from now on; `submit` and `finished` return at once."""
+        """Starts a decode thread, so that `submit` and `finished` return immediately."""
         engine = self._engine
         if self._driver is not None or not isinstance(engine, Driven):
             return
@@ -184,7 +184,7 @@ class LoopRunner:
         self._driver.start()
 
     def abort(self, uids: Collection[str] | None = None) -> None:
-        """Drop these groups (None: all): their loops are cancelled, `finished` never returns them."""
+        """Cancels the loops of these groups (None: all); `finished` never returns the groups."""
         with self._changed:
             dropped = [g for g in self._groups if uids is None or g.uid in uids]
             for group in dropped:
@@ -196,7 +196,7 @@ class LoopRunner:
         self._notify()
 
     def close(self) -> None:
-        """Drop everything, and end the threads; the engine is its owner's to close."""
+        """Aborts all groups and ends the threads; the engine's owner closes the engine."""
         with self._changed:
             self._closed = True
         self.abort()
@@ -208,7 +208,7 @@ class LoopRunner:
         return self._failure is None and len(self._ready) >= n_groups
 
     def _all_ended(self) -> bool:
-        """Whether no loop runs any more."""
+        """Returns whether all loops have ended."""
         if self._playing and self._loops is not None and self._loops.outcome.done():
             self._failure = self._failure or AgentLoopFailed(
                 f"the event loop of the agent loops ended: {self._loops.outcome.exception()!r}"
@@ -217,7 +217,7 @@ class LoopRunner:
         return self._playing == 0
 
     def _raise_failure(self) -> None:
-        """One loop's failure has ended them all: what was submitted with it is dropped."""
+        """Raises the first failure, if any; it ended all loops, so all submitted groups are dropped."""
         failure = self._failure
         if failure is not None:
             if self._playing == 0:
@@ -227,13 +227,13 @@ class LoopRunner:
     # -- threads -------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """After answers: give the loops the turns to ask again."""
+        """Lets the loops submit their next requests after the engine has answered."""
         with self._changed:
             loops, self._settling = self._loops, True
         if loops is not None:
             loops.settle()
         with self._changed:
-            self._settling = False  # the engine is told of what changes from here on
+            self._settling = False  # from here on, changes notify the engine
 
     def _notify(self) -> None:
         with self._changed:
@@ -243,7 +243,7 @@ class LoopRunner:
             self._engine.notify()
 
     def _end_loops(self) -> None:
-        """Decoding has stopped: loops that do not end by themselves are cancelled."""
+        """Waits for the loops after decoding has stopped, then cancels those that did not end."""
         if self._wait_for_loops():
             return
         with self._changed:
@@ -266,7 +266,7 @@ class LoopRunner:
         play.add_done_callback(self._plays.discard)
 
     async def _play(self, groups: list[_Group], jobs: list[Job]) -> None:
-        """One submission: its loops to their end, or to the first failure of any submission."""
+        """Runs the loops of one submission until they end or any submission fails."""
         try:
             with self._deadlines.measured(_PHASE) as limit_s:
                 await self._end_in_time(groups, jobs, limit_s)
@@ -282,7 +282,7 @@ class LoopRunner:
             self._notify()
 
     async def _end_in_time(self, groups: list[_Group], jobs: list[Job], limit_s: float) -> None:
-        """The first loop to fail, or those that are late, end the submission."""
+        """Runs the loops; the first failure or the time limit ends the submission."""
         group_of = {row: group for group in groups if not group.aborted for row in group.rows}
         tasks: dict[int, asyncio.Task[None]] = {}
         for row, group in sorted(group_of.items(), key=lambda item: item[0]):
@@ -296,7 +296,7 @@ class LoopRunner:
             )
         finally:
             _cancel(groups)
-            # Each ends within its grace time.
+            # Each task ends within its grace period.
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         for task in tasks.values():
             if task in done and not task.cancelled():

@@ -1,4 +1,4 @@
-"""How trajectories are drawn: in training and in validation."""
+"""Sampling parameters of training and validation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hone.types import Row
 
 
 def training_sampling(rollout: SamplingConfig) -> Row:
-    """`sampling_params` of agent loops in training, and of `hone generate`."""
+    """Returns the `sampling_params` of training and of `hone generate`."""
     return {
         "temperature": rollout.temperature if rollout.do_sample else 0.0,
         "top_k": rollout.top_k,
@@ -21,11 +21,11 @@ def training_sampling(rollout: SamplingConfig) -> Row:
 
 
 def validation_sampling(rollout: RolloutConfig) -> Row:
-    """`sampling_params` in validation: greedy unless `do_sample`; a turn ends as in training."""
-    wanted = rollout.val_kwargs
+    """Returns the `sampling_params` of validation: greedy unless `do_sample`, stops as in training."""
+    val_kwargs = rollout.val_kwargs
     return training_sampling(rollout) | {
-        "temperature": wanted.temperature if wanted.samples else 0.0,
-        "top_k": wanted.top_k,
-        "top_p": wanted.top_p,
-        "min_p": wanted.min_p,
+        "temperature": val_kwargs.temperature if val_kwargs.samples else 0.0,
+        "top_k": val_kwargs.top_k,
+        "top_p": val_kwargs.top_p,
+        "min_p": val_kwargs.min_p,
     }

@@ -1,7 +1,7 @@
-"""One trajectory: a row through its agent loop, with its own seed.
+"""Runs one row through its agent loop, with a seed per trajectory.
 
-The seed is made of (run seed, uid, sample index), so that the tokens of a row do not depend on which rows
-run beside it.
+The seed is derived from (run seed, uid, sample index), so that the tokens of a row do not depend on the
+other rows of the batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hone.types import Row
 
 
 class AgentLoopFailed(RuntimeError):
-    """A loop raised; the message says which loop, on which row, and what."""
+    """A loop raised; the message names the loop, the row and the error."""
 
 
 class Job(NamedTuple):
-    """One row, and the loop that it goes through."""
+    """One row and its agent loop."""
 
     loop_name: str
     factory: LoopFactory
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class TrajectoryMaker:
-    """Makes trajectories of rows; a new loop for each."""
+    """Makes trajectories from rows, with a new loop instance for each."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TrajectoryMaker:
         self._names = LoopNames(config.actor_rollout_ref.rollout)
 
     def jobs(self, rows: DataProto) -> list[Job]:
-        """The rows with their loops; a name that no loop has is refused here."""
+        """Pairs each row with its loop; raises on an unknown loop name."""
         columns, sampling = rows.non_tensor_batch, rows.meta_info["sampling_params"]
         given = columns.get("agent_name", [None] * len(rows))
         names = [self._names.of_row(name) for name in given]
@@ -82,7 +82,7 @@ class TrajectoryMaker:
             return output
 
         try:
-            # A cancelled loop has the time of a call to release its tools.
+            # A cancelled loop gets the time of one tool call to release its tools.
             grace_s = rollout.multi_turn.tool_timeout_s
             output = await bounded(trajectory(), None, grace_s=grace_s)
         except Exception as error:
@@ -90,13 +90,13 @@ class TrajectoryMaker:
                 f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        # Columns of the row that the loop handed through are in the batch already.
+        # Columns that the loop copied from its row are already in the batch.
         output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
         return _cut(output, rollout.response_length)
 
 
 def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:
-    """No response is longer than `max_response_length`; what a loop wrote beyond it is dropped."""
+    """Truncates the response to `max_response_length`."""
     if len(output.response_ids) <= longest:
         return output
     output.response_ids = output.response_ids[:longest]
@@ -109,11 +109,11 @@ def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:
 
 
 def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
-    """min, max and mean of what loops measured, by verl's metric names; sums run in the order given."""
-    found = [measured(o) for o in outputs]
+    """Returns min, max and mean of the loop metrics under verl's names, summed in the given order."""
+    measurements = [measured(o) for o in outputs]
     summary: dict[str, float] = {}
     for name in MEASURED:
-        values = np.array([float(m[name]) for m in found])
+        values = np.array([float(m[name]) for m in measurements])
         for statistic in ("min", "max", "mean"):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
     own = [o.metrics for o in outputs if isinstance(o.metrics, AgentLoopMetrics)]

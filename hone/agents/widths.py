@@ -1,4 +1,4 @@
-"""Batches of different widths side by side: prompts grow on the left, responses on the right."""
+"""Pads batches to equal widths: prompts on the left, responses on the right."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WHOLE_ROW = ("attention_mask",)
 
 
 def concat_padded(batches: Sequence[DataProto]) -> DataProto:
-    """One batch as wide as the widest; padding carries attention 0 and mask 0.
+    """Concatenates batches at the largest width; padding has attention 0 and mask 0.
 
-    What a loop says of some rows only is None for the others; what a score function says is then left out.
+    A loop's column that only some batches have is None elsewhere; a score function's column is dropped.
     """
     extras = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
     widened = fill_object_columns(equal_widths(batches), leave=extras)
@@ -31,15 +31,15 @@ def concat_padded(batches: Sequence[DataProto]) -> DataProto:
     ]
     joined = DataProto.concat(pieces)
     joined.meta_info = dict(batches[-1].meta_info)
-    named = joined.meta_info.get("reward_extra_names", [])
-    joined.meta_info["reward_extra_names"] = [name for name in named if name in shared]
+    extra_names = joined.meta_info.get("reward_extra_names", [])
+    joined.meta_info["reward_extra_names"] = [name for name in extra_names if name in shared]
     facts = {name for b in batches for name in b.meta_info.get("loop_facts", [])}
     joined.meta_info["loop_facts"] = sorted(facts & shared)
     return joined
 
 
 def equal_widths(batches: Sequence[DataProto]) -> list[DataProto]:
-    """The batches, each as wide as the widest."""
+    """Pads each batch to the largest width."""
     width = max(b.batch["prompts"].shape[1] for b in batches)
     length = max(b.batch["responses"].shape[1] for b in batches)
     return [_widen(b, width, length) for b in batches]

@@ -1,4 +1,4 @@
-"""From per-token losses to one number, the same number however the mini-batch is cut.
+"""Aggregates per-token losses to a scalar that does not depend on the split into micro-batches.
 
 `agg_loss` returns this micro-batch's share: the shares of all micro-batches and ranks sum to the
 loss of the mini-batch. The counts it divides by are those of the whole mini-batch; the engine
@@ -29,19 +29,19 @@ MODES = (
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """What a mini-batch holds, summed over all micro-batches and all ranks."""
+    """Counts of one mini-batch, summed over all micro-batches and ranks."""
 
     tokens: float
     """Tokens in the loss mask."""
     sequences: float
     """Rows with at least one token in the loss mask."""
     width: float | None = None
-    """The longest response allowed: divides `seq-mean-token-sum-norm` where the config gives no
-    `loss_scale_factor`. Without it the mask's own width is taken, which depends on padding."""
+    """The maximum response length: the divisor of `seq-mean-token-sum-norm` if the config has no
+    `loss_scale_factor`. If it is None, the mask's width is used, which depends on padding."""
 
     @classmethod
     def of(cls, loss_mask: Tensor, width: float | None = None) -> BatchCounts:
-        """The counts of one mask."""
+        """Returns the counts of one mask."""
         mask = loss_mask.bool()
         return cls(float(mask.sum()), float(mask.any(dim=-1).sum()), width)
 
@@ -51,7 +51,7 @@ _counts: ContextVar[BatchCounts | None] = ContextVar("hone_batch_counts", defaul
 
 @contextmanager
 def counted(counts: BatchCounts) -> Iterator[None]:
-    """Inside, `agg_loss` divides by these counts, and `config.global_batch_info` holds them."""
+    """Sets the counts that `agg_loss` divides by and that `config.global_batch_info` returns."""
     token = _counts.set(counts)
     info = announced.set({"batch_num_tokens": counts.tokens, "global_batch_size": counts.sequences})
     try:
@@ -70,11 +70,11 @@ def agg_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the mini-batch loss, times `dp_size`.
+    """Returns this micro-batch's share of the mini-batch loss, times `dp_size`.
 
     `dp_size` is for engines whose gradients are averaged, not summed, over ranks. Counts come from
-    the arguments, else from `counted`, else from `loss_mask` itself (the mask is then the whole
-    mini-batch). An empty mask gives 0 with a gradient of 0.
+    the arguments, else from `counted`, else from `loss_mask` (which is then the whole mini-batch).
+    An empty mask gives 0 with a gradient of 0.
     """
     if loss_agg_mode not in MODES:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The functions of verl's `core_algos`, with verl's argument order.
 
-Each hands its arguments to the implementation of the same algorithm. `epsilon` of estimators whose
-formula has none (rloo, opo, gpg, reinforce_plus_plus_baseline) is taken and enters nothing, as there.
+Each calls the implementation of the same algorithm. As in verl, estimators whose formula has no
+`epsilon` (rloo, opo, gpg, reinforce_plus_plus_baseline) accept and ignore it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POLICY_LOSS_REGISTRY = TableView(policy_losses.TABLE)
 
 
 class AdvantageEstimator(str, Enum):
-    """verl's names of estimators; any name of the table may be written as a plain string."""
+    """verl's names of estimators; any registered name also works as a plain string."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -63,9 +63,9 @@ class AdvantageEstimator(str, Enum):
 
 
 class VerlFunction:
-    """An estimator under verl's name: `arguments` are verl's, in verl's order, required before `/`.
+    """An estimator under verl's name: `arguments` are verl's, in its order; those before `/` are required.
 
-    An argument that neither the estimator nor the batch has (`ignored`) enters nothing, as in verl.
+    As in verl, an argument that neither the estimator nor the batch has (`ignored`) is ignored.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ _compute_gdpo = VerlFunction(
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor, *args: Any, config: Settings | None = None, **kwargs: Any
 ) -> Pair:
-    """GDPO; without a config the rewards themselves are the only part."""
+    """GDPO; without a config, the rewards are the only component."""
     if config is None and len(args) < 5:
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}
         kwargs["reward/all"] = token_level_rewards
@@ -154,7 +154,7 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """PPO's clipped loss, the share clipped, the approximate KL, and the share of the dual clip."""
+    """Returns PPO's clipped loss, the clip fraction, the approximate KL and the dual-clip fraction."""
     if cliprange is None and (cliprange_low is None or cliprange_high is None):
         raise ValueError("compute_policy_loss needs cliprange, or cliprange_low and cliprange_high")
     config = {
@@ -189,14 +189,14 @@ def compute_entropy_loss(
     loss_agg_mode: str = "token-mean",
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the mean entropy of softmax(logits), logits [B, T, V]."""
+    """Returns this micro-batch's share of the mean entropy of softmax(logits), logits [B, T, V]."""
     if logits.dim() != 3 or logits.shape[:2] != response_mask.shape:
         raise ValueError(
             f"compute_entropy_loss takes logits [B, T, V] and a mask [B, T]; got "
             f"{list(logits.shape)} and {list(response_mask.shape)}. Aggregate entropies with agg_loss"
         )
     probabilities = torch.softmax(logits, dim=-1)
-    finite = torch.where(probabilities > 0, logits, 0.0)  # a logit of -inf takes no part
+    finite = torch.where(probabilities > 0, logits, 0.0)  # a logit of -inf contributes 0
     entropy = torch.logsumexp(logits, dim=-1) - (probabilities * finite).sum(dim=-1)
     return agg_loss(entropy, response_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
@@ -211,9 +211,9 @@ def compute_rewards(
 def compute_pf_ppo_reweight_data(
     data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
 ) -> DataProto:
-    """Rows drawn again by their scores, from torch's global random state.
+    """Resamples rows by their scores, with torch's global random state.
 
-    Entries of meta_info that are lists with one item per row are drawn with them.
+    Entries of meta_info that are lists with one item per row are resampled with them.
     """
     scores = data.batch["token_level_scores"].sum(dim=-1)
     rows = pf_ppo_rows(scores, reweight_method, weight_pow, torch.default_generator)

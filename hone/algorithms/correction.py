@@ -1,7 +1,7 @@
 """Correction for rollout log-probs that differ from the trainer's.
 
-Importance weights multiply the policy loss; rejection narrows `loss_mask`. `response_mask` is
-never touched: it says who wrote a token, and advantages, KL and metrics go on using it.
+Importance weights multiply the policy loss; rejection removes tokens from `loss_mask`. `response_mask`
+(the policy's tokens) is never changed, because advantages, KL and metrics use it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def correct(
     config: Settings | None = None,
     loss_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """(importance weights or None, the narrowed loss mask, metrics named `rollout_corr/…`).
+    """Returns (importance weights or None, the loss mask after rejection, `rollout_corr/…` metrics).
 
-    `config` is algorithm.rollout_correction. `loss_mask` is what earlier filters left; it starts
-    as the response mask.
+    `config` is algorithm.rollout_correction. `loss_mask` is the response mask after earlier filters.
     """
     option = partial(setting, config, defaults=RolloutCorrectionConfig)
     mask = response_mask.bool()
@@ -51,7 +50,7 @@ def correct(
         bounds = bound_numbers(threshold, _THRESHOLD)
         metrics |= weight_metrics(weights, log_ratio, mask, level, bounds)
         if option("rollout_is_batch_normalize"):
-            # Over tokens, or over sequences.
+            # The mean over tokens or over sequences.
             rows, of_row = mask.any(-1), masked_mean(weights, mask, -1)
             mean = masked_mean(weights, mask) if level == "token" else masked_mean(of_row, rows)
             weights = weights / mean if mean > 0 else weights
@@ -66,9 +65,9 @@ def correct(
 
 
 def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: Bound) -> Tensor:
-    """[B, T] train/rollout by token or by sequence; 0 outside the mask; no gradient.
+    """[B, T] ratios train/rollout per token or per sequence; 0 outside the mask; no gradient.
 
-    One number cuts weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).
+    A single number truncates weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).
     """
     bounds = bound_numbers(threshold, _THRESHOLD)
     log_ratio = masked_fill_zero(log_ratio, mask).detach()

@@ -1,7 +1,7 @@
-"""What is reported about rollout/training agreement, importance weights and rejection.
+"""Metrics of rollout/training agreement, importance weights and rejection.
 
-Names and quantities are verl's, here without the prefix `rollout_corr/`; rows without a policy
-token do not count. Nothing here changes training.
+Names and quantities are verl's, without the prefix `rollout_corr/`; rows without a policy token are
+ignored. Nothing here changes training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Metrics = dict[str, Tensor]
 
 
 def gap_metrics(ours: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics, Metrics]:
-    """(means, maxima) per token of how far the rollout's log-probs are from the trainer's."""
+    """Returns (means, maxima) of the per-token gap between rollout and trainer log-probs."""
     mask = mask.bool()
     gap = masked_fill_zero(ours - rollout, mask)
     means = {"kl": -masked_mean(gap, mask), "log_prob_abs_diff_mean": masked_mean(gap.abs(), mask)}
@@ -27,7 +27,7 @@ def gap_metrics(ours: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics, M
 
 
 def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """How far the rollout's log-probs are from the trainer's; perplexities are means over rows."""
+    """Returns metrics of the gap between rollout and trainer log-probs; perplexities are row means."""
     log_ratio = old - rollout
     rows = mask.any(-1)
     train_log_ppl, rollout_log_ppl = (-masked_mean(x, mask, -1) for x in (old, rollout))
@@ -53,9 +53,9 @@ def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
 def weight_metrics(
     weights: Tensor, log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float, ...]
 ) -> Metrics:
-    """Of the weights as they are applied; the fractions say how many ratios were out of bounds.
+    """Returns metrics of the applied weights; the fractions count ratios that were out of bounds.
 
-    By sequence, the largest and smallest are of the ratios before truncation.
+    For sequence weights, the maximum and minimum are those of the ratios before truncation.
     """
     low, high = (1 / bounds[0], bounds[0]) if len(bounds) == 1 else bounds
     rows = mask.any(-1)
@@ -89,7 +89,7 @@ def weight_metrics(
 
 
 def rejection_metrics(verdicts: Mapping[str, Verdict], keep: Tensor, mask: Tensor) -> Metrics:
-    """Each option's own values, and what was rejected by it and by all together."""
+    """Returns each option's values and rejection rate, and the rejection rate of all together."""
     metrics = _rejected("rollout_rs", keep, mask)
     rows = mask.any(-1)
     for option, verdict in verdicts.items():
@@ -114,7 +114,7 @@ def rejection_metrics(verdicts: Mapping[str, Verdict], keep: Tensor, mask: Tenso
 
 
 def _rejected(name: str, keep: Tensor, mask: Tensor) -> Metrics:
-    """Share of tokens rejected, and of rows that lost at least one."""
+    """Returns the share of rejected tokens, and of rows with at least one."""
     lost = mask & ~keep
     return {
         f"{name}_masked_fraction": _share(lost, mask),
@@ -132,7 +132,7 @@ def _summary(name: str, values: Tensor, mask: Tensor) -> Metrics:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Finite whatever x is."""
+    """Returns exp(x), bounded so that it is always finite."""
     return x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
@@ -145,7 +145,7 @@ def _share(flags: Tensor, mask: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    """Of the kept entries; 0 where none is kept."""
+    """Returns the maximum over the mask; 0 if the mask is empty."""
     if not mask.any():
         return values.new_zeros(())
     return torch.where(mask, values, -torch.inf).amax()

@@ -1,7 +1,7 @@
-"""PURE (2504.15275): from scores of reasoning steps to token rewards and returns.
+"""PURE (2504.15275): converts scores of reasoning steps to token rewards and returns.
 
-A step's score stands on its last token. Credit is assigned by a soft minimum, by the strict minimum
-of what is still to come, or as a plain sum. Running the process reward model is not done here.
+A step's score is on its last token. Credit is assigned by a soft minimum, by the strict minimum over
+the remaining steps, or by a plain sum. The process reward model itself runs elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STRICT_MIN = "strict min-form"
 
 
 def step_ends(responses: Tensor, response_mask: Tensor, separator_ids: Tensor) -> Tensor:
-    """[B, T] bool: tokens that end a step, and the last token the policy wrote, each once."""
+    """[B, T] bool: tokens that end a step, and the last policy token."""
     mask = response_mask.bool()
     position = torch.arange(mask.shape[-1], device=mask.device)
     last = pad(torch.where(mask, position, -1), (0, 1), value=-1).amax(-1, keepdim=True)
@@ -35,10 +35,10 @@ def step_rewards(logits: Tensor) -> Tensor:
 def assign_credit(
     process_rewards: Tensor, step_mask: Tensor, credit_assignment: float | str
 ) -> Tensor:
-    """[B, T] step rewards as the return computation wants them; 0 where no step ends.
+    """[B, T] step rewards for the return computation; 0 where no step ends.
 
-    A number T > 0 weighs each step by softmax(−r/T) over its row, so that their sum tends to the
-    row's minimum as T → 0. The two named forms leave the rewards as they are.
+    A number T > 0 weights each step by softmax(−r/T) over its row, so that the sum tends to the
+    row's minimum as T → 0. The two named forms do not change the rewards.
     """
     mask = step_mask.bool()
     rewards = masked_fill_zero(process_rewards, mask)
@@ -60,8 +60,7 @@ def assign_credit(
 def min_form_returns(process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor) -> Tensor:
     """[B, T] G_t = min of the rewards of the steps that end at t or later; 0 outside the mask.
 
-    Tokens at which no step ends take no part in the minimum; after the last step nothing is left
-    to judge and G is 0.
+    Tokens at which no step ends are not part of the minimum; after the last step G is 0.
     """
     ahead = torch.where(step_mask.bool(), process_rewards, torch.inf)
     lowest = ahead.flip(-1).cummin(-1).values.flip(-1)
@@ -71,8 +70,8 @@ def min_form_returns(process_rewards: Tensor, step_mask: Tensor, response_mask: 
 def min_form(
     token_level_rewards: Tensor, process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """[B, T] returns under the strict minimum: the process part enters as a minimum, everything
-    else in the rewards (rule score, KL) as a sum.
+    """[B, T] returns under the strict minimum: process rewards are combined by the minimum, all other
+    rewards (rule score, KL) by the sum.
     """
     rest = token_level_rewards - masked_fill_zero(process_rewards, step_mask)
     lowest = min_form_returns(process_rewards, step_mask, response_mask)

@@ -1,6 +1,6 @@
-"""Which groups of a batch are worth an update: DAPO's filter, and PURE's two.
+"""Filters the groups of a batch: DAPO's filter and PURE's two.
 
-Pure functions of scores and group labels; collecting more groups is the trainer's work.
+Pure functions of scores and group labels; the trainer collects more groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hone.ops.groups import Groups, Labels
 
 
 def keep_informative(scores: Labels, index: Labels) -> Tensor:
-    """[B] bool: the row's group has scores that differ, or is a single sample (2503.14476)."""
+    """[B] bool: the scores of the row's group differ, or the group is a single sample (2503.14476)."""
     values, groups = _prepare(scores, index)
     return ((groups.max(values) > groups.min(values)) | (groups.sizes == 1))[groups.ids]
 
@@ -30,7 +30,7 @@ def interquartile(
 ) -> Tensor:
     """[B] bool: the group's mean lies between two percentiles of all groups' means.
 
-    When the percentiles coincide (all groups equal) every group at that value is kept.
+    If both percentiles are equal (all groups equal), every group with that mean is kept.
     """
     values, groups = _prepare(scores, index)
     mean = groups.mean(values)

@@ -1,5 +1,5 @@
-"""Estimates of the KL divergence from the reference policy, their use in the reward, and the
-controllers of the coefficient. Where the KL enters the loss instead, the engine aggregates
+"""Estimators of the KL divergence from the reference policy, the KL penalty in the reward, and the
+controllers of its coefficient. If the KL is part of the loss instead, the engine aggregates
 `kl_penalty` like any other per-token loss.
 """
 
@@ -14,7 +14,7 @@ from hone.ops.masked import masked_fill_zero, masked_mean
 from hone.plugins import PluginError, Table
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
-"""From log π and log π_ref to an estimate per token."""
+"""Takes log π and log π_ref and returns an estimate per token."""
 
 _HERE = "hone.algorithms.kl"
 
@@ -35,7 +35,7 @@ _K3_BOUND = 10.0
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Per-token estimate, same shape as `logprob`.
+    """Returns the per-token estimate, with the shape of `logprob`.
 
     A trailing `+` ("k3+") keeps the value and takes the gradient of k2, which is the unbiased
     gradient of the divergence.
@@ -49,7 +49,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """The estimate with its own gradient."""
+    """Returns the estimate with its own gradient."""
     try:
         estimator = TABLE.get(kl_penalty)
     except PluginError as error:
@@ -58,7 +58,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def get_kl_estimator(name: str, key: str) -> KLEstimator:
-    """The estimator of that name, or of "pkg.mod:object"; `key` is the setting that names it."""
+    """Returns the estimator of a name or of "pkg.mod:object"; `key` is the config key for errors."""
     try:
         estimator = TABLE.get(name.removesuffix("+"))
     except PluginError as error:
@@ -76,7 +76,7 @@ def _unknown(key: str, name: str, error: PluginError) -> str:
 
 
 def k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    """log π − log π_ref: unbiased, and negative at times."""
+    """log π − log π_ref: unbiased, can be negative."""
     return logprob - ref_logprob
 
 
@@ -104,9 +104,9 @@ def apply_kl_penalty(
     kl_coef: float,
     kind: str,
 ) -> tuple[Tensor, Tensor]:
-    """Rewards = scores − kl_coef·KL, both 0 outside the mask, and the batch's current KL.
+    """Returns rewards = scores − kl_coef·KL, 0 outside the mask, and the batch's current KL.
 
-    The current KL is the mean over rows of each row's token mean; rows without tokens do not count.
+    The current KL is the mean over rows of each row's token mean; rows without tokens are ignored.
     """
     kl = masked_fill_zero(kl_penalty(old_log_probs, ref_log_prob, kind), response_mask)
     rewards = masked_fill_zero(token_level_scores, response_mask) - kl_coef * kl
@@ -131,7 +131,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Moves the coefficient so that the KL comes to the target (Ziegler et al., 1909.08593)."""
+    """Adapts the coefficient to bring the KL to the target (Ziegler et al., 1909.08593)."""
 
     _STEP_BOUND = 0.2
 
@@ -155,7 +155,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 def get_kl_controller(kl_ctrl: KLControlConfig) -> FixedKLController:
-    """From `algorithm.kl_ctrl`: type, kl_coef, target_kl, horizon."""
+    """Creates the controller from `algorithm.kl_ctrl`: type, kl_coef, target_kl, horizon."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":

@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
 
 Bound = float | str
-"""As users write it in `algorithm.rollout_correction`: 2.0, "0.5_2.0"."""
+"""A bound in the format of `algorithm.rollout_correction`: 2.0, "0.5_2.0"."""
 Options = str | Sequence[str] | None
-"""Names of OPTIONS, also with commas between them."""
+"""Names of OPTIONS, as a list or comma-separated."""
 Bounds = Bound | Sequence[Bound] | None
 EXPONENT_BOUND = 20.0
 _KEY = "algorithm.rollout_correction.rollout_rs_threshold"
@@ -34,7 +34,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one option measured and decided."""
+    """The values and the decision of one option."""
 
     values: Tensor  # [B, T] for token options, [B] for sequence options
     low: float
@@ -45,7 +45,7 @@ class Verdict:
 def rejection_mask(
     log_ratio: Tensor, mask: Tensor, options: Options, bounds: Bounds
 ) -> tuple[Tensor, dict[str, Verdict]]:
-    """The tokens of `mask` that pass every option, and each option's verdict."""
+    """Returns the tokens of `mask` that pass every option, and each option's verdict."""
     keep = mask.bool()
     log_ratio = masked_fill_zero(log_ratio, mask).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     verdicts = {
@@ -79,7 +79,7 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdic
     level, kind = option.rsplit("_", 1)
     if kind == "k1":
         least, most = ratio_band(bound, _KEY)
-        low, high = -math.log(most), -math.log(least)  # k1 falls as the ratio rises
+        low, high = -math.log(most), -math.log(least)  # k1 decreases with the ratio
         per_token = -log_ratio
     else:
         limits = bound_numbers(bound, _KEY)
@@ -96,14 +96,14 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdic
         case "seq_mean":
             values = masked_mean(per_token, mask, -1)
         case _:
-            # k2 and k3 are never below 0; the added column lets a row without tokens be 0.
+            # k2 and k3 are never negative; the added column makes the value of an empty row 0.
             values = pad(masked_fill_zero(per_token, mask), (0, 1)).amax(-1)
     inside = (values >= low) & (values <= high)
     return Verdict(values, low, high, mask & (inside if values.dim() == 2 else inside[:, None]))
 
 
 def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:
-    """A comma-separated string, a list, or one value, as a list."""
+    """Converts a comma-separated string, a list, or one value to a list."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -112,7 +112,7 @@ def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:
 
 
 def bound_numbers(value: Bound, key: str) -> tuple[float, ...]:
-    """(hi,) of `2.0`, (lo, hi) of `"0.5_2.0"`; all above 0 and in order."""
+    """Parses `2.0` to (hi,) and `"0.5_2.0"` to (lo, hi); bounds must be positive and in order."""
     if isinstance(value, bool):
         raise TypeError(f"{key}={value!r}: a bound is a number, not a boolean")
     try:
@@ -127,7 +127,7 @@ def bound_numbers(value: Bound, key: str) -> tuple[float, ...]:
 
 
 def ratio_band(value: Bound, key: str) -> tuple[float, float]:
-    """Bounds of a ratio around 1; one number stands for 1/hi … hi."""
+    """Returns the bounds of a ratio around 1; a single number means 1/hi … hi."""
     bounds = bound_numbers(value, key)
     if len(bounds) == 2:
         return bounds[0], bounds[1]

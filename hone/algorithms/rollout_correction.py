@@ -1,6 +1,6 @@
 """The functions of verl's `rollout_corr_helper`, with verl's arguments and results.
 
-Each hands its arguments to the correction of this package. Bounds of k1 are bounds of train/rollout.
+Each calls the correction of this package. Bounds of k1 are bounds of the ratio train/rollout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
-    """Importance weights as the column `rollout_is_weights` or None, the narrowed mask, metrics."""
+    """Returns the column `rollout_is_weights` or None, the mask after rejection, and metrics."""
     weights, narrowed, metrics = correct(
         old_log_prob,
         rollout_log_prob,
@@ -58,7 +58,7 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights [B, T] of log(train/rollout), and their metrics without prefix."""
+    """Returns weights [B, T] from log(train/rollout), and their metrics without prefix."""
     batch, _, metrics = compute_rollout_correction_and_rejection_mask(
         log_ratio,
         log_ratio.new_zeros(log_ratio.shape),
@@ -86,7 +86,7 @@ def compute_is_metrics(
     rollout_is_threshold: float,
     rollout_is_threshold_lower: float | None = None,
 ) -> dict[str, float]:
-    """Metrics of given weights, without prefix; the log-ratio is [B, T] by token, [B, 1] by sequence."""
+    """Returns metrics of weights, without prefix; the log-ratio is [B, T] per token, [B, 1] per sequence."""
     mask = response_mask.bool()
     log_ratio = log_ratio_for_metrics
     if rollout_is == "sequence":
@@ -108,7 +108,7 @@ def apply_bypass_mode(
     rollout_corr_config: Settings | None = None,
     policy_loss_config: Row | None = None,
 ) -> None:
-    """Take the rollout's log-probs as the old ones, and write the loss and its settings, in place."""
+    """Uses the rollout's log-probs as the old ones and sets the loss and its settings, in place."""
     if not batch.has_column("rollout_log_probs"):
         raise ValueError(
             "bypass_mode needs rollout_log_probs in the batch; set "
@@ -126,7 +126,7 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask without rejected tokens, and what was rejected, without prefix."""
+    """Returns the mask without rejected tokens, and rejection metrics without prefix."""
     if not split_list(rollout_rs):
         raise ValueError("rollout_rs names no rejection option, for example token_k1")
     mask = response_mask.bool()
@@ -138,7 +138,7 @@ def compute_rollout_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far the rollout's log-probs are from the trainer's; without them, perplexity alone."""
+    """Returns the gap between rollout and trainer log-probs; without rollout log-probs, only perplexity."""
     mask = response_mask.bool()
     old = masked_fill_zero(old_log_prob.detach(), mask)
     rollout = old if rollout_log_prob is None else masked_fill_zero(rollout_log_prob.detach(), mask)
@@ -153,7 +153,7 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """The same, named `rollout_corr/…`."""
+    """Returns the same metrics, named `rollout_corr/…`."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {_PREFIX + key: value for key, value in metrics.items()}
 
@@ -161,7 +161,7 @@ def compute_rollout_corr_metrics_from_logprobs(
 def compute_rollout_correction_and_add_to_batch(
     batch: DataProto, rollout_corr_config: Settings
 ) -> tuple[DataProto, dict[str, float]]:
-    """Narrow `response_mask` in place and add `rollout_is_weights`, as verl's trainer does."""
+    """Applies rejection to `response_mask` in place and adds `rollout_is_weights`, as verl's trainer does."""
     names = (
         "rollout_is",
         "rollout_is_threshold",

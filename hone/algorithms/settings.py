@@ -1,6 +1,6 @@
-"""Reads one dotted key from a configuration object, a dict, or, where it is silent, the block's defaults.
+"""Reads one dotted key from a config object or a dict, and falls back to the block's defaults.
 
-The defaults themselves live in hone.config only: `defaults` is the class of the block.
+The defaults are defined in hone.config only: `defaults` is the class of the block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ABSENT = object()
 
 
 def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
-    """`config.<key>`; when `config` is None or lacks the key, the default of that block."""
+    """Returns `config.<key>`, or the block's default if `config` is None or lacks the key."""
     value = _dig(config, key)
     if value is _ABSENT:
         value = _dig(_default(defaults), key)
@@ -27,13 +27,13 @@ def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
 
 
 def given(config: Settings | None, key: str) -> Any:
-    """`config.<key>` if the config itself has it, else None."""
+    """Returns `config.<key>` if the config itself has it, else None."""
     value = _dig(config, key)
     return None if value is _ABSENT else value
 
 
 def has(config: Settings | None, key: str) -> bool:
-    """Whether the config itself has the key."""
+    """Returns whether the config itself has the key."""
     return _dig(config, key) is not _ABSENT
 
 
@@ -56,7 +56,7 @@ def _default(block: type[Block]) -> Block:
 
 
 def refuse_unknown(function: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for the first unknown keyword argument, with the known one most like it."""
+    """Raises TypeError for the first unknown keyword argument, and suggests the closest known one."""
     names = list(known)
     for name in unknown:
         raise TypeError(

@@ -1,5 +1,5 @@
-"""Changes to a batch's rewards or rows that are no estimator: PF-PPO resampling, whitening of any
-estimator's advantages. The overlong penalty is the dapo reward manager's.
+"""PF-PPO resampling of rows and whitening of advantages, for any estimator. The overlong penalty is
+part of the dapo reward manager.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _FLOOR = 1e-8
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:
-    """[B] how likely each row is to be drawn again (PF-PPO, 2409.06957).
+    """[B] the sampling weight of each row (PF-PPO, 2409.06957).
 
     pow: |score|^p; max_min: 1 for the best and the worst, else 0; max_random: 0.4 for the best, 0.1
     for the others.
@@ -29,13 +29,13 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> T
             f"algorithm.pf_ppo.reweight_method={reweight_method!r} is unknown; "
             "use pow, max_min or max_random"
         )
-    return weights + _FLOOR  # a batch of zeros can still be drawn from
+    return weights + _FLOOR  # so that a batch of zeros can be sampled
 
 
 def pf_ppo_rows(
     scores: Tensor, reweight_method: str, weight_pow: float, generator: torch.Generator
 ) -> Tensor:
-    """[B] row numbers drawn with replacement. The caller's generator keeps a run replayable."""
+    """[B] row indices sampled with replacement. The caller's generator keeps a run reproducible."""
     if not len(scores):
         return torch.zeros(0, dtype=torch.long, device=scores.device)
     weights = pf_ppo_weights(scores, reweight_method, weight_pow)
@@ -43,5 +43,5 @@ def pf_ppo_rows(
 
 
 def normalise_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """`algorithm.adv_norm`: whiten over all policy tokens of the batch, 0 elsewhere."""
+    """`algorithm.adv_norm`: whitens over all policy tokens of the batch; 0 elsewhere."""
     return masked_whiten(advantages, response_mask)

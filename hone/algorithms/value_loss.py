@@ -1,4 +1,4 @@
-"""The critic's loss: squared error to the return, the worse of the clipped and the unclipped."""
+"""The critic's loss: the larger of the clipped and the unclipped squared error to the return."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def compute_value_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """½·max((v−R)², (clip(v, V±c)−R)²) aggregated, and the share of tokens where clipping won.
+    """Returns ½·max((v−R)², (clip(v, V±c)−R)²), aggregated, and the clip fraction.
 
-    The counts are those of `agg_loss`.
+    The counts are the same as in `agg_loss`.
     """
     vpreds, returns, values = (
         masked_fill_zero(x, response_mask) for x in (vpreds, returns, values)

@@ -1,7 +1,7 @@
-"""Configuration: the typed schema, where every default lives, and the way from overrides to it.
+"""Configuration: the typed schema with every default, and loading from overrides and files.
 
-The order of precedence is schema, files in the order of their defaults list, command line. Importing this
-loads no torch; Hydra loads when a configuration is composed.
+Precedence, lowest first: schema, files in the order of their defaults list, command line. Importing this
+does not import torch; Hydra is imported when a configuration is composed.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def compose(
     starting: Callable[[JsonObject], list[Setting]] | None = None,
     further: Further | None = None,
 ) -> Composed:
-    """Resolve a configuration and remember where each value came from.
+    """Resolves a configuration and records the origin of each value.
 
-    `config_path` and `config_dir` are folders of the user's own YAML files. `starting` gives values for
-    keys that were not set, from those that were, by dotted key. `further` are checks of what the tree
-    asks for beyond its values: which columns an algorithm reads.
+    `config_path` and `config_dir` are folders of the user's YAML files. `starting` computes values of keys
+    that were not set from those that were, by dotted key. `further` checks requirements beyond the
+    values, such as the columns that an algorithm reads.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]
-    named, settings = read_config(name, folders, overrides)
-    tree = TREES[schema or named or "ppo_trainer"]
+    tree_name, settings = read_config(name, folders, overrides)
+    tree = TREES[schema or tree_name or "ppo_trainer"]
     if starting is not None:
         values = {s.key: s.value for s in tree.translate(settings, [])}
         settings = [*starting(values), *settings]
@@ -81,11 +81,11 @@ def load_config(
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
 ) -> Value:
-    """The frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
+    """Returns the frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
     return compose(overrides, config_name=config_name, config_path=config_path).config
 
 
 def config_to_dict(config: Value) -> Row:
-    """Plain nested dict of a config tree or block, ready for YAML or JSON."""
+    """Converts a config tree or block to a nested dict for YAML or JSON."""
     plain: Row = to_plain(config)
     return plain

@@ -1,6 +1,6 @@
-"""The actor (what the policy update does) and the reference policy.
+"""Config of the actor (the policy update) and of the reference policy.
 
-Batch sizes are in prompts, sequences or tokens, as each docstring says; the derived ones are properties.
+Each docstring states whether a batch size is in prompts, sequences or tokens; derived sizes are properties.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from hone.config.engine import FSDPConfig, LogProbConfig, UpdateConfig
 from hone.types import Settings
 
 announced: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
-"""The counts of the mini-batch under way, which the aggregation announces: `batch_num_tokens` and
-`global_batch_size`; nothing outside a mini-batch."""
+"""The counts of the current mini-batch, set by the aggregation: `batch_num_tokens` and
+`global_batch_size`; empty outside a mini-batch."""
 
 
 class PolicyLossConfig(SchemaBlock):
-    """Which policy loss and its own constants."""
+    """The policy loss and its constants."""
 
     loss_mode: str = "vanilla"
-    """Name of the loss, or `pkg.mod:function` for your own."""
+    """Name of the loss, or `pkg.mod:function` for a custom one."""
     clip_cov_ratio: float = 2e-4
     """clip_cov: share of tokens whose gradient is dropped."""
     clip_cov_lb: float = 1.0
@@ -41,11 +41,11 @@ class ActorConfig(UpdateConfig):
     clip_ratio: NotNegative = 0.2
     """The probability ratio is clipped to 1 - clip_ratio … 1 + clip_ratio."""
     clip_ratio_low: NotNegative | None = None
-    """Lower clip where it differs from `clip_ratio`."""
+    """Lower clip range; null uses `clip_ratio`."""
     clip_ratio_high: NotNegative | None = None
-    """Upper clip where it differs from `clip_ratio`; DAPO uses 0.28."""
+    """Upper clip range; null uses `clip_ratio`. DAPO uses 0.28."""
     clip_ratio_c: AboveOne = 3.0
-    """Dual clip: largest ratio that counts where the advantage is negative; above 1."""
+    """Dual clip: upper bound of the ratio for negative advantages; above 1."""
     tau_pos: float = 1.0
     """sapo: temperature for positive advantages."""
     tau_neg: float = 1.05
@@ -62,19 +62,19 @@ class ActorConfig(UpdateConfig):
     use_torch_compile: bool = follows("actor_rollout_ref.actor.fsdp_config.use_torch_compile")
     """Compile each decoder block with torch.compile."""
     grad_clip: Positive = follows("actor_rollout_ref.actor.optim.clip_grad")
-    """Largest gradient norm; follows the optimizer block."""
+    """Maximum gradient norm; follows the optimizer block."""
     calculate_sum_pi_squared: bool = False
-    """Also compute the sum of squared probabilities; estimators that need it ask by themselves."""
+    """Also compute the sum of squared probabilities; it is automatic for estimators that need it."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
 
     @property
     def global_batch_info(self) -> Settings:
-        """What a custom policy loss hands to `agg_loss(..., **config.global_batch_info)`."""
+        """The arguments that a custom policy loss passes: `agg_loss(..., **config.global_batch_info)`."""
         return {"dp_size": 1, **announced.get(), "loss_scale_factor": self.loss_scale_factor}
 
 
 class RefConfig(LogProbConfig):
-    """The reference policy: forward only."""
+    """The reference policy, used for forward passes only."""
 
     strategy: str = follows("actor_rollout_ref.actor.strategy")
     """Engine; follows the actor."""

@@ -1,4 +1,4 @@
-"""The algorithm: advantage estimator, KL, rollout correction, group filters."""
+"""Config of the algorithm: advantage estimator, KL, rollout correction, group filters."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class KLControlConfig(SchemaBlock):
     """Weight of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed keeps `kl_coef`; adaptive steers towards `target_kl`."""
+    """fixed keeps `kl_coef`; adaptive adjusts it to reach `target_kl`."""
     kl_coef: NotNegative = 0.001
-    """The weight, or where the adaptive one starts."""
+    """The weight, or the initial weight if adaptive."""
     horizon: Count = 10000
-    """adaptive: sequences over which the weight reacts."""
+    """adaptive: time constant of the weight, in sequences."""
     target_kl: Positive = 0.1
-    """adaptive: the KL to hold."""
+    """adaptive: the target KL."""
 
 
 class PFPPOConfig(SchemaBlock):
-    """PF-PPO: resample the batch by reward."""
+    """PF-PPO: resampling of the batch by reward."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """How a score becomes a weight."""
+    """Function from scores to sampling weights."""
     weight_pow: float = 2.0
     """pow: the exponent."""
 
@@ -36,15 +36,15 @@ class RolloutCorrectionConfig(SchemaBlock):
     """Correction for rollout log-probs that differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights by token or sequence; null has none."""
+    """Importance weights per token or per sequence; null disables them."""
     rollout_is_threshold: float | str = 2.0
-    """Weights are cut at this value; `lo_hi` zeroes weights outside the band (IcePop)."""
+    """Weights are truncated at this value; `lo_hi` zeroes weights outside the band (IcePop)."""
     rollout_rs: str | tuple[str, ...] | None = None
     """Rejection options, comma separated: token_k1…k3, seq_sum_k1…, seq_mean_k1…, seq_max_k2|k3."""
     rollout_rs_threshold: float | str | None = None
     """Bounds of the rejection options: one number, or `lo_hi` for k1, comma separated."""
     bypass_mode: bool = False
-    """Use rollout log-probs as the old ones; no recomputation."""
+    """Use rollout log-probs as the old log-probs instead of recomputing them."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """bypass: the loss."""
     rollout_is_batch_normalize: bool = False
@@ -57,15 +57,15 @@ class FilterGroupsConfig(SchemaBlock):
     enable: bool = False
     """Filter groups."""
     metric: str | None = "reward"
-    """What must vary within a group: acc, score, reward, seq_reward, seq_final_reward, an extra."""
+    """Metric that must vary within a group: acc, score, reward, seq_reward, seq_final_reward, an extra."""
     max_num_gen_batches: CountOrZero = 20
     """Generation rounds per step before the run stops; 0 is no limit (verl's default)."""
     max_empty_gen_batches: Count = 10
-    """Successive rounds that keep no group before the run stops, also without a limit above."""
+    """Consecutive rounds that keep no group before the run stops, even without a round limit."""
     max_inflight_gen_batches: Count = 2
-    """Generation rounds under way at the same time; 1 starts a round when the last one is judged."""
+    """Concurrent generation rounds; 1 starts a round after the previous one is filtered."""
     order: Literal["submission", "finish"] = "submission"
-    """Groups that fill the batch: the first submitted, or the first to finish (depends on timing)."""
+    """Which groups fill the batch: the first submitted, or the first finished (depends on timing)."""
 
 
 class AlgorithmConfig(SchemaBlock):
@@ -76,11 +76,11 @@ class AlgorithmConfig(SchemaBlock):
     lam: Share = 1.0
     """GAE's lambda."""
     adv_estimator: str = "gae"
-    """Name of the estimator, or `pkg.mod:function` for your own."""
+    """Name of the estimator, or `pkg.mod:function` for a custom one."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide group advantages by the group's deviation; false is Dr.GRPO."""
+    """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     adv_norm: bool = False
-    """Whiten advantages over all policy tokens of the batch, whatever the estimator."""
+    """Whiten advantages over all policy tokens of the batch, for any estimator."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference policy from each token's reward."""
     kl_penalty: str = "kl"
@@ -92,9 +92,9 @@ class AlgorithmConfig(SchemaBlock):
     rollout_correction: RolloutCorrectionConfig = block(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = block(FilterGroupsConfig)
     gdpo_reward_keys: tuple[str, ...] | None = None
-    """gdpo: reward parts normalised one by one."""
+    """gdpo: reward components, normalised separately."""
     gdpo_reward_weights: tuple[float, ...] | None = None
-    """gdpo: weight of each part; null is 1 each."""
+    """gdpo: weight of each component; null is 1 each."""
 
 
 class CurriculumFilterConfig(SchemaBlock):
@@ -107,7 +107,7 @@ class CurriculumFilterConfig(SchemaBlock):
     fn_params: Settings = field(
         default_factory=lambda: {"lower_percentile_bound": 25, "upper_percentile_bound": 75}
     )
-    """interquartile: the percentiles."""
+    """interquartile: lower and upper percentile."""
 
 
 _IS, _RS, _LOWER = "rollout_is_threshold", "rollout_rs_threshold", "threshold_lower"
@@ -124,7 +124,7 @@ _PARTS: dict[str, Row] = {
     "geo_rs": {"rollout_rs": "seq_mean_k1", _RS: "0.999_1.001"},
     "k3_rs": {"rollout_rs": "seq_mean_k3", _RS: 0.01},
 }
-"""What each part of a preset's name sets; decoupled recomputes old log-probs, bypass takes the rollout's."""
+"""Settings per part of a preset's name; decoupled recomputes old log-probs, bypass uses the rollout's."""
 _NAMES = """
     disabled decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
     decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis

@@ -1,7 +1,7 @@
-"""Settings on a tree: translated, looked up, resolved, typed and checked, with all problems in one error.
+"""Applies settings to a tree: translates, resolves, types and checks them, with all problems in one error.
 
-Each stage goes on with the default where a value does not fit, so that one run tells every mistake; what a
-later check says about a key that is wrong already is left out.
+Each stage continues with the default if a value does not fit, so that one run reports every mistake.
+Later checks do not report a key that already has a problem.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from hone.types import JsonObject, JsonValue
 _SUGGESTED = re.compile(r"Did you mean '([^']+)'")
 
 Further = Callable[[Value, dict[str, str]], tuple[list[str], list[str]]]
-"""From a tree and the keys that were set to problems and notes."""
+"""Takes a tree and the keys that were set, and returns problems and notes."""
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A checked tree, the origin of each value that was set, and what to say at start."""
+    """A checked tree, the origin of each value that was set, and the notes to print at start."""
 
     config: Value
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
-    """One line per topic: keys that were set and do nothing, or not what they say, in this run."""
+    """One line per topic about keys that have no effect, or another effect, in this run."""
 
 
 def compose_settings(
     schema: Tree, settings: Sequence[Setting], further: Further | None = None
 ) -> Composed:
-    """Apply settings to the schema's defaults and check the result."""
+    """Applies settings to the schema's defaults and checks the result."""
     run = _Composition(schema)
     others = run.place(settings)
     try:
@@ -91,7 +91,7 @@ def compose_settings(
 
 
 class _Composition:
-    """The values of a tree by dotted key on their way, and what is said about them."""
+    """The values of a tree by dotted key while they are composed, and the problems and notes so far."""
 
     def __init__(self, schema: Tree) -> None:
         self.schema, self.root = schema, schema.root
@@ -99,7 +99,7 @@ class _Composition:
         self.origins: dict[str, str] = {}
         self.problems: list[str] = []
         self.broken: set[str] = set()
-        """Keys with a problem of their own: the default stands in for them."""
+        """Keys with a problem, replaced by their defaults."""
         self.answers: list[tuple[str, str]] = []
         """(key=value, sentence) for the notes."""
 
@@ -107,21 +107,20 @@ class _Composition:
         self.answers.append((f"{key}={show_value(value)}", sentence))
 
     def add_checks(self, sentences: Iterable[str]) -> None:
-        """Problems of several keys, but those that may only be there because another key was left at its
-        default."""
+        """Adds problems between keys, except those that may be caused by a key replaced by its default."""
         suggested = {word for problem in self.problems for word in _SUGGESTED.findall(problem)}
         wrong = [f"{key}=" for key in self.broken | suggested]
         self.problems += [s for s in sentences if not any(key in s for key in wrong)]
 
     def place(self, settings: Sequence[Setting]) -> dict[str, Setting]:
-        """Write the settings over the defaults; returns those whose key has no field.
+        """Writes the settings over the defaults, and returns those whose key has no field.
 
-        Such keys stand among the values too, also under the name that was written: references name them.
+        Those keys are added to the values too, also under their original names, for references to them.
         """
         root, tree = self.root, self.schema.name
         others: dict[str, Setting] = {}
-        strange = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
-        self.values |= {setting.key: setting.value for setting in strange}
+        unknown = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
+        self.values |= {setting.key: setting.value for setting in unknown}
         for written in self.schema.translate(settings, self.problems):
             value = rename_references(written.value, lambda key: new_name(key, tree))
             setting = dataclasses.replace(written, value=value)
@@ -135,26 +134,26 @@ class _Composition:
                 self.problems.append(f"{problem} ({origin})")
             else:
                 self.origins[key] = origin
-        named = {key for s in settings for key in named_keys(s.value)} - {s.key for s in settings}
-        for key in named:
+        refs = {key for s in settings for key in named_keys(s.value)} - {s.key for s in settings}
+        for key in refs:
             if owner_of(root, key) is None and (rule := rule_of(key, tree)):
                 self.values[key] = rule.usual
         return others
 
     def _is_second_name(self, key: str, origin: str) -> bool:
-        """Whether the same file gave a value under another name before."""
+        """Returns whether the same file already set the key under another name."""
         file, before = (o.partition(", written ")[0] for o in (origin, self.origins.get(key, "")))
         return file == before and file != COMMAND_LINE
 
     def _write(self, owner: str, setting: Setting) -> str | None:
-        """Write one setting to its leaf or block; returns the problem, if there is one."""
+        """Writes one setting to its leaf or block, and returns the problem, if any."""
         value, inside = setting.value, setting.key[len(owner) + 1 :]
         if owner in blocks(self.root):
             sources = named_keys(value)
             if not sources and value is not None and value != {}:
                 choices = f"choose {', '.join(GROUPS[owner])}, or " if owner in GROUPS else ""
                 return f"{owner} is a block of keys; {choices}set the keys inside it"
-            for key in leaves(self.root):  # a reference to another block takes its keys one by one
+            for key in leaves(self.root):  # a reference to another block is expanded key by key
                 other = sources[0] + key[len(owner) :] if sources else ""
                 if key.startswith(f"{owner}.") and other in self.values:
                     self.values[key] = "${" + other + "}"
@@ -170,7 +169,7 @@ class _Composition:
         return None
 
     def judge(self, others: Mapping[str, Setting]) -> None:
-        """Say of every key without a field whether it is neutral, refused, or does not exist."""
+        """Reports for every key without a field whether it is neutral, refused, or unknown."""
         refused: list[tuple[str, str]] = []
         for key, setting in others.items():
             rule, value = rule_of(key, self.schema.name), self.values[key]
@@ -187,10 +186,10 @@ class _Composition:
         self.problems += topics(refused, " is refused", " are refused")
 
     def typed(self) -> Value:
-        """The frozen tree, every leaf in its field's type and range.
+        """Returns the frozen tree, with every leaf in its field's type and range.
 
-        The default stands in where a value is not, and for a null that the field does not take. A key
-        that only follows a misfit is not reported beside it.
+        The default replaces a value that does not fit, and a null that the field does not accept. A key
+        that merely follows such a value is not reported.
         """
         typed: dict[str, Value] = {}
         misfits: dict[str, str] = {}
@@ -216,8 +215,8 @@ class _Composition:
         return _built(self.root, typed | {key: _defaults(self.root)[key] for key in self.broken})
 
     def _replaced(self, key: str) -> JsonValue:
-        """The value of a leaf, or what the table has in its place; a file's null where the field takes
-        none is the default."""
+        """Returns the value of a leaf or its replacement from the table; a null in a file becomes the
+        default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
         for rule in replacements_of(key):
             if rule.has(value) and not _has_adapter(value):
@@ -233,7 +232,7 @@ class _Composition:
 
 
 def _with(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject:
-    """A mapping with a setting written into it, some names further in."""
+    """Returns a copy of a mapping with a setting written at a nested key."""
     name, *rest = names
     new = dict(node) if isinstance(node, dict) else {}
     if rest:
@@ -246,7 +245,7 @@ def _with(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject
 
 
 def _has_adapter(engine: JsonValue) -> bool:
-    """Whether a rollout engine of this name can run: its adapter is here and its package is installed."""
+    """Returns whether a rollout engine of this name has an adapter and its package is installed."""
     if not isinstance(engine, str) or not engine.isidentifier():
         return False
     return find_spec(f"hone.rollout.{engine}") is not None and find_spec(engine) is not None
@@ -262,14 +261,14 @@ def _built(cls: Value, values: Mapping[str, Value], prefix: str = "") -> Value:
 
 @functools.cache
 def _defaults(root: type) -> dict[str, Value]:
-    """The value of every leaf where nothing is set, references followed."""
+    """Returns the default of every leaf, with references resolved."""
     values = resolve({key: leaf.default for key, leaf in leaves(root).items()})
     return {key: fit(value, leaves(root)[key].hint) for key, value in values.items()}
 
 
 def _requested(config: Value, origins: Mapping[str, str]) -> dict[str, str]:
-    """The keys that were set and their origins, in a file only where that changes something: a run's
-    saved config writes every default out."""
+    """Returns the keys that were set and their origins; a file's key counts only if it changes the value,
+    because the saved config of a run contains every default."""
     root: type = type(config)
     values = {key: to_plain(get(config, key)) for key in leaves(root)}
     requested: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""What a schema is written with: blocks that are read like dicts, ranges, defaults that follow other keys.
+"""Building blocks of the schema: dict-like blocks, ranges, and defaults that follow other keys.
 
 `config.get("clip_ratio_c", 3.0)`, `config["clip_ratio"]`, `"lam" in config` and `**config` work in a
-user's loss, estimator or manager, as with verl's configs. Nothing can be written.
+user's loss, estimator or manager, as with verl's configs. Blocks are read-only.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ B = TypeVar("B")
 
 
 def block(cls: type[B], **changes: Value) -> B:
-    """A block inside another one; its docstring is that of its class."""
+    """Declares a block inside another one; its docstring is that of its class."""
     return dataclasses.field(default_factory=functools.partial(cls, **changes))
 
 
 def follows(key: str) -> Value:
-    """Default that takes the value of another key (an OmegaConf interpolation)."""
+    """Declares a default that is the value of another key (an OmegaConf interpolation)."""
     return "${" + key + "}"
 
 
 def at_most(limit: int, key: str) -> Value:
-    """Default that is `limit`, or the value of another key where that is smaller."""
+    """Declares a default that is the smaller of `limit` and the value of another key."""
     return "${least:" + str(limit) + ",${" + key + "}}"
 
 
 def at_least(limit: int, key: str) -> Value:
-    """Default that is `limit`, or the value of another key where that is larger."""
+    """Declares a default that is the larger of `limit` and the value of another key."""
     return "${most:" + str(limit) + ",${" + key + "}}"
 
 
 class MissingKey(KeyError, AttributeError):
-    """A key that a block does not have. Code written for verl catches it as AttributeError."""
+    """A key that a block does not have; code written for verl catches it as AttributeError."""
 
 
 class Block(Mapping[str, Any]):
     """A dataclass that is also a read-only mapping.
 
-    Derived values (properties) can be read by name too; iteration gives the fields alone.
+    Derived values (properties) can also be read by name; iteration yields only the fields.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -62,7 +62,7 @@ class Block(Mapping[str, Any]):
         return getattr(self, key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, `default` where the block has none of that name."""
+        """Returns the value of a key, or `default` if the block has no such key."""
         return getattr(self, key) if key in self else default
 
     def __contains__(self, key: object) -> bool:
@@ -77,7 +77,7 @@ class Block(Mapping[str, Any]):
 
 @functools.cache
 def _names(cls: type) -> frozenset[str]:
-    """Fields and properties."""
+    """Returns the names of the fields and properties."""
     properties = {name for name in dir(cls) if isinstance(getattr(cls, name), property)}
     return frozenset(properties | getattr(cls, "__dataclass_fields__", {}).keys())
 
@@ -92,7 +92,7 @@ class SchemaBlock(Block):
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number; `above` excludes the bound itself. `-1` may stand for none."""
+    """Bounds of a number; `above` excludes the bound itself. `-1` may be allowed as "no value"."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -100,7 +100,7 @@ class Range:
     minus_one: bool = False
 
     def holds(self, value: float) -> bool:
-        """True when the number lies inside."""
+        """Returns whether the number is in range."""
         inside = self.least <= value <= self.most and self.above < value
         return math.isfinite(value) and (inside or (self.minus_one and value == -1))
 

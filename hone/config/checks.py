@@ -1,8 +1,8 @@
-"""Keys that depend on each other, checked before any model is loaded; each sentence names values that work.
+"""Checks keys that depend on each other before any model is loaded; each message names values that work.
 
-What only compares keys is a row of `checks.txt`; what must count or look names up is checked here, and what
-depends on the columns that the algorithm reads in `hone/trainer/ppo/plan.py`. A value that cannot stand
-beside the others, and whose change trains nothing else, is settled with a note.
+Checks that only compare keys are rows of `checks.txt`; checks that compute or look up names are here;
+checks of the columns that the algorithm reads are in `hone/trainer/ppo/plan.py`. A conflicting value that
+can be changed without changing the training result is changed with a note.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BELONGS = re.compile(r"([a-z_]+): ")
 
 
 def find_problems(tree: str, config: Value) -> Iterator[str]:
-    """One sentence for each defect of a tree."""
+    """Yields one sentence for each problem of a tree."""
     if isinstance(config, SFTConfig):
         yield from _indivisible(config.data.train_batch_size, config.world_size)
     if isinstance(config, PPOTrainerConfig):
         if ":" not in config.actor_rollout_ref.actor.strategy:
-            # Our engines make every rank a data-parallel one; another's mesh is known when it is built.
+            # Built-in engines use every rank for data parallelism; other engines define their own mesh.
             yield from uneven_batches(config, config.world_size)
         for check in (_rewards, _data, _shards):
             yield from check(config)
@@ -40,9 +40,9 @@ def find_problems(tree: str, config: Value) -> Iterator[str]:
 
 
 def find_idle(tree: str, config: Value) -> Iterator[tuple[str, str]]:
-    """Keys or blocks without effect beside the others, and why.
+    """Yields keys or blocks that have no effect with the other values, and why.
 
-    A docstring that begins with a name (`clip_cov: …`) says to what choice a key belongs.
+    A docstring that begins with a name (`clip_cov: …`) names the option to which a key belongs.
     """
     for row in _rows("idle", tree, config):
         keys, _, why = row.partition(" | ")
@@ -66,7 +66,7 @@ def find_idle(tree: str, config: Value) -> Iterator[tuple[str, str]]:
 
 
 def _rows(section: str, tree: str, config: Value) -> Iterator[str]:
-    """The further cells of every row whose condition holds, with the values that they name."""
+    """Yields the other cells of every row whose condition holds, with values filled in."""
     for first, *cells in read_table("checks.txt")[section]:
         owner, _, condition = first.rpartition(":")
         if (owner or "ppo_trainer") == tree and holds(condition, partial(get, config)):
@@ -75,7 +75,7 @@ def _rows(section: str, tree: str, config: Value) -> Iterator[str]:
 
 
 def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
-    """Key, value and sentence for what can run with another value and trains the same."""
+    """Yields (key, new value, sentence) for values that can be changed without changing the training."""
     if isinstance(config, SFTConfig) and config.data.max_token_len_per_gpu < config.data.max_length:
         why = f"a rank's budget must hold data.max_length={config.data.max_length} tokens"
         yield "data.max_token_len_per_gpu", config.data.max_length, why
@@ -97,13 +97,13 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
 
 
 def multiples(value: int, unit: int) -> str:
-    """The nearest multiples of `unit` around `value`, as `use A or B`."""
+    """Returns the multiples of `unit` nearest to `value`, as `use A or B`."""
     below = value // unit * unit
     return f"use {below} or {below + unit}" if below else f"use {unit}"
 
 
 def divisors(value: int, near: int) -> str:
-    """The nearest divisors of `value` around `near`, as `use A or B`."""
+    """Returns the divisors of `value` nearest to `near`, as `use A or B`."""
     every = [d for d in range(1, value + 1) if value % d == 0]
     around = [*[d for d in every if d <= near][-1:], *[d for d in every if d > near][:1]]
     return "use " + " or ".join(map(str, around))
@@ -118,7 +118,7 @@ def _indivisible(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:
 
 
 def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
-    """Batches that do not divide over so many data-parallel ranks."""
+    """Yields batch sizes that are not divisible by the number of data-parallel ranks."""
     policy = config.actor_rollout_ref
     uneven = list(_indivisible(config.data.train_batch_size, ranks, policy.rollout.n))
     mini = policy.actor.ppo_mini_batch_size
@@ -126,8 +126,8 @@ def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
 
 
 def mini_batch_problems(config: PPOTrainerConfig, block: str, mini: int) -> Iterator[str]:
-    """Whether a step has the prompts of a role's mini-batch; the last one of a step may be smaller, and
-    ranks need not have the same share of it."""
+    """Checks that a step has enough prompts for a role's mini-batch; the last mini-batch of a step may be
+    smaller, and may be uneven over the ranks."""
     prompts = config.data.train_batch_size
     if mini > prompts:
         key = f"{block}.ppo_mini_batch_size={mini}"
@@ -168,12 +168,12 @@ def _data(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _ends_with_class(path: str | None) -> bool:
-    """Whether a path is written `file.py:Class`."""
+    """Returns whether a path has the form `file.py:Class`."""
     return path is not None and ":" in path.removeprefix("pkg://").removeprefix("file://")
 
 
 def _unknown_names(tree: str, config: Value) -> Iterator[str]:
-    """Names that no table has and that, where that is allowed, are not the user's own."""
+    """Yields names that are neither registered nor, where allowed, an import path."""
     for words, names, own in read_table("checks.txt")["names"]:
         table = names.split(", ")
         for word in words.split():

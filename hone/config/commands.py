@@ -19,11 +19,11 @@ from hone.config.states import names, new_name, other_names, replacements_of, ru
 from hone.config.trees import TREES, Tree
 
 _TREE_NAMES = "\0"
-"""Where a text names the trees it is true of."""
+"""Placeholder for the names of the trees that a text applies to."""
 
 
 def with_origins(composed: Composed, only_set: bool = False) -> str:
-    """A configuration as YAML, each value with its origin, the notes at the end."""
+    """Formats a configuration as YAML, with the origin of each value and the notes at the end."""
     lines = list(_tree_lines(composed, only_set))
     if composed.notes:
         lines += ["", "# set, but without effect here:"]
@@ -32,7 +32,7 @@ def with_origins(composed: Composed, only_set: bool = False) -> str:
 
 
 def as_yaml(composed: Composed, block: str = "") -> str:
-    """A configuration, or a block of it, as plain YAML that composes to the same again."""
+    """Formats a configuration, or one block, as plain YAML that composes to the same configuration."""
     import yaml
 
     tree = config_to_dict(get(composed.config, block) if block else composed.config)
@@ -69,8 +69,8 @@ def _yaml_value(value: Value) -> str:
 
 
 def explain(key: str, tree: str | None = None) -> str:
-    """What a key does, takes and defaults to in every tree that has it, or in the one named; old
-    names, blocks and near misses too."""
+    """Describes a key (effect, values, default) in one tree or in all; also handles old names, blocks
+    and misspelled keys."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
     by_text: dict[str, list[str]] = {}
     for owner in trees:
@@ -79,7 +79,7 @@ def explain(key: str, tree: str | None = None) -> str:
     if by_text:
         texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in by_text.items())
         return "\n".join(texts)
-    table = key.rpartition(".")[0]  # a user's own name inside a mapping
+    table = key.rpartition(".")[0]  # a user-defined name inside a mapping
     if any(
         isinstance(leaves(t.root)[table].default, dict) for t in trees if table in leaves(t.root)
     ):
@@ -104,7 +104,7 @@ def explain(key: str, tree: str | None = None) -> str:
 
 
 def _explain_known(key: str, tree: Tree) -> str | None:
-    """The text about a leaf or a block of a tree."""
+    """Returns the text about a leaf or a block of a tree."""
     every = leaves(tree.root)
     if leaf := every.get(key):
         lines = [key, f"  {leaf.doc}", ""]
@@ -124,7 +124,7 @@ def _explain_known(key: str, tree: Tree) -> str | None:
 
 
 def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
-    """Compose a YAML file and report: 0 and what it sets, or 1 and every problem."""
+    """Composes a YAML file and returns (0, what it sets) or (1, every problem)."""
     file = Path(path).expanduser()
     if file.suffix not in (".yaml", ".yml"):
         return 1, f"{file} is no YAML file\n"
@@ -143,7 +143,7 @@ def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
 
 
 def _likely_tree(settings: Sequence[Setting]) -> Tree:
-    """The tree with most of the settings' keys; `ppo_trainer` where two have as many."""
+    """Returns the tree with most of the settings' keys; `ppo_trainer` in a tie."""
 
     def keys_of(tree: Tree) -> int:
         return sum(s.key in leaves(tree.root) for s in tree.translate(settings, []))

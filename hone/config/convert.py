@@ -1,6 +1,6 @@
-"""Values and type hints: whether a value fits, what it becomes, and both in words.
+"""Converts values to type hints, and formats values and hints as text.
 
-OmegaConf's own structured configs know no union of a list and a string and name no origin; this does both.
+OmegaConf's structured configs support no union of a list and a string, and do not report origins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, Union
 Hint: TypeAlias = Any
 """A type hint: a class, a union, a literal or a generic."""
 Value: TypeAlias = Any
-"""The value of a key: what its field's type says."""
+"""The value of a key, in its field's type."""
 
 _WORDS: dict[Hint, str] = {
     type(None): "null",
@@ -36,7 +36,7 @@ class NoFit(Exception):
 
 
 def describe_type(hint: Hint) -> str:
-    """What a field takes, in words."""
+    """Describes in words what a field accepts."""
     origin: Hint = typing.get_origin(hint)
     members = typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -49,13 +49,13 @@ def describe_type(hint: Hint) -> str:
 
 
 def fit(value: Value, hint: Hint) -> Value:
-    """`value` in the type of the hint; raises `NoFit` where it has no place there."""
+    """Converts `value` to the type of the hint; raises `NoFit` if it does not fit."""
     origin: Hint = typing.get_origin(hint)
     members = typing.get_args(hint)
     if hint is Any or type(value) is hint:
         return value
     if origin in (Union, types.UnionType):
-        # The value's own type comes first; an integer is a float before it is a string.
+        # The value's own type is tried first; for an integer, float comes before string.
         exact = (type(value), float) if type(value) is int else (type(value),)
         for member in [*(kind for kind in exact if kind in members), *members]:
             with contextlib.suppress(NoFit):
@@ -75,12 +75,12 @@ def fit(value: Value, hint: Hint) -> Value:
 
 
 def same(value: Value, other: Value) -> bool:
-    """Equality that tells true from 1."""
+    """Returns whether two values are equal, where true differs from 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _items(value: Value) -> list[Value] | tuple[Value, ...]:
-    """A list as it is, one value as a list of one, a list inside a string (`'["a"]'`) as that list."""
+    """Converts to a list: a list unchanged, a string such as `'["a"]'` parsed, another value wrapped."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
@@ -90,7 +90,7 @@ def _items(value: Value) -> list[Value] | tuple[Value, ...]:
 
 
 def show_value(value: Value) -> str:
-    """A value as it is written on the command line."""
+    """Formats a value as on the command line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list | tuple):
@@ -105,7 +105,7 @@ def show_value(value: Value) -> str:
 
 
 def to_plain(value: Value) -> Value:
-    """Nested dicts and lists of a tree of blocks, as YAML or JSON would hold them."""
+    """Converts a tree of blocks to nested dicts and lists for YAML or JSON."""
     if isinstance(value, Mapping):  # a block is one
         return {k: to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

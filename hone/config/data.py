@@ -1,4 +1,4 @@
-"""Data: files, columns, lengths, batches, order.
+"""Config of the data: files, columns, lengths, batches, order.
 
 The loader is `hone.data`; lengths here are in tokens, batch sizes in prompts.
 """
@@ -13,21 +13,21 @@ from hone.types import Settings
 
 
 class CustomClassConfig(SchemaBlock):
-    """A user's own class, in a file or module."""
+    """A custom class, in a file or module."""
 
     path: str | None = None
     """File or module that holds the class, or `file.py:Class`; null uses the built-in one."""
     name: str | None = None
-    """Name of the class, where the path does not end with it."""
+    """Name of the class, if the path does not end with it."""
 
 
 class SamplerConfig(SchemaBlock):
-    """A user's own order of rows (curriculum)."""
+    """A custom sampler (curriculum)."""
 
     class_path: str | None = None
-    """File or module that holds the sampler, or `file.py:Class`; null shuffles or goes in order."""
+    """File or module that holds the sampler, or `file.py:Class`; null uses `shuffle`."""
     class_name: str | None = None
-    """Name of the sampler class, where the path does not end with it."""
+    """Name of the sampler class, if the path does not end with it."""
 
 
 class RowsConfig(SchemaBlock):
@@ -36,24 +36,24 @@ class RowsConfig(SchemaBlock):
     train_files: tuple[str, ...] = ("~/data/rlhf/gsm8k/train.parquet",)
     """Parquet or jsonl files to train on; one path or a list."""
     val_files: tuple[str, ...] | None = ("~/data/rlhf/gsm8k/test.parquet",)
-    """Parquet or jsonl files to validate on; one path or a list. [] or null has none."""
+    """Parquet or jsonl files to validate on; one path or a list. [] or null disables validation."""
     train_max_samples: CountOrAll = -1
-    """Rows kept for training; -1 keeps all."""
+    """Number of training rows to use; -1 uses all."""
     val_max_samples: CountOrAll = -1
-    """Rows kept for validation; -1 keeps all."""
+    """Number of validation rows to use; -1 uses all."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of messages, or a string (one user turn)."""
     prompt_format: Literal["chat", "raw"] = "chat"
-    """chat renders the prompt with the chat template; raw takes the string as it is."""
+    """chat renders the prompt with the chat template; raw uses the string unchanged."""
     shuffle: bool = True
     """Shuffle training rows each epoch."""
     seed: int | None = None
-    """Seed of the order; null takes the run seed."""
+    """Seed of the data order; null uses the run seed."""
     custom_cls: CustomClassConfig = block(CustomClassConfig)
     apply_chat_template_kwargs: Settings = field(default_factory=dict)
-    """More arguments of the chat template."""
+    """Additional arguments of the chat template."""
     on_bad_row: Literal["raise", "skip"] = "raise"
-    """A row that cannot be used stops the run, or is skipped and counted."""
+    """Whether an invalid row stops the run, or is skipped and counted."""
 
 
 class DataConfig(RowsConfig):
@@ -64,9 +64,9 @@ class DataConfig(RowsConfig):
     reward_fn_key: str = "data_source"
     """Column that chooses the score function."""
     max_prompt_length: Count = 512
-    """Longest prompt in tokens."""
+    """Maximum prompt length in tokens."""
     max_response_length: Count = 512
-    """Longest response in tokens, all turns together."""
+    """Maximum response length in tokens, over all turns."""
     train_batch_size: Count = 1024
     """Prompts per step."""
     gen_batch_size: Count | None = None
@@ -78,17 +78,17 @@ class DataConfig(RowsConfig):
     tool_config_path: str | None = follows("actor_rollout_ref.rollout.multi_turn.tool_config_path")
     """YAML file that lists the tools whose schemas enter the prompt; follows the rollout."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a prompt longer than `max_prompt_length`."""
+    """How a prompt longer than `max_prompt_length` is handled."""
     validation_shuffle: bool = False
     """Shuffle validation rows."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` before training."""
     image_key: str = "images"
-    """Column of the images; training refuses rows that fill it, as no model here reads it."""
+    """Column of images; training refuses rows with images, since no supported model reads them."""
     video_key: str = "videos"
-    """Column of the videos; training refuses rows that fill it, as no model here reads it."""
+    """Column of videos; training refuses rows with videos, since no supported model reads them."""
     audio_key: str = "audios"
-    """Column of the audio clips; training refuses rows that fill it, as no model here reads it."""
+    """Column of audio clips; training refuses rows with audio, since no supported model reads them."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Run code that ships with the tokenizer; follows the model."""
     sampler: SamplerConfig = block(SamplerConfig)

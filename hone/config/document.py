@@ -32,7 +32,7 @@ takes the value that was written.
 
 
 def document() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return "\n".join(_page())
 
 
@@ -53,7 +53,7 @@ def _page() -> Iterator[str]:
 
 
 def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table; a line ends with its last cell."""
+    """Formats a Markdown table."""
     lines = [f"| {heading} |", "|" + "---|" * (heading.count("|") + 1)]
     for row in rows:
         cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)

@@ -1,4 +1,4 @@
-"""Blocks shared by every model that is trained or run forward: optimizer, sharding, checkpoint."""
+"""Config blocks shared by all models: optimizer, sharding, checkpoint, micro-batches."""
 
 from __future__ import annotations
 
@@ -29,85 +29,85 @@ class OptimConfig(SchemaBlock):
     """Optimizer and learning-rate schedule."""
 
     optimizer: str = "AdamW"
-    """Class name of the optimizer, looked up in `optimizer_impl`; or `pkg.mod:Class` of your own."""
+    """Class name of the optimizer in `optimizer_impl`, or `pkg.mod:Class` for a custom one."""
     optimizer_impl: str = "torch.optim"
     """Module that holds the optimizer class; any importable module works."""
     lr: NotNegative = 1e-6
     """Peak learning rate."""
     lr_warmup_steps_ratio: Share = 0.0
-    """Share of all updates spent warming up; used when `lr_warmup_steps` is not positive."""
+    """Warm-up length as a share of all updates; used if `lr_warmup_steps` is not positive."""
     lr_warmup_steps: int = -1
-    """Warm-up length in updates; wins over the ratio when positive."""
+    """Warm-up length in updates; overrides the ratio if positive."""
     total_training_steps: int = -1
-    """Length of the schedule in steps; -1 takes the run's own length."""
+    """Length of the schedule in steps; -1 uses the length of the run."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay."""
     betas: tuple[float, ...] = (0.9, 0.999)
     """AdamW's two moment decay rates."""
     clip_grad: Positive = 1.0
-    """Largest gradient norm; the role's `grad_clip` wins where it has one."""
+    """Maximum gradient norm; the role's `grad_clip`, if any, overrides it."""
     min_lr_ratio: Share = 0.0
     """Floor of the cosine, linear and WSD schedules, as a share of `lr`."""
     num_cycles: float = 0.5
-    """Cosine waves over the run; 0.5 falls once from the peak to the floor."""
+    """Number of cosine cycles over the run; 0.5 decays once from the peak to the floor."""
     lr_scheduler_type: str = "constant"
-    """Shape of the schedule after warm-up: constant, cosine, linear, wsd, or your own `pkg.mod:function`."""
+    """Schedule after warm-up: constant, cosine, linear, wsd, or `pkg.mod:function` for a custom one."""
     lr_decay_steps_ratio: Share = 0.1
     """Share of all updates in the final decay of the `wsd` schedule."""
     override_optimizer_config: Settings | None = None
-    """More keyword arguments for the optimizer class."""
+    """Additional keyword arguments for the optimizer class."""
 
 
 class PlacementConfig(SchemaBlock):
-    """How a model is held on a rank: dtype, offload, seed."""
+    """Dtype, offload and seed of a model on a rank."""
 
     param_offload: bool = False
-    """Keep parameters in host memory between phases (on a CPU they are there already)."""
+    """Keep parameters in host memory between phases (no effect on CPU)."""
     seed: int = 42
-    """Seed of dropout; under `full_determinism` of every generator."""
+    """Seed of dropout; with `full_determinism`, seed of every generator."""
     full_determinism: bool = False
-    """Ask torch for deterministic kernels, and seed every generator."""
+    """Use deterministic torch kernels, and seed every generator."""
     dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
     """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
 
 
 class FSDPConfig(PlacementConfig):
-    """How a model is sharded over the ranks."""
+    """Sharding of a model over the ranks."""
 
     optimizer_offload: bool = False
-    """Keep optimizer state and float32 masters in host memory between updates."""
+    """Keep optimizer state and float32 master weights in host memory between updates."""
     offload_policy: bool = False
-    """FSDP2's own CPU offload, during the phase as well."""
+    """Use FSDP2's CPU offload, which also applies during a phase."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, one more gather)."""
     fsdp_size: int = -1
-    """Ranks that share one copy of the model; -1 shards over all of them, less gives HSDP."""
+    """Ranks over which one model copy is sharded; -1 is all ranks, fewer is HSDP."""
     use_torch_compile: bool = False
     """Compile each decoder block with torch.compile."""
 
 
 class SFTEngineConfig(FSDPConfig):
-    """How the model of supervised fine-tuning is held and trained."""
+    """Training engine of supervised fine-tuning."""
 
     strategy: str = "fsdp2"
-    """Training engine: fsdp2, or your own as pkg.mod:Class."""
+    """Training engine: fsdp2, or pkg.mod:Class for a custom one."""
 
 
 class CheckpointConfig(SchemaBlock):
-    """What a checkpoint holds and what is read back."""
+    """Contents of a checkpoint to save and to load."""
 
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model")
     """Parts to write: model, optimizer, extra (scheduler, random state), hf_model (safetensors)."""
     load_contents: tuple[str, ...] | None = None
-    """Parts to read on resume; null reads all that was saved."""
+    """Parts to load on resume; null loads all saved parts."""
 
 
 class MicroBatches(SchemaBlock):
-    """A pass that takes a batch piece by piece."""
+    """A pass that splits a batch into micro-batches."""
 
     def sequences_per_micro_batch(self, ranks: int, kind: str = "") -> int | None:
-        """Sequences in one forward on one rank; None where the token budget decides. `kind` begins the
-        keys of the pass: ppo_, forward_, log_prob_."""
+        """Returns the sequences in one forward on one rank; None if the token budget applies. `kind` is
+        the prefix of the keys: ppo_, forward_, log_prob_."""
         by_tokens = self.get(f"{kind}use_dynamic_bsz", self.get("use_dynamic_bsz"))
         size, total = self[f"{kind}micro_batch_size_per_gpu"], self[f"{kind}micro_batch_size"]
         if size is None and total is not None:
@@ -116,16 +116,16 @@ class MicroBatches(SchemaBlock):
 
 
 class UpdateConfig(MicroBatches):
-    """What the updates of the policy and of the critic share."""
+    """Settings shared by the updates of policy and critic."""
 
     strategy: str = "fsdp2"
-    """Training engine: fsdp and fsdp2 (both FSDP2 beyond one rank), or your own as pkg.mod:Class."""
+    """Training engine: fsdp or fsdp2 (both use FSDP2 beyond one rank), or pkg.mod:Class for a custom one."""
     rollout_n: int = follows("actor_rollout_ref.rollout.n")
     """Responses per prompt; follows the rollout."""
     ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")
-    """Prompts in one update (optimizer step); each brings its `rollout.n` responses."""
+    """Prompts in one update (optimizer step), each with `rollout.n` responses."""
     ppo_micro_batch_size: Count | None = None
-    """Sequences in one forward over all ranks; give `ppo_micro_batch_size_per_gpu`."""
+    """Sequences in one forward over all ranks; prefer `ppo_micro_batch_size_per_gpu`."""
     ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward on one rank; null forms micro-batches by token budget."""
     use_dynamic_bsz: bool = False
@@ -135,27 +135,27 @@ class UpdateConfig(MicroBatches):
     ppo_epochs: Count = 1
     """Passes over each batch."""
     shuffle: bool = False
-    """Shuffle the rows of a batch before cutting it into mini-batches."""
+    """Shuffle the rows of a batch before splitting it into mini-batches."""
     data_loader_seed: int = 42
     """Seed of that shuffle."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses become one number."""
+    """How per-token losses are aggregated."""
     loss_scale_factor: Positive | None = None
-    """Divisor of `seq-mean-token-sum-norm`; null is the longest response allowed."""
+    """Divisor of `seq-mean-token-sum-norm`; null is the maximum response length."""
     optim: OptimConfig = block(OptimConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
 
     def sequences_per_update(self, responses_per_prompt: int | None = None) -> int:
-        """Sequences in one update over all ranks."""
+        """Returns the sequences in one update over all ranks."""
         n = self.rollout_n if responses_per_prompt is None else responses_per_prompt
         return self.ppo_mini_batch_size * n
 
 
 class LogProbConfig(MicroBatches):
-    """Micro-batches of a pass that only computes log-probs."""
+    """Micro-batches of a log-prob pass."""
 
     log_prob_micro_batch_size: Count | None = None
-    """Log-probs: sequences in one forward over all ranks; give `log_prob_micro_batch_size_per_gpu`."""
+    """Log-probs: sequences in one forward over all ranks; prefer `log_prob_micro_batch_size_per_gpu`."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Log-probs: sequences in one forward on one rank; null forms micro-batches by token budget."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")

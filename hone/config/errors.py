@@ -1,6 +1,6 @@
-"""The one error of the config room, and the proposals in its messages.
+"""The error class of hone.config, and the suggestions in its messages.
 
-A message says what was set, what came, where it came from, and what would work.
+A message states the key, the value, its origin, and a value that would work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. `problems` holds one sentence for each defect."""
+    """A configuration that cannot run; `problems` holds one sentence per problem."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -22,11 +22,11 @@ class ConfigError(ValueError):
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None."""
+    """Returns the candidate most similar to `word`, or None."""
     return next(iter(difflib.get_close_matches(word, list(candidates), 1, cutoff)), None)
 
 
 def did_you_mean(*suggestions: str | None) -> str:
-    """` Did you mean 'x' or 'y'?`, or nothing."""
+    """Returns ` Did you mean 'x' or 'y'?`, or an empty string."""
     words = " or ".join(f"'{word}'" for word in suggestions if word)
     return f" Did you mean {words}?" if words else ""

@@ -1,4 +1,4 @@
-"""The `evaluation` tree: a file with responses in, scores per data source out."""
+"""The `evaluation` tree: scores a file of responses per data source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class EvaluationDataConfig(SchemaBlock):
     path: tuple[str, ...] = ("math_Qwen2-7B-Instruct.parquet",)
     """Parquet or jsonl files with a column of responses; one path or a list. Must be given."""
     response_key: str = "responses"
-    """Column of the responses, a list per row."""
+    """Column of the responses, one list per row."""
     data_source_key: str = "data_source"
     """Column that chooses the score function."""
     reward_model_key: str = "reward_model"
@@ -20,33 +20,33 @@ class EvaluationDataConfig(SchemaBlock):
 
 
 class EvaluationMetricsConfig(SchemaBlock):
-    """What is computed from the scores."""
+    """Metrics computed from the scores."""
 
     pass_at: tuple[int, ...] | None = None
-    """k of pass@k, best@k and maj@k; null is the powers of two up to the responses per row."""
+    """Values of k for pass@k, best@k and maj@k; null is the powers of two up to the responses per row."""
     correct_from: float = 1.0
-    """Least score that counts as correct in pass@k."""
+    """Minimum score that counts as correct in pass@k."""
     confidence: PositiveShare = 0.95
-    """Level of the intervals: bootstrap over rows, or exact binomial where all are 0 or all are 1."""
+    """Confidence level: bootstrap over rows, or exact binomial if all scores are 0 or all are 1."""
     bootstrap_samples: Count = 1000
-    """Resamples of the rows for the intervals."""
+    """Bootstrap samples for the confidence intervals."""
     seed: int = 1
     """Seed of the resampling."""
 
 
 class EvaluationOutputConfig(SchemaBlock):
-    """Where the results go."""
+    """Output files of the results."""
 
     json_path: str | None = None
-    """File for the results; null prints only."""
+    """JSON file for the results; null only prints them."""
     plot_path: str | None = None
-    """PNG of the results; null draws none."""
+    """PNG plot of the results; null draws none."""
     scores_path: str | None = None
-    """Parquet of the rows with a `scores` column; null writes none."""
+    """Parquet file of the rows with a `scores` column; null writes none."""
 
 
 class EvaluationConfig(SchemaBlock):
-    """Everything one evaluation reads."""
+    """The config of an evaluation."""
 
     data: EvaluationDataConfig = block(EvaluationDataConfig)
     custom_reward_function: CustomRewardFunctionConfig = block(CustomRewardFunctionConfig)
@@ -54,6 +54,6 @@ class EvaluationConfig(SchemaBlock):
     output: EvaluationOutputConfig = block(EvaluationOutputConfig)
     sandbox_fusion: SandboxConfig = block(SandboxConfig)
     num_processes: Count | None = None
-    """Scoring processes; null chooses by cores."""
+    """Scoring processes; null uses the number of cores."""
     timeout_s: Positive = 300.0
-    """Seconds one score may take; then it counts as failed."""
+    """Seconds that one score may take before it counts as failed."""

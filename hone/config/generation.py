@@ -1,4 +1,4 @@
-"""The `generation` tree: a file of prompts in, a file with responses out."""
+"""The `generation` tree: generates responses for a file of prompts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from hone.types import Settings
 
 
 class GenerationDataConfig(SchemaBlock):
-    """Prompts in, responses out."""
+    """Prompt and response files."""
 
     path: tuple[str, ...] = ("~/data/rlhf/math/test.parquet",)
     """Parquet or jsonl files of prompts; one path or a list. Must be given."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of messages, or a string (one user turn)."""
     prompt_format: Literal["chat", "raw"] = "chat"
-    """chat renders with the chat template; raw takes the string as it is."""
+    """chat renders the prompt with the chat template; raw uses the string unchanged."""
     n_samples: Count = 5
     """Responses per prompt."""
     output_path: str = "math_Qwen2-7B-Instruct.parquet"
     """File to write: the rows with a `responses` column. Must be given."""
     overwrite: bool = False
-    """Replace a file that another job wrote; this job's own finished file stays as it is."""
+    """Replace a file that another job wrote; a finished file of the same job is never replaced."""
     batch_size: Count = 128
-    """Prompts in flight at a time; a row is kept as soon as its last response ends."""
+    """Concurrent prompts; a row is saved as soon as its last response ends."""
     max_samples: int = -1
-    """Rows kept; -1 keeps all."""
+    """Number of rows to use; -1 uses all."""
     apply_chat_template_kwargs: Settings = field(default_factory=dict)
-    """More arguments of the chat template."""
+    """Additional arguments of the chat template."""
 
 
 class GenerationRolloutConfig(RolloutEngineConfig):
@@ -41,22 +41,22 @@ class GenerationRolloutConfig(RolloutEngineConfig):
     dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
     """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
     calculate_log_probs: bool = False
-    """Write a `log_probs` column beside the responses."""
+    """Also write a `log_probs` column."""
 
 
 class GenerationSearchConfig(SearchServiceConfig):
-    """Searches between the turns of a response, as `search_agent` makes them in training."""
+    """Searches between the turns of a response, as with `search_agent` in training."""
 
     url: str | None = None
-    """Retrieval service; `--search URL` sets it. null answers in one turn."""
+    """Retrieval service, also set by `--search URL`; null generates a single turn."""
     max_turns: Count = 10
-    """Searches of one response; then comes a turn that does not search."""
+    """Maximum searches per response, followed by one turn without search."""
     max_obs_length: Count = 512
-    """Longest passages of one search in tokens."""
+    """Maximum length of the passages of one search, in tokens."""
 
 
 class GenerationConfig(RunTree):
-    """Everything one generation run reads."""
+    """The config of a generation run."""
 
     data: GenerationDataConfig = block(GenerationDataConfig)
     model: ModelSourceConfig = block(ModelSourceConfig, path="~/models/Qwen2-7B-Instruct")

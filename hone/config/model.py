@@ -1,4 +1,4 @@
-"""The policy's model: where it comes from, how it is changed, LoRA."""
+"""Config of the policy's model: its source, changes for training, LoRA."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hone.types import Settings
 
 
 class ModelSourceConfig(SchemaBlock):
-    """Where a model and its tokenizer come from."""
+    """Source of a model and its tokenizer."""
 
     path: str = "~/models/deepseek-llm-7b-chat"
     """Folder or hub name of the model; a training checkpoint folder works too."""
     tokenizer_path: str | None = None
-    """Folder of the tokenizer where it differs from `path`."""
+    """Folder of the tokenizer, if it differs from `path`."""
     trust_remote_code: bool = False
-    """Run code that ships with the tokenizer; models are opened with the code of transformers."""
+    """Run code that ships with the tokenizer; models always use the code of transformers."""
     custom_chat_template: str | None = None
-    """Chat template text that replaces the tokenizer's own."""
+    """Chat template text that replaces the tokenizer's."""
     external_lib: str | tuple[str, ...] | None = None
     """Python modules to import first, for example to register an architecture."""
     lora_adapter_path: str | None = None
@@ -26,10 +26,10 @@ class ModelSourceConfig(SchemaBlock):
 
 
 class TrainedModelConfig(SchemaBlock):
-    """How a model is changed for training."""
+    """Changes to a model for training."""
 
     override_config: Settings = field(default_factory=dict)
-    """Changes to the model's own config."""
+    """Overrides of the model's config."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     lora_rank: CountOrZero = 0
@@ -46,9 +46,9 @@ class ModelConfig(TrainedModelConfig, ModelSourceConfig):
     lora_dropout: Share = 0.0
     """Dropout before the LoRA matrices."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Modules that get none."""
+    """Modules that get no LoRA matrices."""
 
     @property
     def uses_lora(self) -> bool:
-        """True when only adapters are trained."""
+        """Whether only adapters are trained."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None

@@ -1,6 +1,6 @@
-"""A dataclass from a dict or an OmegaConf tree, with verl's `omega_conf_to_dataclass`.
+"""verl's `omega_conf_to_dataclass`: makes a dataclass from a dict or an OmegaConf tree.
 
-For code that makes a block by hand. A run's configuration is composed, with origins and references.
+It is for code that creates a single block; the configuration of a run is composed instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def omega_conf_to_dataclass(
     config: DictConfig | Settings | T | None, dataclass_type: type[T] | None = None
 ) -> T | None:
-    """The dataclass of that type, or of the type that `_target_` names; inner dicts too."""
+    """Makes a dataclass of the given type or of the type named by `_target_`, including nested dicts."""
     if dataclasses.is_dataclass(config):
         return config
     block: T | None = _built(dataclass_type, plain_containers(config or {}))  # type: ignore[arg-type]
@@ -32,15 +32,15 @@ def omega_conf_to_dataclass(
 
 
 def plain_containers(config: DictConfig | Settings) -> Row:
-    """Dicts and lists all the way down, references followed."""
+    """Converts a config to nested dicts and lists, with references resolved."""
     made = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     tree: Value = OmegaConf.to_container(made, resolve=True)
     return {str(key): value for key, value in tree.items()}
 
 
 def _built(cls: Value, tree: Settings) -> Value:
-    """The block of a class, or of the one that `_target_` names (verl's own paths lead here); None
-    without a class."""
+    """Makes a block of a class or of the one named by `_target_` (verl's paths are mapped to ours);
+    returns None without a class."""
     target = re.sub(r"^verl(?=\.)", "hone", str(tree.get("_target_") or ""))
     module, _, name = target.rpartition(".")
     if cls is None and target:

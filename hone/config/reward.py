@@ -1,4 +1,4 @@
-"""Rewards: the score function, the manager, reward models and how the parts are mixed."""
+"""Config of the reward: score function, reward manager, reward models and their weights."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hone.types import Settings
 
 
 class CustomRewardFunctionConfig(SchemaBlock):
-    """A user's own score function."""
+    """A custom score function."""
 
     path: str | None = None
     """File, `pkg://module` or module that holds the function; null scores by data source."""
     name: str = "compute_score"
     """Name of the function."""
     reward_kwargs: Settings = field(default_factory=dict)
-    """More keyword arguments bound to it."""
+    """Additional keyword arguments of the function."""
 
 
 class RewardManagerModuleConfig(SchemaBlock):
-    """A user's own manager class."""
+    """A custom manager class."""
 
     path: str | None = None
     """File or module of the class."""
@@ -31,7 +31,7 @@ class RewardManagerModuleConfig(SchemaBlock):
 
 
 class RewardManagerConfig(SchemaBlock):
-    """Which manager turns scores into token rewards."""
+    """The manager that converts scores to token rewards."""
 
     source: Literal["register", "importlib"] = "register"
     """register looks `name` up in the table; importlib loads `module`."""
@@ -41,7 +41,7 @@ class RewardManagerConfig(SchemaBlock):
 
 
 class SandboxConfig(SchemaBlock):
-    """A code-running service; null url runs code in the local sandbox."""
+    """A code execution service; a null url uses the local sandbox."""
 
     url: str | None = None
     """Address of the service."""
@@ -50,10 +50,10 @@ class SandboxConfig(SchemaBlock):
 
 
 class SandboxFusionConfig(SandboxConfig):
-    """A code-running service that scores many responses at the same time."""
+    """A code execution service that scores many responses concurrently."""
 
     max_concurrent: Count = 64
-    """Requests at the same time."""
+    """Maximum concurrent requests."""
 
 
 class OverlongBufferConfig(SchemaBlock):
@@ -62,11 +62,11 @@ class OverlongBufferConfig(SchemaBlock):
     enable: bool = False
     """Apply the penalty."""
     len: int = 0
-    """Tokens before the limit over which the penalty grows from 0 to the factor."""
+    """Number of tokens before the limit over which the penalty grows from 0 to the factor."""
     penalty_factor: float = 1.0
     """Penalty at the limit."""
     log: bool = False
-    """Report it beside the score."""
+    """Report the penalty with the score."""
 
 
 class RewardKwargs(SchemaBlock):
@@ -74,24 +74,24 @@ class RewardKwargs(SchemaBlock):
 
     overlong_buffer_cfg: OverlongBufferConfig = block(OverlongBufferConfig)
     max_resp_len: int | None = None
-    """Response limit of that penalty; null takes `data.max_response_length`."""
+    """Response limit of the overlong penalty; null uses `data.max_response_length`."""
     num_processes: Count | None = None
-    """prime: scoring processes; null chooses by cores."""
+    """prime: scoring processes; null uses the number of cores."""
     timeout_s: Positive = 300.0
-    """prime: seconds one score may take; then its process is killed and counted."""
+    """prime: seconds that one score may take before its process is killed and counted as a failure."""
     on_failure: Literal["raise", "score"] = "score"
-    """A score function that raises, hangs or returns NaN stops the run, or gets `failure_score`."""
+    """Whether a score function that raises, hangs or returns NaN stops the run or gets `failure_score`."""
     failure_score: float = 0.0
-    """Score of a failed call when `on_failure=score`."""
+    """Score of a failed call with `on_failure=score`."""
     extra: Settings = field(default_factory=dict)
-    """More keyword arguments for a manager of your own; unknown keys beside this one land here."""
+    """Additional keyword arguments of a custom manager; unknown keys of this block are moved here."""
 
 
 class RewardModelModelConfig(SchemaBlock):
-    """The reward model itself."""
+    """Source of the reward model."""
 
     input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
-    """Tokenizer of the policy; null when both share one."""
+    """Tokenizer of the policy; null if both models use the same."""
     path: str | None = None
     """Folder or hub name of the reward model."""
     external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
@@ -99,24 +99,24 @@ class RewardModelModelConfig(SchemaBlock):
     trust_remote_code: bool = False
     """Run code that ships with the model."""
     override_config: Settings = field(default_factory=dict)
-    """Changes to the model's own config."""
+    """Overrides of the model's config."""
     fsdp_config: PlacementConfig = block(PlacementConfig)
 
 
 class RewardModelConfig(MicroBatches):
-    """Reward models (outcome or process) and the manager's legacy place."""
+    """Reward models (outcome or process), score settings, and the legacy key of the manager."""
 
     enable: bool = False
     """Score with a reward model."""
     type: Literal["orm", "prm"] = "orm"
-    """orm scores a whole response, prm each step."""
+    """orm scores a whole response; prm scores each step."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
     micro_batch_size: Count | None = None
-    """Sequences in one forward over all ranks; give `micro_batch_size_per_gpu`."""
+    """Sequences in one forward over all ranks; prefer `micro_batch_size_per_gpu`."""
     micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward on one rank; null uses the token budget."""
     max_length: Count | None = None
-    """Longest prompt plus response the reward model reads; longer rows lose their head."""
+    """Maximum prompt plus response for the reward model; longer rows are truncated from the left."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     """Form micro-batches by token budget; follows the critic."""
     forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
@@ -130,19 +130,19 @@ class RewardModelConfig(MicroBatches):
     modeling_reward_coef: float = 1.0
     """Weight of the reward model's score in the sum."""
     turn_reward_coef: dict[str, float] = field(default_factory=dict)
-    """Weights of what tools and interactions give a turn, by their names: `{calc_gsm8k_reward: 0.5}`."""
+    """Weights of turn rewards by tool or interaction name: `{calc_gsm8k_reward: 0.5}`."""
     trajectory_reward_coef: dict[str, float] = field(default_factory=dict)
-    """Weights of what tools and interactions give the whole trajectory, by their names."""
+    """Weights of trajectory rewards by tool or interaction name."""
     credit_assignment: str | float = 0.1
     """Process rewards: gamma-decay, strict min-form, or a temperature above 0 (soft min)."""
     split_step_char: str = "\n\n"
-    """Process rewards: a token whose text ends so closes a step."""
+    """Process rewards: a token whose text ends with this string ends a step."""
     step_separator: str = "\n"
-    """Process rewards: the one token the model reads at the end of a step."""
+    """Process rewards: the single token that marks the end of a step for the reward model."""
     repeatness_punishment: bool = False
-    """A repetitive response gets rule score 0."""
+    """Give repetitive responses a rule score of 0."""
     high_repeat_threshold: Share = 0.2
-    """Repetitiveness above which that happens."""
+    """Repetitiveness above which a response gets a rule score of 0."""
     structure_format_score: float = 0.0
     """Search scores: credit for a well-formed but wrong trajectory."""
     final_format_score: float = 0.0
@@ -150,10 +150,10 @@ class RewardModelConfig(MicroBatches):
     retrieval_score: float = 0.0
     """Search scores: credit for retrieving a passage with the answer."""
     score_observations: bool = False
-    """Score what tools and searches said together with the policy's words, as verl does."""
+    """Include tool and search output in the scored text, as verl does."""
     scores: dict[str, str] = field(default_factory=dict)
-    """More score functions: data source to `pkg.mod:function` or `file.py:function`."""
+    """Additional score functions: data source to `pkg.mod:function` or `file.py:function`."""
     score_kwargs: Settings = field(default_factory=dict)
-    """More keyword arguments for the score functions."""
+    """Additional keyword arguments of the score functions."""
     format_score: float | None = None
-    """Rule scores: credit for a well-formed wrong answer; null: each rule's own (countdown 0.1)."""
+    """Rule scores: credit for a well-formed wrong answer; null uses each rule's default (countdown 0.1)."""

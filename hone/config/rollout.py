@@ -1,6 +1,6 @@
-"""Rollout: which engine decodes, how it samples, turns and tools, validation sampling.
+"""Config of the rollout: engine, sampling, turns and tools, validation sampling.
 
-`native` is ours and decodes with the actor's own parameters; server settings of other engines are neutral.
+The built-in engine `native` decodes with the actor's parameters; server settings of others are neutral.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP, "react_agent", SEARCH_LOOP)
 
 
 class DistributionConfig(SchemaBlock):
-    """Which distribution tokens are drawn from."""
+    """The sampling distribution."""
 
     temperature: NotNegative = 1.0
     """Softmax temperature; 0 decodes greedily. The trainer's log-probs use it too."""
     top_k: TopK = -1
-    """Keep the k likeliest tokens; -1 keeps all."""
+    """Keep the k most likely tokens; -1 keeps all."""
     top_p: PositiveShare = 1.0
-    """Keep the likeliest tokens that together reach this probability."""
+    """Keep the most likely tokens that together reach this probability."""
     min_p: Share = 0.0
-    """Keep tokens at least this likely relative to the likeliest."""
+    """Keep tokens with at least this probability relative to the most likely one."""
 
 
 class ValKwargs(DistributionConfig):
@@ -46,19 +46,19 @@ class ValKwargs(DistributionConfig):
     n: Count = 1
     """Responses per prompt."""
     do_sample: bool | None = None
-    """False decodes greedily; null and true sample where the temperature is above 0."""
+    """False decodes greedily; null and true sample if the temperature is above 0."""
 
     @property
     def samples(self) -> bool:
-        """True where two responses to one prompt may differ."""
+        """Whether two responses to one prompt may differ."""
         return self.do_sample is not False and self.temperature > 0
 
 
 class MultiTurnConfig(SchemaBlock):
-    """Limits and formats of loops with more than one turn."""
+    """Limits and formats of multi-turn loops."""
 
     enable: bool = False
-    """Use the tool loop where a row names no loop of its own and tools or interactions are given."""
+    """Use the tool loop for rows without `agent_name` if tools or interactions are configured."""
     max_assistant_turns: Count | None = None
     """Model turns per trajectory; null is no limit."""
     tool_config_path: str | None = None
@@ -68,60 +68,60 @@ class MultiTurnConfig(SchemaBlock):
     max_user_turns: Count | None = None
     """Environment turns per trajectory; null is no limit."""
     max_parallel_calls: Count = 1
-    """Tool calls of one turn that are made, at the same time; further ones get a sentence."""
+    """Maximum concurrent tool calls per turn; further calls are refused with a message."""
     max_tool_calls: CountOrZero | None = None
-    """Tool calls per trajectory; null is no limit. Beyond it the model is told to answer."""
+    """Tool calls per trajectory; further calls are refused with a message. null is no limit."""
     tool_timeout_s: Positive = 60.0
-    """Seconds per tool call (then the model sees a time-out message), tool start and interaction."""
+    """Timeout in seconds of a tool call (the model then reads a message), tool start and interaction."""
     trajectory_timeout_s: Positive | None = None
     """Seconds after which a trajectory ends with its current turn; null is no limit."""
     max_tool_response_length: int = 256
-    """Longest tool answer, in characters as verl counts; longer ones are cut."""
+    """Maximum tool answer in characters, as in verl; longer answers are truncated."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """The side that a cut drops, as in verl 0.9; middle keeps both ends."""
+    """The side that truncation drops, as in verl 0.9; middle keeps both ends."""
     max_observation_tokens: int | None = None
-    """Longest tool answer in tokens; null leaves only the character limit."""
+    """Maximum tool answer in tokens; null applies only the character limit."""
     interaction_config_path: str | None = None
     """YAML file that lists the interactions (simulated users)."""
     format: str = "hermes"
-    """How the model writes tool calls: hermes, llama3_json, pythonic, qwen3_coder, deepseek, mistral,
-    gpt-oss, glm, kimi, plain, react, or `pkg.mod:Class` for your own."""
+    """Format of tool calls: hermes, llama3_json, pythonic, qwen3_coder, deepseek, mistral,
+    gpt-oss, glm, kimi, plain, react, or `pkg.mod:Class` for a custom one."""
 
 
 class AgentConfig(SchemaBlock):
     """Agent loops."""
 
     default_agent_loop: str = SINGLE_TURN_LOOP
-    """Loop of rows that name none in `agent_name`; `pkg.mod:Class` is your own."""
+    """Loop of rows without `agent_name`; `pkg.mod:Class` for a custom one."""
     agent_loop_config_path: str | None = None
     """YAML file that lists more loops (name, _target_, arguments)."""
 
 
 class SearchServiceConfig(SchemaBlock):
-    """How a retrieval service is asked."""
+    """Requests to a retrieval service."""
 
     topk: Count = 3
     """Passages per query."""
     timeout_s: Positive = 30.0
-    """Seconds one request may take."""
+    """Timeout of a request in seconds."""
     retries: CountOrZero = 3
-    """Further attempts, with growing pauses; then the search finds nothing and is counted as failed."""
+    """Retries with growing pauses; after the last one the search returns nothing and counts as failed."""
 
 
 class RetrieverConfig(SearchServiceConfig):
     """The retrieval service of the search loop; `hone serve-retriever` is one."""
 
     url: str = "http://127.0.0.1:8000/retrieve"
-    """Where queries are posted."""
+    """URL of the retrieval service."""
 
 
 class CheckpointEngineConfig(SchemaBlock):
-    """How weights reach a rollout engine that holds its own copy."""
+    """Weight transfer to a rollout engine with separate weights."""
 
     backend: str = "naive"
-    """Way to a rollout pool of its own: memory_file, cuda_ipc (one machine), gloo, nccl; naive chooses."""
+    """Transfer to a separate rollout pool: memory_file, cuda_ipc (one node), gloo, nccl; naive is auto."""
     update_weights_bucket_megabytes: int = 2048
-    """Megabytes in one transfer."""
+    """Megabytes per transfer."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -129,58 +129,58 @@ class CheckpointEngineConfig(SchemaBlock):
 
 
 class SamplingConfig(DistributionConfig):
-    """How one response is drawn."""
+    """Sampling of a response."""
 
     do_sample: bool = True
     """Sample; false decodes greedily."""
     stop: str | tuple[str, ...] = ()
     """Strings that end a turn; they stay in the response."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a turn, beside the model's own end tokens."""
+    """Token ids that end a turn, in addition to the model's end tokens."""
     ignore_eos: bool = False
-    """Go on after the end token, up to the length limit."""
+    """Continue after the end token, up to the length limit."""
     max_tokens_per_turn: Count | None = None
-    """Longest turn in tokens; null is what is left of `response_length`."""
+    """Maximum turn length in tokens; null is the remainder of `response_length`."""
     seed: int | None = follows("trainer.seed")
     """Seed of sampling; follows the run seed."""
 
 
 class RolloutEngineConfig(SamplingConfig):
-    """An engine that decodes, and how."""
+    """The rollout engine and its sampling."""
 
     name: str = "native"
-    """Engine: native decodes with the actor's parameters, hf is slow; your own is pkg.mod:Class."""
+    """Engine: native decodes with the actor's parameters, hf is slow, pkg.mod:Class is a custom one."""
     prompt_length: Count = 1536
-    """Longest prompt in tokens."""
+    """Maximum prompt length in tokens."""
     response_length: Count = 512
-    """Longest response in tokens, all turns together."""
+    """Maximum response length in tokens, over all turns."""
     exact: bool = False
-    """Rollout and trainer log-probs agree bit for bit, at a cost: Llama and Qwen2 families, one rank."""
+    """Bitwise equal rollout and trainer log-probs, slower; Llama and Qwen2 families, one rank."""
     gpu_memory_utilization: PositiveShare = 0.5
-    """Share of GPU memory for the KV cache; nothing to share out on CPU."""
+    """Share of GPU memory for the KV cache; no effect on CPU."""
     enforce_eager: bool = False
-    """No CUDA graphs, for debugging."""
+    """Disable CUDA graphs, for debugging."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None
-    """Batch sizes to capture as CUDA graphs; null chooses."""
+    """Batch sizes to capture as CUDA graphs; null chooses them automatically."""
     max_num_batched_tokens: int = 8192
-    """Tokens of one prefill batch."""
+    """Maximum tokens of a prefill batch."""
     max_model_len: Count | None = None
-    """Longest prompt plus response; null is prompt_length + response_length."""
+    """Maximum prompt plus response; null is prompt_length + response_length."""
     max_num_seqs: Count = 256
-    """Sequences decoded at the same time."""
+    """Maximum concurrent sequences."""
     enable_prefix_caching: bool = True
-    """Keep the keys and values of shared prefixes."""
+    """Reuse the KV cache of shared prefixes."""
     calculate_log_probs: bool = True
-    """Keep the log-probs of sampled tokens: correction and `rollout_corr/*` read them."""
+    """Return the log-probs of sampled tokens, for rollout correction and `rollout_corr/*` metrics."""
 
     @property
     def max_total_tokens(self) -> int:
-        """Longest prompt plus response in tokens."""
+        """Maximum prompt plus response in tokens."""
         return self.max_model_len or self.prompt_length + self.response_length
 
 
 class RolloutConfig(LogProbConfig, RolloutEngineConfig):
-    """Producing trajectories."""
+    """The rollout: engine, sampling, agent loops."""
 
     n: Count = 1
     """Responses per prompt (group size)."""
@@ -191,14 +191,14 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     agent: AgentConfig = block(AgentConfig)
     checkpoint_engine: CheckpointEngineConfig = block(CheckpointEngineConfig)
     nnodes: int = 0
-    """Nodes of a rollout pool of its own; 0 shares the trainer's."""
+    """Nodes of a separate rollout pool; 0 shares the trainer's."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
     """Devices per node of that pool."""
 
     @property
     def default_loop(self) -> str:
-        """The agent loop of rows that name none: with `multi_turn.enable` and something to talk to, the
-        tool loop stands for the single-turn one."""
-        named, turns = self.agent.default_agent_loop, self.multi_turn
+        """The agent loop of rows without `agent_name`: the tool loop replaces the single-turn loop if
+        `multi_turn.enable` is set and tools or interactions are configured."""
+        loop_name, turns = self.agent.default_agent_loop, self.multi_turn
         talks = turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path
-        return TOOL_LOOP if turns.enable and talks and named == SINGLE_TURN_LOOP else named
+        return TOOL_LOOP if turns.enable and talks and loop_name == SINGLE_TURN_LOOP else loop_name

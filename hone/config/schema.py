@@ -17,12 +17,12 @@ _AS_THE_ACTOR = {key: follows(f"actor_rollout_ref.actor.{key}") for key in _SHAR
 
 
 class ActorRolloutRefConfig(SchemaBlock):
-    """Policy: its model, its update, its rollout, its reference."""
+    """The policy: model, update, rollout and reference."""
 
     hybrid_engine: bool = True
-    """Training and rollout share devices; false gives the rollout its own nnodes × n_gpus_per_node."""
+    """Training and rollout share devices; false uses a separate pool of nnodes × n_gpus_per_node."""
     nccl_timeout: Count = 600
-    """Seconds a collective operation may take."""
+    """Timeout of a collective operation in seconds."""
     model: ModelConfig = block(ModelConfig)
     actor: ActorConfig = block(ActorConfig)
     ref: RefConfig = block(RefConfig)
@@ -34,7 +34,7 @@ class ActorRolloutRefConfig(SchemaBlock):
 
 
 class PPOTrainerConfig(RunTree):
-    """Everything one RL run reads."""
+    """The config of an RL run."""
 
     actor_rollout_ref: ActorRolloutRefConfig = block(ActorRolloutRefConfig)
     data: DataConfig = block(DataConfig)
@@ -51,13 +51,13 @@ class PPOTrainerConfig(RunTree):
 
     @property
     def sampling_seed(self) -> int:
-        """The run seed of every trajectory."""
+        """The run seed from which trajectory seeds are derived."""
         seed = self.actor_rollout_ref.rollout.seed
         return self.trainer.seed if seed is None else seed
 
     @property
     def rollout_pool(self) -> tuple[int, ...]:
-        """Processes per node of the rollout's own pool; empty where it shares the trainer's."""
+        """Processes per node of a separate rollout pool; empty if the rollout shares the trainer's."""
         policy = self.actor_rollout_ref
         if policy.hybrid_engine and not policy.rollout.nnodes:
             return ()
@@ -65,7 +65,7 @@ class PPOTrainerConfig(RunTree):
 
     @property
     def uses_controller(self) -> str:
-        """local or ray: what `trainer.controller=auto` comes to."""
+        """The resolved `trainer.controller`: local or ray."""
         if self.trainer.controller != "auto":
             return self.trainer.controller
         return "local" if self.world_size == 1 and not self.rollout_pool else "ray"

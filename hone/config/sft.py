@@ -18,24 +18,24 @@ class MultiTurnDataConfig(SchemaBlock):
     """Rows that hold whole conversations."""
 
     enable: bool | None = None
-    """Train on conversations; null does so where the file has the messages column."""
+    """Train on conversations; null does so if the file has the messages column."""
     messages_key: str = "messages"
     """Column of the messages."""
     tools_key: str = "tools"
     """Column of the tool schemas."""
     enable_thinking_key: str = "enable_thinking"
-    """Column that switches the template's thinking mode."""
+    """Column that sets the template's thinking mode."""
 
 
 class SFTDataConfig(MicroBatches, RowsConfig):
-    """Examples."""
+    """Training and validation examples."""
 
     train_batch_size: Count = 256
     """Sequences in one update, over all ranks."""
     micro_batch_size: Count | None = None
-    """Sequences in one forward over all ranks; give `micro_batch_size_per_gpu`."""
+    """Sequences in one forward over all ranks; prefer `micro_batch_size_per_gpu`."""
     micro_batch_size_per_gpu: Count | None = None
-    """Sequences in one forward on one rank; used when `use_dynamic_bsz` is false."""
+    """Sequences in one forward on one rank; used if `use_dynamic_bsz` is false."""
     max_token_len_per_gpu: Count = at_least(8192, "data.max_length")
     """Token budget of one forward and backward on one rank."""
     use_dynamic_bsz: bool = True
@@ -43,7 +43,7 @@ class SFTDataConfig(MicroBatches, RowsConfig):
     train_files: tuple[str, ...] = ("~/data/gsm8k/train.parquet",)
     """Parquet or jsonl files to train on; one path or a list."""
     val_files: tuple[str, ...] | None = None
-    """Files for the validation loss; null has none."""
+    """Files for the validation loss; null disables it."""
     prompt_key: str = "question"
     """Column of the prompt."""
     response_key: str = "answer"
@@ -54,30 +54,30 @@ class SFTDataConfig(MicroBatches, RowsConfig):
     """Keys to follow inside the response column."""
     multiturn: MultiTurnDataConfig = block(MultiTurnDataConfig)
     max_length: Count = 1024
-    """Longest prompt plus response in tokens."""
+    """Maximum prompt plus response in tokens."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What happens to a longer row; error makes it a bad one (`on_bad_row`)."""
+    """How a longer row is handled; error treats it as invalid (`on_bad_row`)."""
     balance_dp_token: bool = True
-    """Give every rank about the same number of tokens."""
+    """Balance the number of tokens over the ranks."""
     chat_template: str | None = None
-    """Chat template text that replaces the tokenizer's own."""
+    """Chat template text that replaces the tokenizer's."""
     ignore_input_ids_mismatch: bool = False
-    """Go on where turn-by-turn and whole-conversation rendering differ."""
+    """Continue if turn-by-turn and whole-conversation rendering differ."""
 
 
 class SFTTrainerSection(TrainingRunConfig):
-    """The run."""
+    """The training run."""
 
     save_freq: int | Literal["after_each_epoch"] = -1
     """Updates between checkpoints; -1 saves only at the end."""
     test_freq: int | Literal["after_each_epoch"] = -1
     """Updates between validations; -1 validates only at the end."""
     max_ckpt_to_keep: int | None = None
-    """Checkpoints kept; null keeps all."""
+    """Number of checkpoints to keep; null keeps all."""
 
 
 class SFTConfig(RunTree):
-    """Everything one supervised run reads."""
+    """The config of a supervised fine-tuning run."""
 
     data: SFTDataConfig = block(SFTDataConfig)
     model: ModelConfig = block(ModelConfig)

@@ -1,7 +1,7 @@
-"""What the user wrote, as settings with an origin: command-line overrides and YAML files.
+"""Reads command-line overrides and YAML files as settings with an origin.
 
-Hydra parses the overrides and orders the files of a defaults list; verl's trees and groups are known to it
-by name alone, because their contents are the schema's defaults.
+Hydra parses the overrides and orders the files of a defaults list. verl's trees and groups are registered
+there by name only, because the schema defines their defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "command line"
 MISSING = "???"
-"""OmegaConf's mark of a value that must be given; the schema's default stands in for it."""
+"""OmegaConf's marker of a mandatory value; the schema's default is used instead."""
 
 _ENGINES = ("dp", "megatron", "torchtitan", "veomni")
 _PLAIN_GROUPS = "distillation npu_profile profiler reward reward_manager rollout transfer_queue"
@@ -56,7 +56,7 @@ _DEFAULTS_LISTS: dict[str, dict[str, str]] = {
     },
     "sft_trainer": {"model@model": "hf_model", "engine@engine": "fsdp", "optim@optim": "fsdp"},
 }
-"""verl's groups, their choices, and what its own defaults lists choose."""
+"""verl's groups, their options, and the options in verl's defaults lists."""
 BUILT_IN: dict[str, str] = {
     **{name: name for name in ("ppo_trainer", "sft_trainer", "generation", "evaluation")},
     **dict.fromkeys(("sft", "sft_trainer_engine"), "sft_trainer"),
@@ -65,7 +65,7 @@ BUILT_IN: dict[str, str] = {
         f"{k}_ppo_trainer": "ppo_trainer" for k in ("fully_async", "one_step_off", "transfer_queue")
     },
 }
-"""verl's configs by name, with their trees here."""
+"""verl's config names and our trees."""
 BUILT_IN |= {
     name.replace("_trainer", f"_{engine}_trainer"): tree
     for name, tree in BUILT_IN.items()
@@ -74,7 +74,7 @@ BUILT_IN |= {
 }
 _STRATEGY = {"ppo_trainer": "actor_rollout_ref.actor.strategy", "sft_trainer": "engine.strategy"}
 _STARTS = re.compile(r"[~+-]|[^=]+=")
-"""How an argument begins that is no value of the one before it."""
+"""The start of an argument that is not the value of the previous one."""
 _ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtitan|veomni)")
 
 
@@ -87,11 +87,11 @@ class Setting:
     origin: str
     delete: bool = False
     added: bool = False
-    """Written with a plus sign, as Hydra has it for a key of the user's own."""
+    """Whether it was written with `+`, Hydra's syntax for adding a key."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
-    """Settings of `key=value`, `+key=value`, `++key=value` and `~key` arguments."""
+    """Parses `key=value`, `+key=value`, `++key=value` and `~key` arguments."""
     settings: list[Setting] = []
     for text, after in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
         parsed = parse_override(text, after)
@@ -110,9 +110,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
 
 
 def parse_override(text: str, after: str = "") -> Override:
-    """One override as Hydra reads it; `after` is the argument behind it, for the error's advice.
+    """Parses one override with Hydra; `after` is the next argument, for the advice in errors.
 
-    A plain value that Hydra's grammar stumbles over (`~/models/x`) is a string.
+    A plain value that Hydra's grammar rejects (`~/models/x`) is a string.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -138,7 +138,7 @@ def parse_override(text: str, after: str = "") -> Override:
 
 
 def flatten(value: JsonValue, key: str, origin: str) -> Iterator[Setting]:
-    """One setting for every leaf; a mapping with nothing in it is a leaf."""
+    """Yields one setting per leaf; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from flatten(inner, f"{key}.{name}" if key else str(name), origin)
@@ -147,7 +147,7 @@ def flatten(value: JsonValue, key: str, origin: str) -> Iterator[Setting]:
 
 
 def read_file(path: Path, package: str = "") -> list[Setting]:
-    """Settings of one YAML file, without its defaults list."""
+    """Returns the settings of one YAML file, without its defaults list."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -168,10 +168,10 @@ def read_config(
     folders: Sequence[str | Path],
     overrides: Sequence[str],
 ) -> tuple[str | None, list[Setting]]:
-    """The tree that a config is for, if it says, and its settings in order of precedence.
+    """Returns the tree that a config names, if any, and its settings in order of precedence.
 
-    The config is the file of that name in one of the folders, or a built-in one. `overrides` are the
-    command line's: choices of a group (`engine=fsdp`) select files, the others follow them.
+    The config is the file of that name in one of the folders, or a built-in config. Group choices
+    (`engine=fsdp`) in the command-line `overrides` select files; the other overrides apply after them.
     """
     paths = (Path(str(folder).removeprefix("file://")) for folder in folders)
     places = [path.expanduser().resolve() for path in paths]
@@ -190,7 +190,7 @@ def read_config(
         if file is not None:
             settings += read_file(file, package)
         elif path in BUILT_IN:
-            # Words of the name are the keys in which one of verl's configs differs from its tree here.
+            # Parts of a verl config's name determine the keys in which it differs from our tree.
             keys = dict.fromkeys(_ENGINES[1:], _STRATEGY.get(BUILT_IN[path], ""))
             keys["dapo"] = "reward_model.reward_manager"
             settings += [Setting(key, word, path) for word, key in keys.items() if word in path]
@@ -201,7 +201,8 @@ def read_config(
 
 
 def _require_built_in(name: str, folders: Sequence[str | Path], places: Sequence[Path]) -> None:
-    """Hydra looks for a relative folder beside its program, where the built-in configs would lie."""
+    """Raises unless the name is built in: Hydra looks up a relative folder next to its program, where
+    verl's built-in configs would be."""
     for folder, place in zip(folders, places, strict=True):
         relative = not Path(folder).is_absolute() or place.parts[-2:] == ("trainer", "config")
         if not place.is_dir() and not (relative and name in BUILT_IN):
@@ -218,7 +219,7 @@ def _require_built_in(name: str, folders: Sequence[str | Path], places: Sequence
 
 
 def _is_choice(text: str, places: Sequence[Path]) -> bool:
-    """Whether an override chooses a file of a group, as Hydra has it, in place of setting a key."""
+    """Returns whether an override selects a file of a Hydra group instead of setting a key."""
     key, equals, value = text.partition("=")
     group, at, _ = key.lstrip("+~").partition("@")
     if (at or "/" in group) and re.fullmatch(r"\w[\w/]*", group):
@@ -234,7 +235,7 @@ def _defaults_list(
     places: Sequence[Path],
     choices: Sequence[str],
 ) -> list[tuple[str, str]]:
-    """(file without suffix, package) in the order in which Hydra would merge them."""
+    """Returns (file without suffix, package) in Hydra's merge order."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -242,13 +243,13 @@ def _defaults_list(
     from yaml import YAMLError
 
     _declare()
-    primary = folder or Path(__file__).parent  # which holds no YAML
+    primary = folder or Path(__file__).parent  # a folder without YAML files
     search = ",".join(f"'file://{place}'" for place in places if place != folder)
     more = [f"hydra.searchpath=[{search}]"] if search else []
     options = [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(primary), version_base=None):
-            warnings.simplefilter("ignore")  # a search path of another package's need not exist
+            warnings.simplefilter("ignore")  # the search path of another package may not exist
             loader = GlobalHydra.instance().config_loader()
             result = loader.compute_defaults_list(name, [*more, *options], run_mode=RunMode.RUN)
     except YAMLError as error:
@@ -266,12 +267,12 @@ def _defaults_list(
 
 
 def _declare() -> None:
-    """Tell Hydra which trees and groups exist, so that defaults lists and choices may name them."""
+    """Registers the trees and groups with Hydra, for defaults lists and group choices."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
     lists = {name: _DEFAULTS_LISTS.get(tree, {}) for name, tree in BUILT_IN.items()}
-    lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # files of verl without a tree
+    lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # verl files without a tree
     for name, options in lists.items():
         entries = [*({group: option} for group, option in options.items()), "_self_"]
         store.store(name=name, node={"defaults": entries}, provider="hone")

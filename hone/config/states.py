@@ -1,8 +1,8 @@
-"""Keys and values of verl that have no field of their own here: one data table, `other_keys.txt`.
+"""Handles verl's keys and values without a field in our schema, listed in the table `other_keys.txt`.
 
-A key of the table is refused, neutral (it runs; a value that asks for something else is noted at start),
-rewritten or renamed; some are computed here. A key in none of them is a field, and works. To make a key
-work, delete its row and write the field.
+A key of the table is refused, neutral (it has no effect; a note is printed if its value requests another
+behaviour), rewritten or renamed; some values are computed here. To support a key, delete its row and add
+the field.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.types import JsonObject, JsonValue
 
 OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 ABSENT = object()
-"""What a condition reads of a key that was not set."""
+"""The value of an unset key in a condition."""
 _WORDS = {"true": True, "false": False, "null": None}
 _TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
 _CELLS = {
@@ -30,37 +30,37 @@ _CELLS = {
     "rewritten": ("values", "where", "becomes"),
     "renamed": ("becomes",),
 }
-"""What the cells of a section's rows are, after the patterns."""
+"""The meaning of the cells of a section's rows, after the patterns."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a row says of the keys that a pattern names: `*` is one name, `**` any number of them."""
+    """A row of the table for the keys that a pattern matches: `*` is one name, `**` any number."""
 
     state: str
     pattern: str
     tree: str
-    """The tree whose keys these are; `*` is every tree."""
+    """The tree of the keys; `*` is every tree."""
     values: tuple[JsonValue, ...] = ()
-    """Values that the row is about; of a neutral or refused key those that need no word."""
+    """Values that the row applies to; for a neutral or refused key, the values that need no note."""
     becomes: str = ""
-    """The value, settings or key in its place."""
+    """The replacement: a value, settings or a key."""
     why: str = ""
     where: str = ""
-    """What else must have been set."""
+    """The condition on other keys."""
 
     def has(self, value: JsonValue) -> bool:
-        """Whether the row names a value; "off", "number", "count" and "any" stand for many."""
+        """Returns whether the row lists a value; "off", "number", "count" and "any" match many."""
         return is_one_of(value, self.values)
 
     @property
     def usual(self) -> JsonValue:
-        """What a reference to a key that was not written comes to."""
+        """The value of a reference to an unset key."""
         return next((v for v in self.values if v not in ("off", "any")), None)
 
     @property
     def settings(self) -> dict[str, JsonValue]:
-        """Settings that stand for the key; `*` is the value that was written."""
+        """The settings that replace the key; `*` is the given value."""
         pairs = (word.split("=") for word in self.becomes.split())
         return {key: scalar(value) for key, value in pairs}
 
@@ -70,14 +70,14 @@ class Rule:
 
 
 def is_off(value: JsonValue) -> bool:
-    """Whether a value says that a thing is not wanted."""
+    """Returns whether a value disables a feature."""
     if isinstance(value, Mapping | list | tuple):
         return all(is_off(v) for v in (value.values() if isinstance(value, Mapping) else value))
     return any(same(value, off) for off in OFF)
 
 
 def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
-    """Whether words of a table name a value."""
+    """Returns whether a table's words match a value."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     count = type(value) is int and value >= 1
     many = {"any": True, "off": is_off(value), "number": number, "count": count}
@@ -85,7 +85,7 @@ def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
 
 
 def scalar(text: str) -> JsonValue:
-    """A value as the tables write it."""
+    """Parses a value of a table."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -95,13 +95,13 @@ def scalar(text: str) -> JsonValue:
 
 
 def scalars(text: str) -> tuple[JsonValue, ...]:
-    """Values between commas."""
+    """Parses comma-separated values."""
     return tuple(scalar(word.strip()) for word in text.split(",") if word.strip())
 
 
 @functools.cache
 def read_table(file: str) -> dict[str, list[list[str]]]:
-    """Cells of every row of a table, by section."""
+    """Returns the cells of every row of a table, by section."""
     sections: dict[str, list[list[str]]] = {}
     for line in files("hone.config").joinpath(file).read_text("utf-8").splitlines():
         if line.startswith("["):
@@ -113,7 +113,7 @@ def read_table(file: str) -> dict[str, list[list[str]]]:
 
 @functools.cache
 def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
-    """The rows of some sections, one per pattern, of a tree or of all."""
+    """Returns the rows of some sections, one per pattern, for one tree or for all."""
     table: list[Rule] = []
     for state in states:
         everywhere = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
@@ -129,21 +129,21 @@ def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     text = re.escape(pattern).replace(r"\*", "*")
-    # `**` at the front also names keys at the root; at the end also the block itself.
+    # A leading `**` also matches keys at the root; a trailing one also matches the block itself.
     text = re.sub(r"^\*\*\\\.", r"(?:(.+)\\.)?", text)
     text = re.sub(r"\\\.\*\*$", r"(?:\\.(.+))?", text)
     return re.compile(text.replace("*", "[^.]*"))
 
 
 def names(pattern: str, key: str) -> bool:
-    """Whether a pattern names a key."""
+    """Returns whether a pattern matches a key."""
     return _compiled(pattern).fullmatch(key) is not None
 
 
 @functools.cache
 def new_name(key: str, tree: str) -> str:
-    """The name of a key in a tree; what `**` stands for stays, and a renamed block may hold a renamed
-    key."""
+    """Returns the new name of a key in a tree; the part matched by `**` is kept, and a renamed block may
+    contain a renamed key."""
     for rule in rules("renamed", tree=tree):
         if match := _compiled(rule.pattern).fullmatch(key):
             parts = [(match[1] or "") if part == "**" else part for part in rule.becomes.split(".")]
@@ -153,18 +153,18 @@ def new_name(key: str, tree: str) -> str:
 
 @functools.cache
 def rule_of(key: str, tree: str) -> Rule | None:
-    """The row that decides about a key without a field; None where no row names it."""
+    """Returns the row that applies to a key without a field, or None."""
     return next((r for r in rules("refused", "neutral", tree=tree) if names(r.pattern, key)), None)
 
 
 @functools.cache
 def replacements_of(key: str) -> list[Rule]:
-    """The values of a key that stand for others."""
+    """Returns the rows that replace values of a key."""
     return [rule for rule in rules("values") if names(rule.pattern, key)]
 
 
 def topics(answers: Iterable[tuple[str, str]], one: str = "", many: str = "") -> list[str]:
-    """One line per sentence: the first keys that it answers, and how many more there are."""
+    """Returns one line per sentence, with its first keys and the number of further ones."""
     shown = 3
     by_sentence: dict[str, list[str]] = {}
     for written, sentence in answers:
@@ -190,7 +190,7 @@ def _least_rate(key: str, value: JsonValue, values: Values) -> JsonObject:
 
 
 def _lower_bound(key: str, low: JsonValue, values: Values) -> JsonObject:
-    """Both bounds of verl 0.6's rejection as one `lower_upper`; each is the other's inverse by default."""
+    """Joins both bounds of verl 0.6's rejection as `lower_upper`; by default one is the other's inverse."""
     upper = key.removesuffix("_lower")
     if not isinstance(low, float | int) or not low:
         return {}
@@ -199,7 +199,7 @@ def _lower_bound(key: str, low: JsonValue, values: Values) -> JsonObject:
 
 
 def _manager_extras(key: str, value: JsonValue, values: Values) -> JsonObject:
-    """A key that the managers' settings do not know goes to a manager of the user's own."""
+    """Passes a key unknown to the built-in managers to a custom manager."""
     block, keys = "reward_model.reward_kwargs", {field.name for field in fields(RewardKwargs)}
     rest = key.removeprefix(block + ".")
     name = rest.split(".")[0]
@@ -220,19 +220,19 @@ COMPUTED: dict[str, tuple[Callable[[str, JsonValue, Values], JsonObject], str]] 
         "reward_model.reward_kwargs.extra.**, where the managers have no such key",
     ),
 }
-"""Keys whose value is computed, and what they mean; a pattern that begins with `**` counts in every tree.
-A `!` marks a key that wins over what is written later, here and in the table."""
+"""Keys whose settings are computed; a pattern that begins with `**` applies to every tree.
+A `!` marks a key that takes precedence over later settings, here and in the table."""
 
 
 def _moved(setting: Setting, key: str, value: JsonValue) -> Setting:
-    """The setting under another name, which its origin tells."""
+    """Renames a setting, and records the old name in its origin."""
     if key == setting.key:
         return replace(setting, value=value)
     return replace(setting, key=key, value=value, origin=f"{setting.origin}, written {setting.key}")
 
 
 def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> list[Setting]:
-    """The settings under the names that keys have in a tree."""
+    """Renames the settings to the key names of a tree."""
     renamed = [_moved(s, new_name(s.key, tree), s.value) for s in settings]
     values = {s.key: s.value for s in renamed}
     result: list[Setting] = []
@@ -250,7 +250,7 @@ def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> li
 def _new_settings(
     key: str, value: JsonValue, values: Values, tree: str
 ) -> tuple[str, JsonObject | str]:
-    """The pattern that names a key, and the settings in its place or what values it takes."""
+    """Returns the pattern that matches a key, and the settings that replace it or the values it accepts."""
     for pattern, (compute, _) in COMPUTED.items():
         if (tree == "ppo_trainer" or pattern[0] == "*") and names(pattern.lstrip("!"), key):
             return pattern, compute(key, value, values)
@@ -266,7 +266,7 @@ def _new_settings(
 
 
 def holds(condition: str, read: Callable[[str], Value]) -> bool:
-    """Whether every term is true: `key` was set, `!key` was not, `key=a,b`, `key!=a`, `key<=1`, `key>1`."""
+    """Returns whether all terms hold: `key` is set, `!key` is not, `key=a,b`, `key!=a`, `key<=1`, `key>1`."""
     for term in filter(None, condition.split(" and ")):
         match = _TERM.fullmatch(term)
         assert match is not None, term
@@ -283,7 +283,7 @@ def holds(condition: str, read: Callable[[str], Value]) -> bool:
 
 
 def other_names(tree: str) -> dict[str, str]:
-    """Every other name of a tree's keys, with what it comes to."""
+    """Returns every alternative name of a tree's keys, with its meaning."""
     meanings = {rule.pattern: rule.becomes for rule in rules("renamed", tree=tree)}
     rows: dict[str, list[Rule]] = {}
     for rule in rules("rewritten", tree=tree):

@@ -1,4 +1,4 @@
-"""The four trees by name; a new tree is one entry."""
+"""The four config trees by name; a new tree is one more entry."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hone.config.sources import Setting
 
 @dataclass(frozen=True)
 class Tree:
-    """One config tree."""
+    """A config tree with its root class and purpose."""
 
     name: str
     root: type
     purpose: str = ""
 
     def translate(self, settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
-        """The settings under the names that keys have in this tree."""
+        """Renames the settings to the key names of this tree."""
         return states.translate(settings, problems, self.name)
 
 

@@ -1,1 +1,1 @@
-"""Simulated users: the contract, the YAML list, and built-in ones."""
+"""Simulated users: the contract, the YAML list, and the built-in interactions."""

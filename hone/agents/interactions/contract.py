@@ -1,4 +1,4 @@
-"""The interaction contract: a simulated user that answers the model's turns and may end the talk."""
+"""The interaction contract: a simulated user replies to model turns and may end the conversation."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ Messages = list[Row]
 
 
 class BaseInteraction:
-    """Base of every interaction. One object serves all trajectories, told apart by `instance_id`."""
+    """Base of every interaction. One object serves all trajectories, identified by `instance_id`."""
 
     def __init__(self, config: Settings) -> None:
         self.config = dict(config)
         self.name: str = self.config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin; `kwargs` are the row's `interaction_kwargs`."""
+        """Starts a conversation; `kwargs` are the row's `interaction_kwargs`."""
         return instance_id or str(uuid4())
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
     ) -> tuple[bool, str, float, Row]:
-        """After a model turn: (end here, what the user says, score of the turn, facts to keep)."""
+        """Returns, after a model turn: (whether to end, the user's reply, the turn's score, metrics)."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say what the user answers (generate_response)"
         )
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
-        """The talk's score, asked at its end."""
+        """Returns the score of the finished conversation."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:
-        """Forget the talk."""
+        """Releases the conversation's state."""

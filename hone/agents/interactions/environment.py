@@ -1,8 +1,8 @@
-"""Text environments as interactions: what `reset` says ends the prompt, `step` answers the model's turns.
+"""Text environments as interactions: `reset` gives the prompt's last message, `step` answers each turn.
 
-An environment is any class with `reset(**kwargs)` and `step(text)`, plain or async, one object per
+An environment is any class with `reset(**kwargs)` and `step(text)`, synchronous or async, one object per
 trajectory. `reset` returns an observation or (observation, info); `step` returns (observation, reward,
-done[, info]), Gymnasium's five values, or an object with these three names. Rewards are scores of turns.
+done[, info]), Gymnasium's five values, or an object with these three names. Rewards are turn scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEXT_FIELDS = ("text", "message", "prompt", "content", "output", "echoed_messag
 
 
 class EnvironmentInteraction(BaseInteraction):
-    """Plays environments made by `make(**config)`."""
+    """Runs environments created by `make(**config)`."""
 
     def __init__(self, make: Callable[..., Any], config: Settings) -> None:
         super().__init__(config)
@@ -34,7 +34,7 @@ class EnvironmentInteraction(BaseInteraction):
     async def start_interaction(  # type: ignore[override]
         self, instance_id: str | None = None, name: str | None = None, **kwargs: JsonValue
     ) -> tuple[str, str]:
-        """The trajectory's id and the first observation; `kwargs` are the row's `interaction_kwargs`."""
+        """Returns the trajectory's id and first observation; `kwargs` are the row's `interaction_kwargs`."""
         instance_id = instance_id or uuid4().hex
         environment = await in_thread(self._make)
         self._environments[instance_id], self._totals[instance_id] = environment, 0.0
@@ -61,7 +61,7 @@ class EnvironmentInteraction(BaseInteraction):
 
 
 async def _called(function: Function, *arguments: Any, **kwargs: Any) -> Any:
-    """What an environment's method returns; a plain one runs in a thread of its own."""
+    """Calls an environment's method; a synchronous one runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **kwargs)
     return await in_thread(functools.partial(function, *arguments, **kwargs))
@@ -79,7 +79,7 @@ def _result(step: Any) -> tuple[Any, float, bool]:
 
 
 def _text(observation: Any) -> str:
-    """An observation as the model reads it; typed ones have their text in one of the usual fields."""
+    """Converts an observation to text; a typed one has its text in one of the usual fields."""
     fields = (
         observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
     )
@@ -90,7 +90,7 @@ def _text(observation: Any) -> str:
 
 
 class OpenEnvEnvironment:
-    """A server of OpenEnv (`pip install openenv-core`) at `base_url`; an action is `{field: text}`."""
+    """An OpenEnv server (`pip install openenv-core`) at `base_url`; an action is `{field: text}`."""
 
     def __init__(self, base_url: str, field: str = "message", **options: JsonValue) -> None:
         try:
@@ -110,7 +110,7 @@ class OpenEnvEnvironment:
 
 
 class ReasoningGymEnvironment:
-    """A data set of reasoning-gym: `reset(index=3)` asks its third question, `step` scores the answer."""
+    """A reasoning-gym dataset: `reset(index=3)` returns question 3, `step` scores the answer."""
 
     def __init__(self, dataset: str, size: int = 500, seed: int = 42, **options: JsonValue) -> None:
         self._data = _reasoning_gym(dataset, size, seed, tuple(sorted(options.items())))

@@ -1,4 +1,4 @@
-"""A teacher for GSM8K: says that an answer (`#### 42`) is wrong and lets the model try again.
+"""A teacher for GSM8K: reports a wrong answer (`#### 42`) and lets the model try again.
 
 A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
 """
@@ -14,7 +14,7 @@ WRONG = "Your response is incorrect! You need to reflect on your answer and try 
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """Ends the talk at the first right answer; a turn scores 1 when right, else 0."""
+    """Ends the conversation at the first correct answer; a turn scores 1 if correct, else 0."""
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)
@@ -34,8 +34,8 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
     ) -> tuple[bool, str, float, Row]:
-        spoken = [m for m in messages if m.get("role") == "assistant"]
-        self._instance_dict[instance_id]["response"] = spoken[-1].get("content") if spoken else ""
+        turns = [m for m in messages if m.get("role") == "assistant"]
+        self._instance_dict[instance_id]["response"] = turns[-1].get("content") if turns else ""
         score = await self.calculate_score(instance_id)
         return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
 
@@ -54,7 +54,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 def text_of(content: JsonValue) -> str:
-    """The text of a message: a string, a list of parts, or nothing (a turn of tool calls alone)."""
+    """Returns the text of a message content: a string, a list of parts, or None (only tool calls)."""
     if isinstance(content, list | tuple):
         return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""

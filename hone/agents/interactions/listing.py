@@ -6,7 +6,7 @@ interaction:
     config: {}
   - name: maze                        # a class with `reset` and `step` is an environment
     class_name: my_env.py:Maze
-  - name: reasoning_gym:leg_counting  # a data set of reasoning-gym by its name
+  - name: reasoning_gym:leg_counting  # a reasoning-gym dataset by name
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hone.plugins import load_object
 def initialize_interactions_from_config(
     interaction_config_file: str,
 ) -> dict[str, BaseInteraction]:
-    """Every interaction by the name that rows give in `interaction_kwargs`."""
+    """Returns the interactions by the name that rows give in `interaction_kwargs`."""
     path = interaction_config_file
     interactions: dict[str, BaseInteraction] = {}
     for entry in read_entries(path, "interaction"):
         cls = load_object(str(entry["class_name"]))
-        # `WeatherInteraction` is called `weather`.
+        # The default name of `WeatherInteraction` is `weather`.
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
         if name in interactions:
             raise ToolError(

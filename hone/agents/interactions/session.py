@@ -1,7 +1,7 @@
-"""One trajectory's talk with a simulated user: bounded, and ended where the user fails.
+"""Runs the conversation of one trajectory with a simulated user, within time limits.
 
-A user that raises or hangs never stops a run: the talk ends with the model's last turn, and the failure is
-counted. Leaves out a user that blocks the event loop: users wait with `await`.
+An interaction that raises or hangs never stops a run: the conversation ends with the model's last turn,
+and the failure is counted. Blocking the event loop cannot be interrupted; interactions must use `await`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class InteractionSession:
-    """Asks one user about one talk; one that failed is only told to forget it."""
+    """Calls one interaction for one conversation; after a failure it only calls the final release."""
 
     def __init__(self, user: BaseInteraction, words: Settings, timeout_s: float) -> None:
         self._user = user
@@ -39,7 +39,7 @@ class InteractionSession:
         return self._user.name
 
     async def start(self, left_s: float) -> str | None:
-        """Begin, within what is left of the trajectory; what an environment says first, or None."""
+        """Starts within the trajectory's remaining time; returns the first observation or None."""
         work = _call(self._user.start_interaction, uuid4().hex, **self._words)
         started: str | tuple[str, str] | None = await self._ask("start_interaction", work, left_s)
         if not isinstance(started, tuple):
@@ -49,16 +49,16 @@ class InteractionSession:
         return clean_text(observation)
 
     async def reply(self, messages: Messages, left_s: float) -> str | None:
-        """What the user says to the model's last turn; None ends the talk."""
+        """Returns the user's reply to the model's last turn; None ends the conversation."""
         if self._id is None or self.failures:
             return None
         answer = await self._ask("generate_response", self._reply(self._id, messages), left_s)
         if answer is None:
             return None
-        said, score = answer
+        reply, score = answer
         if score is not None:
             self.turn_scores.append(score)
-        return said
+        return reply
 
     async def _reply(self, talk_id: str, messages: Messages) -> tuple[str | None, float | None]:
         copies = [dict(message) for message in messages]
@@ -68,7 +68,7 @@ class InteractionSession:
         return None if done else clean_text(said), _number(score)
 
     async def score(self) -> float | None:
-        """The user's score of the talk, or None where it gives none."""
+        """Returns the interaction's score of the conversation, or None if there is none."""
         if self._id is None or self.failures:
             return None
         return await self._ask("calculate_score", self._score(self._id))
@@ -77,7 +77,7 @@ class InteractionSession:
         return _number(await _of_talk(self._user.calculate_score, talk_id))
 
     async def finish(self) -> None:
-        """Forget the talk; whatever happened before."""
+        """Releases the conversation's state, also after failures."""
         if self._id is not None:
             talk_id, self._id = self._id, None
             await self._ask(
@@ -87,14 +87,14 @@ class InteractionSession:
     async def _ask(
         self, verb: str, work: Coroutine[None, None, T], left_s: float = float("inf")
     ) -> T | None:
-        """What a verb of the user gives; None, counted, where it fails or is late."""
+        """Returns the result of an interaction's method; counts a failure or timeout and returns None."""
         seconds = max(min(self._timeout_s, left_s), 0.0)
         try:
             return await bounded(work, seconds)
         except Overdue:
             self.timeouts.append(self.name)
             logger.warning("interaction %s: %s took longer than %g s", self.name, verb, seconds)
-        except Exception as error:  # the user's code: whatever it raises ends the talk
+        except Exception as error:  # user code: any exception ends the conversation
             logger.warning("interaction %s: %s failed: %s", self.name, verb, described(error))
         self.failures += 1
         return None
@@ -107,10 +107,10 @@ def _number(score: float | None) -> float | None:
 
 
 async def _call(function: Callable[..., Awaitable[T]], *arguments: str, **more: JsonValue) -> T:
-    """A coroutine also where the function raises before it is one."""
+    """Wraps a call in a coroutine, so that an error before the first await is raised inside it."""
     return await function(*arguments, **more)
 
 
 async def _of_talk(function: Callable[..., Awaitable[T]], talk_id: str) -> T:
-    """Ask about a talk; verl's base class has these methods without its id."""
+    """Calls a method with the conversation's id, which verl's base class omits."""
     return await (function(talk_id) if inspect.signature(function).parameters else function())

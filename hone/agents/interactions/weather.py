@@ -1,4 +1,4 @@
-"""A user who asks for the weather and is content once a tool was asked. A row: `{name: weather, query}`."""
+"""A user who asks for the weather and accepts any tool answer. A row: `{name: weather, query}`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hone.types import JsonValue, Row, Settings
 
 
 class WeatherInteraction(BaseInteraction):
-    """Ends the talk after one turn, which scores 1 when a tool answered before it, else 0."""
+    """Ends the conversation after one turn, which scores 1 if a tool answered before it, else 0."""
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)
@@ -16,14 +16,14 @@ class WeatherInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
     ) -> tuple[bool, str, float, Row]:
-        asked = any(message.get("role") == "tool" for message in messages)
-        self._asked[instance_id] = asked
-        said = (
+        used_tool = any(message.get("role") == "tool" for message in messages)
+        self._asked[instance_id] = used_tool
+        reply = (
             "Thank you for your weather query!"
-            if asked
+            if used_tool
             else "Please use the weather tool to get the weather information."
         )
-        return True, said, float(asked), {}
+        return True, reply, float(used_tool), {}
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
         return float(self._asked.get(instance_id, False))

@@ -1,7 +1,7 @@
-"""Which agent loop plays a row: data may only name a loop that the configuration has made known.
+"""Resolves the agent loop of a row; data may name only loops that the configuration allows.
 
-Known are the built-in loops, those that `@register` has named, those of the YAML list
-`agent_loop_config_path`, and the default loop. Import paths and files come from configuration alone.
+These are the built-in loops, loops registered with `@register`, the YAML list
+`agent_loop_config_path`, and the default loop. Only the configuration may give import paths and files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LoopFactory = Callable[..., AgentLoopBase]
 def build_loop(
     factory: LoopFactory, config: PPOTrainerConfig, manager: ServerManager, tokenizer: Tokenizer
 ) -> AgentLoopBase:
-    """A loop for one trajectory, made with verl's keywords."""
+    """Creates the loop of one trajectory with verl's keyword arguments."""
     return factory(
         trainer_config=DictConfigWrap(config),
         server_manager=manager,
@@ -38,7 +38,7 @@ def build_loop(
 
 
 class LoopNames:
-    """The loops of a run by name; nothing is imported before a loop is asked for."""
+    """The loops of a run by name; a loop is imported at its first use."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self.default = rollout.default_loop
@@ -46,7 +46,7 @@ class LoopNames:
         self._listed = _listed(self._path) if self._path else {}
 
     def of_row(self, agent_name: Any) -> str:
-        """The name of the loop that plays a row with this `agent_name`; PluginError for any other."""
+        """Returns the loop name for a row's `agent_name`; raises PluginError for an unknown name."""
         if agent_name is None or (isinstance(agent_name, str) and not agent_name):
             return self.default
         if not isinstance(agent_name, str):
@@ -65,7 +65,7 @@ class LoopNames:
         return agent_name
 
     def factory(self, name: str) -> LoopFactory:
-        """What makes the loop of a name that `of_row` gave."""
+        """Returns the factory of a loop name that `of_row` returned."""
         if name in self._listed:
             return self._listed[name]()
         return LOOPS.get(name) if name == self.default else LOOPS.get_registered(name)
@@ -78,14 +78,14 @@ class LoopNames:
 
     @cached_property
     def _all_imported(self) -> bool:
-        """The modules of configured loops are imported: they may register further names."""
+        """Imports the modules of configured loops, which may register further names."""
         for name in (*self._listed, self.default):
             self.factory(name)
         return True
 
 
 def _listed(path: str) -> dict[str, Callable[[], LoopFactory]]:
-    """Loops of a YAML list: `name`, `_target_` and further constructor arguments."""
+    """Reads the loops of a YAML list: `name`, `_target_` and further constructor arguments."""
     try:
         listed = read_yaml(path)
     except BadText as error:
@@ -101,9 +101,9 @@ def _listed(path: str) -> dict[str, Callable[[], LoopFactory]]:
 
 
 def _factory(target: str, arguments: Row) -> LoopFactory:
-    """What makes the loop: its class with the entry's arguments, as `hydra.utils.instantiate` reads them.
+    """Returns a factory that calls the class with the entry's arguments, like `hydra.utils.instantiate`.
 
-    An argument with a `_target_` of its own is made anew for each trajectory.
+    An argument with a `_target_` is instantiated again for each trajectory.
     """
     cls = load_object(target)
     if not any(isinstance(value, dict | list) for value in arguments.values()):

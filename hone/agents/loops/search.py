@@ -1,8 +1,8 @@
 """Search-R1's loop: the model thinks, searches a retrieval service, reads the passages, and answers.
 
 `<search>query</search>` gets `<information>passages</information>` as tokens with mask 0; a turn with
-neither a search nor an answer gets a sentence that says so. A trajectory ends with `<answer>…</answer>`,
-after `multi_turn.max_assistant_turns` turns (the last one does not search), or when no room is left.
+neither a search nor an answer gets a message about it. A trajectory ends with `<answer>…</answer>`,
+after `multi_turn.max_assistant_turns` turns (the last one cannot search), or at the length limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hone.types import Row
 Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 
 STOPS = ("</search>", "</answer>")
-"""Strings that end a turn; the token that completes one stays whole."""
+"""Strings that end a turn; the token that completes one is kept in full."""
 _PROBE_S = 10.0
 OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
 INVALID = (
@@ -36,14 +36,14 @@ INVALID = (
 
 
 class Action(NamedTuple):
-    """What a turn asks for."""
+    """A search query or an answer in a model turn."""
 
     kind: Literal["search", "answer"]
     content: str
 
 
 def read_action(text: str) -> Action | None:
-    """The first closed search or answer of a turn."""
+    """Returns the first closed search or answer of a turn."""
     first: tuple[int, Action] | None = None
     kinds: tuple[Literal["search", "answer"], ...] = ("search", "answer")
     for kind in kinds:
@@ -55,7 +55,7 @@ def read_action(text: str) -> Action | None:
 
 
 def passages_text(passages: Sequence[str]) -> str:
-    """Passages as the model reads them: numbered, each with its title."""
+    """Formats passages for the model, numbered and with their titles."""
     lines = [passage.partition("\n") for passage in passages]
     return "".join(
         f"Doc {i}(Title: {title}) {text}\n" for i, (title, _, text) in enumerate(lines, 1)
@@ -64,7 +64,7 @@ def passages_text(passages: Sequence[str]) -> str:
 
 @dataclass
 class SearchFacts:
-    """What `env/*` metrics count in one trajectory."""
+    """The counts of one trajectory for the `env/*` metrics."""
 
     valid_actions: int = 0
     valid_searches: int = 0
@@ -84,7 +84,7 @@ class SearchFacts:
 
 @dataclass(frozen=True)
 class SearchConversation:
-    """The rules of one conversation; `run` holds it."""
+    """The rules of one search conversation, carried out by `run`."""
 
     tokenizer: Tokenizer
     client: RetrievalClient
@@ -93,7 +93,7 @@ class SearchConversation:
     max_observation_tokens: int | None = None
 
     async def run(self, talk: AgentData, generate: Generate) -> SearchFacts:
-        """Turns until an answer or a limit; `generate` draws one, given the ids so far and its limit."""
+        """Runs turns until an answer or a limit; `generate` takes the ids so far and a token limit."""
         facts = SearchFacts()
         while True:
             started = time.perf_counter()
@@ -135,10 +135,10 @@ class SearchConversation:
 
 
 class SearchAgentLoop(AgentLoopBase):
-    """Named `search_agent` in rows; `retriever` says where it searches."""
+    """Named `search_agent` in rows; the `retriever` config gives the service."""
 
     def problems(self) -> Iterator[str]:
-        """A service that does not answer before training begins."""
+        """Reports a retrieval service that does not respond before training begins."""
         service = self.config.retriever
         try:
             retrieve(service.url, ["capital of France"], 1, min(service.timeout_s, _PROBE_S))
@@ -189,5 +189,5 @@ class SearchAgentLoop(AgentLoopBase):
 
 @functools.cache
 def client_of(url: str, topk: int, timeout_s: float, retries: int) -> RetrievalClient:
-    """One per service and process, so that the queries of all trajectories travel together."""
+    """Returns one client per service and process, so that queries of all trajectories are batched."""
     return RetrievalClient(url, topk, timeout_s=timeout_s, retries=retries)

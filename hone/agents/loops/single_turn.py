@@ -1,4 +1,4 @@
-"""One prompt, one completion: the loop of every row that names no other."""
+"""One prompt and one completion: the default loop."""
 
 from __future__ import annotations
 

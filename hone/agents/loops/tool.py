@@ -1,7 +1,7 @@
-"""The tool loop: the model speaks, its calls are answered, it speaks again; or a simulated user answers.
+"""The tool loop: model turns alternate with tool answers or with a simulated user's turns.
 
-What tools and users say is appended as tokens with mask 0. A trajectory ends with a turn that calls
-nothing, with the user's word, or at a limit of `rollout.multi_turn`. Leaves out images in answers.
+Tool and user turns are appended as tokens with mask 0. A trajectory ends with a turn without calls, when
+the user ends it, or at a limit of `rollout.multi_turn`. Images in tool answers are not supported.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _FORMATS = ("react", "function_calling")
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """Named `tool_agent` in rows; `rollout.multi_turn` has its limits, a row's `tool_config` its own."""
+    """Named `tool_agent` in rows; a row's `tool_config` overrides the limits of `rollout.multi_turn`."""
 
     default_format: str | None = None
-    """The parser where it is not `multi_turn.format`."""
+    """The parser that replaces `multi_turn.format`, if any."""
 
     def __init_subclass__(cls) -> None:
         steps = sorted(name for name in vars(cls) if name.startswith("_handle_"))
@@ -63,18 +63,18 @@ class ToolAgentLoop(AgentLoopBase):
     def of_row(
         self, tool_config: Settings | None
     ) -> tuple[dict[str, Tool], MultiTurnConfig, ToolParser]:
-        """Tools, limits and parser of a row; ToolError for what its `tool_config` cannot have."""
-        asked = {name: value for name, value in (tool_config or {}).items() if value is not None}
-        if unknown := sorted(set(asked) - set(TOOL_CONFIG)):
+        """Returns a row's tools, limits and parser; raises ToolError on an invalid `tool_config`."""
+        options = {name: value for name, value in (tool_config or {}).items() if value is not None}
+        if unknown := sorted(set(options) - set(TOOL_CONFIG)):
             raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG)}")
-        names = [*asked.get("available_tools", self.tools)]
+        names = [*options.get("available_tools", self.tools)]
         if missing := [name for name in names if name not in self.tools]:
             raise ToolError(
                 f"tool_config.available_tools names {shown(missing[0])}; the tools of this run are "
                 f"{', '.join(self.tools) or 'none'}"
             )
-        kind = asked.get("tool_format", _FORMATS[self.format != "react"])
-        calls, seconds = asked.get("max_tool_calls", 0), asked.get("timeout", 1.0)
+        kind = options.get("tool_format", _FORMATS[self.format != "react"])
+        calls, seconds = options.get("max_tool_calls", 0), options.get("timeout", 1.0)
         for name, value, holds, rule in (
             ("tool_format", kind, kind in _FORMATS, " or ".join(_FORMATS)),
             ("max_tool_calls", calls, isinstance(calls, int) and calls >= 0, "a count"),
@@ -89,8 +89,8 @@ class ToolAgentLoop(AgentLoopBase):
             parser = ToolParser.get_tool_parser(name, self.tokenizer)
         limits = replace(
             self.limits,
-            max_tool_calls=asked.get("max_tool_calls", self.limits.max_tool_calls),
-            tool_timeout_s=asked.get("timeout", self.limits.tool_timeout_s),
+            max_tool_calls=options.get("max_tool_calls", self.limits.max_tool_calls),
+            tool_timeout_s=options.get("timeout", self.limits.tool_timeout_s),
         )
         return {name: self.tools[name] for name in names}, limits, parser
 
@@ -116,7 +116,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self._output(talk, session, user, scores)
 
     def _begin(self, row: Row, first: str | None) -> AgentData:
-        """The prompt, with what the parser or an environment says first."""
+        """Renders the prompt with the parser's instructions or an environment's first observation."""
         schemas = [tool.tool_schema for tool in self.tools.values()]
         prompt = row["raw_prompt"]
         if schemas and not self.parser.in_template:
@@ -174,27 +174,27 @@ class ToolAgentLoop(AgentLoopBase):
                 return
 
     async def _calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:
-        """The calls in the model's text; a parser that fails on it makes one failed call of it."""
+        """Returns the calls in the model's text; a parser error becomes one failed call."""
         if not self.tools:
             return []
         try:
             schemas = [tool.tool_schema for tool in self.tools.values()]
             return list(await self.parser.read(text, ids, schemas))
-        except Exception as error:  # a parser may be the user's own, and the text is hostile
+        except Exception as error:  # a parser may be user code, and the text is untrusted
             logger.warning("the tool-call parser failed: %s", described(error))
             return [ToolCall("", {}, f"the calls cannot be read: {described(error)}")]
 
     async def _model_turn(self, talk: AgentData, sampling: Settings) -> tuple[str, list[int]]:
-        """One turn of the model: its text as the parser reads it, and its token ids."""
+        """Generates one model turn; returns its text for the parser and its token ids."""
         room = self.response_length - len(talk.response_mask)
-        asked = sampling.get("max_tokens")
+        max_tokens = sampling.get("max_tokens")
         started = time.perf_counter()
         output = await self.server_manager.generate(
             talk.request_id,
             prompt_ids=list(talk.prompt_ids),
             sampling_params={
                 **sampling,
-                "max_tokens": room if asked is None else min(asked, room),
+                "max_tokens": room if max_tokens is None else min(max_tokens, room),
                 "stop": (*(sampling.get("stop") or ()), *self.parser.stop),
                 "stop_token_ids": (
                     *(sampling.get("stop_token_ids") or ()),
@@ -219,16 +219,16 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     def _observe(self, talk: AgentData, new: list[Message], text: str) -> bool:
-        """Append what was said to the model; false when no room is left for it to answer."""
+        """Appends a tool or user turn; returns false when no tokens are left for an answer."""
         role, last = str(new[0]["role"]), talk.prompt_ids[-1]
         messages = new
         if role == "tool" and not self.parser.in_template:
-            said = self.parser.observation(text, [message["content"] for message in new])
-            if self.tokenizer.decode([last], skip_special_tokens=True):  # the turn goes on
+            observation = self.parser.observation(text, [message["content"] for message in new])
+            if self.tokenizer.decode([last], skip_special_tokens=True):  # the turn has no end token
                 return self._append(
-                    talk, new, self.tokenizer.encode(said, add_special_tokens=False)
+                    talk, new, self.tokenizer.encode(observation, add_special_tokens=False)
                 )
-            messages = [{"role": "user", "content": said.strip()}]
+            messages = [{"role": "user", "content": observation.strip()}]
         ids = observation_ids(
             messages,
             self.tokenizer,
@@ -258,7 +258,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     def _user_of(self, row: Settings) -> InteractionSession | None:
-        """The interaction the row names; the only one where it names none."""
+        """Returns the interaction that the row names, or the only one if it names none."""
         kwargs = row.get("interaction_kwargs") or {}
         if not self.interactions or not kwargs:
             return None
@@ -309,13 +309,13 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 class ReactAgentLoop(ToolAgentLoop):
-    """Named `react_agent`: Thought, Action, Observation, explained in the prompt."""
+    """Named `react_agent`; the prompt explains the format of Thought, Action and Observation."""
 
     default_format = "react"
 
 
 def _with_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
-    """The prompt with the instructions: after the system message, else before the first message."""
+    """Adds the instructions after the system message, or before the first message without one."""
     if isinstance(prompt, str):
         return f"{text}\n\n{prompt}"
     messages = [dict(message) for message in as_messages(prompt)]
@@ -334,7 +334,7 @@ def _tool_turn(call: ToolCall, answer: str) -> Message:
 
 @functools.cache
 def _tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, Tool]:
-    """Loaded once per process: a tool may hold a connection pool."""
+    """Loads the tools once per process, since a tool may hold a connection pool."""
     return {tool.name: tool for tool in load_all_tools(tool_config_path, function_tool_path)}
 
 

@@ -1,4 +1,4 @@
-"""The parser contract: a turn's text to the calls in it. Model text is hostile: it is read, never run."""
+"""The parser contract: parses the tool calls in a turn. Model text is untrusted and never executed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hone.tokenizer import Tokenizer
 from hone.types import JsonObject, JsonValue
 
 LONGEST_CALL = 65_536
-"""Characters of one call; more is refused unread."""
+"""Most characters of one call; a longer call is refused without parsing."""
 P = TypeVar("P", bound="type[ToolParser]")
 Schemas = Sequence[OpenAIFunctionToolSchema]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call the model asked for; `error` says why it cannot be made."""
+    """One call in the model's text; `error` explains why it cannot be made."""
 
     name: str
     arguments: Mapping[str, JsonValue]
@@ -31,7 +31,7 @@ class ToolCall:
 
 @dataclass
 class FunctionCall:
-    """A call as verl's parsers give it: `arguments` is JSON text."""
+    """A call as verl's parsers return it: `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -39,48 +39,48 @@ class FunctionCall:
 
 
 class ToolParser:
-    """Finds the calls of one turn, in order.
+    """Parses the calls of one turn, in order.
 
-    A parser writes `calls`, which reads text, or verl's `extract_tool_calls`, which reads token ids.
+    A parser implements `calls` (reads text) or verl's `extract_tool_calls` (reads token ids).
     """
 
     in_template = True
-    """The chat template shows tools and answers; otherwise `instructions` and `observation` do."""
+    """Whether the chat template renders tools and answers; if not, `instructions` and `observation` do."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn for its calls to be made."""
+    """Strings that end a turn so that its calls are made."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a turn for its calls to be made; none where the model ends it itself."""
+        """Returns tokens that end a turn so that its calls are made; none if the model ends it itself."""
         return []
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Every call in the text; a malformed one comes back with its `error`."""
+        """Returns every call in the text; a malformed call has an `error`."""
         raise NotImplementedError(f"{type(self).__name__} has neither calls nor extract_tool_calls")
 
     def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
-        """`calls`, for a parser that must know the tools to read the text."""
+        """Like `calls`, for a parser that needs the tool schemas."""
         return self.calls(text)
 
     def content(self, text: str) -> str:
-        """The text without its calls."""
+        """Returns the text without its calls."""
         return text
 
     def instructions(self, tools: Schemas) -> str:
-        """What the prompt says of the tools, where the chat template does not show them."""
+        """Returns the prompt text about the tools, if the chat template does not render them."""
         raise NotImplementedError(f"{type(self).__name__} leaves the tools to the chat template")
 
     def observation(self, text: str, answers: Sequence[str]) -> str:
-        """What follows the model's text, where the chat template does not show answers."""
+        """Returns the text of the answers, if the chat template does not render them."""
         raise NotImplementedError(f"{type(self).__name__} leaves answers to the chat template")
 
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: Schemas | None = None
     ) -> tuple[str, list[FunctionCall]]:
-        """The text without its calls, and the calls that can be made."""
+        """Returns the text without its calls, and the valid calls."""
         if self.tokenizer is None:
             raise ValueError(f"{type(self).__name__} was made without a tokenizer")
         text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
@@ -88,7 +88,7 @@ class ToolParser:
         return self.content(text) if calls else text, [as_function_call(call) for call in calls]
 
     async def read(self, text: str, ids: Sequence[int], tools: Schemas) -> list[ToolCall]:
-        """The calls of a turn, by whichever of the two the parser writes."""
+        """Returns the calls of a turn, by whichever method the parser implements."""
         if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
             return self.calls_to(tools, text)
         _, calls = await self.extract_tool_calls(list(ids), list(tools))
@@ -96,28 +96,28 @@ class ToolParser:
 
     @classmethod
     def register(cls, name: str) -> Callable[[P], P]:
-        """Decorator: make a parser known as `multi_turn.format=NAME`."""
+        """Decorator that registers a parser as `multi_turn.format=NAME`."""
         return PARSERS.register(name)
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Tokenizer) -> ToolParser:
-        """A parser of this name; ValueError where there is none."""
+        """Returns the parser with this name; raises ValueError if there is none."""
         return PARSERS.get(name)(tokenizer)
 
     def _token_ids(self, token: str) -> list[int]:
-        """The id of a special token, where the tokenizer has it."""
+        """Returns the id of a special token, if the tokenizer has it."""
         number = None if self.tokenizer is None else self.tokenizer.get_vocab().get(token)
         return [] if number is None else [number]
 
 
 class MarkedParser(ToolParser):
-    """Calls between two marks; a format names the marks and reads what stands between them."""
+    """Parses calls between two marks; a subclass sets the marks and parses the text between them."""
 
     opening: str
     closing: str
 
     def body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        """The calls of one marked text."""
+        """Returns the calls in the text between two marks."""
         raise NotImplementedError
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -144,7 +144,7 @@ _TOO_LONG = f"the call is longer than {LONGEST_CALL} characters"
 
 
 def bad_call(reason: str) -> ToolCall:
-    """A call that cannot be made."""
+    """Returns a call with an error."""
     return ToolCall("", {}, reason)
 
 
@@ -154,7 +154,7 @@ def as_function_call(call: ToolCall) -> FunctionCall:
 
 
 def as_tool_call(name: str, arguments: JsonValue, tool_call_id: str | None = None) -> ToolCall:
-    """A call of its name and an object of arguments, which may be JSON text."""
+    """Makes a call from a name and an object of arguments, which may be JSON text."""
     if isinstance(arguments, str):
         if len(arguments) > LONGEST_CALL:
             return ToolCall(name, {}, _TOO_LONG)
@@ -168,7 +168,7 @@ def as_tool_call(name: str, arguments: JsonValue, tool_call_id: str | None = Non
 
 
 def read_call(text: str) -> ToolCall:
-    """One JSON object with `name` and `arguments` (or `parameters`), else a call with an error."""
+    """Parses a JSON object with `name` and `arguments` (or `parameters`), else returns an error call."""
     if len(text) > LONGEST_CALL:
         return bad_call(_TOO_LONG)
     try:
@@ -181,7 +181,7 @@ def read_call(text: str) -> ToolCall:
 
 
 def between(text: str, opening: str, closing: str) -> Iterator[str]:
-    """What stands between each opening mark and the next closing one."""
+    """Yields the text between each opening mark and the next closing one."""
     start = text.find(opening)
     while start >= 0:
         end = text.find(closing, start + len(opening))
@@ -192,7 +192,7 @@ def between(text: str, opening: str, closing: str) -> Iterator[str]:
 
 
 def value_of(text: str, kind: JsonValue = None) -> JsonValue:
-    """The value of an argument written as plain text: JSON where it is that, unless text is asked for."""
+    """Parses an argument written as plain text: JSON if possible, unless the schema requires a string."""
     if text.lower() == "null":
         return None
     if kind == "string":
@@ -207,7 +207,7 @@ def value_of(text: str, kind: JsonValue = None) -> JsonValue:
 
 
 def arguments_schema(name: str, tools: Schemas) -> Mapping[str, JsonObject]:
-    """The parameters of the tool of a name, as JSON schemas; none where it is not among the tools."""
+    """Returns the JSON schemas of a tool's parameters; empty for an unknown tool."""
     for tool in tools:
         if tool.function.name == name:
             properties = tool.function.parameters.properties

@@ -94,7 +94,7 @@ class GptOssToolParser(MarkedParser):
         return text.partition("<|channel|>commentary to=functions.")[0]
 
     def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
-        # Elsewhere than in a message's header the mark is a part of what the model says.
+        # Outside a message's header the mark is ordinary text.
         message = text[text.rfind("<|end|>") + 1 :]
         is_call = self.opening in message.partition("<|message|>")[0]
         return super().calls_to(tools, message) if is_call else []
@@ -147,7 +147,7 @@ class MistralToolParser(ToolParser):
 
 
 def _objects(text: str) -> Iterator[str]:
-    """The JSON objects at the start of a text, each as its own text; the last may be none."""
+    """Yields the JSON objects at the start of a text, each as text; the last may be invalid."""
     at = 0
     while text.startswith("{", at):
         try:

@@ -1,6 +1,6 @@
-"""Calls written as Python, as Llama 3.2 and 4 do: `[add(a=1, b="two"), stop()]` is the whole turn.
+"""Calls in Python syntax, as in Llama 3.2 and 4: the whole turn is `[add(a=1, b="two"), stop()]`.
 
-Literals are read here token by token: nothing is evaluated, and the time is linear in the text.
+Literals are parsed token by token: nothing is evaluated, and the time is linear in the text length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PythonicToolParser(ToolParser):
 
 
 class _Reader:
-    """Reads a list of calls from the left; ValueError where it is none."""
+    """Parses a list of calls from the left; raises ValueError if the text is none."""
 
     def __init__(self, text: str, start: int) -> None:
         self._text, self._at = text[: start + LONGEST_CALL], start
@@ -49,7 +49,7 @@ class _Reader:
         self._next()
 
     def _next(self) -> str:
-        """The current token; reads the next one."""
+        """Returns the current token and reads the next one."""
         token = self._token
         match = _TOKEN.match(self._text, self._at)
         self._kind = (match.lastgroup or "") if match else "end"

@@ -35,7 +35,7 @@ Final Answer: the answer"""
 
 
 class ReactToolParser(ToolParser):
-    """Named `react`; one call per turn, with an object of arguments or the text of the only one."""
+    """Named `react`; one call per turn, with an object of arguments or the text of a single argument."""
 
     in_template = False
     stop = (f"\n{OBSERVATION}",)
@@ -50,7 +50,7 @@ class ReactToolParser(ToolParser):
             return []
         name, mark, given = text[start + len(ACTION) :].partition(INPUT)
         name, given = name.strip(), given.strip()
-        if not mark and name.endswith("]"):  # as in `search[a question]`
+        if not mark and name.endswith("]"):  # for example `search[a question]`
             name, _, given = name[:-1].partition("[")
         if not name:
             return [bad_call(f"after {ACTION} stands the name of a tool")]

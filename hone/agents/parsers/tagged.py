@@ -1,4 +1,4 @@
-"""Calls whose arguments have a tag each: those of Qwen3-Coder and of GLM.
+"""Calls with one tag per argument, as in Qwen3-Coder and GLM.
 
 <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
 <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
@@ -29,7 +29,7 @@ class _TaggedParser(MarkedParser):
 
 
 class Qwen3XMLToolParser(_TaggedParser):
-    """Named `qwen3_coder`; the tool's schema says which arguments are text."""
+    """Named `qwen3_coder`; the tool's schema defines which arguments are strings."""
 
     def body(self, body: str, tools: Schemas) -> list[ToolCall]:
         calls = [_qwen3_call(call, tools) for call in between(body, "<function=", "</function>")]
@@ -57,7 +57,7 @@ def _qwen3_call(body: str, tools: Schemas) -> ToolCall:
 
 
 class GLMToolParser(_TaggedParser):
-    """Named `glm`; a value that is JSON is read as JSON."""
+    """Named `glm`; a value that is valid JSON is parsed as JSON."""
 
     @property
     def stop_token_ids(self) -> list[int]:

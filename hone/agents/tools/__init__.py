@@ -1,1 +1,1 @@
-"""Tools a model may call in the tool loop: the contract, the YAML list, and built-in ones."""
+"""Tools that a model may call in the tool loop: the contract, the YAML list, and the built-in tools."""

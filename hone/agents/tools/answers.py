@@ -1,4 +1,4 @@
-"""What a tool returned, as the model reads it: text, with its reward and its metrics.
+"""Converts the return value of a tool to the text that the model reads, a reward and metrics.
 
 A tool may return text, a ToolResponse, JSON data, or one of these in a tuple with a reward and metrics.
 """
@@ -15,14 +15,14 @@ from hone.text import clean_text, clean_values
 from hone.types import JsonValue, Row, Settings
 
 Shown: TypeAlias = "JsonValue | ToolResponse"
-"""What a model may be shown; anything else is shown as `str` gives it."""
+"""Values that can be shown to the model; anything else is converted with `str`."""
 Rewarded: TypeAlias = "tuple[Shown, float | None] | tuple[Shown, float | None, Settings | None]"
 ToolResult: TypeAlias = "Shown | tuple[Shown] | Rewarded"
 Answer: TypeAlias = tuple[ToolResponse, float, Row]
 
 
 def response_of(value: ToolResult) -> ToolResponse:
-    """A ToolResponse as it is; text as its text; dicts, lists and tuples as JSON; else `str`."""
+    """Converts a result to a ToolResponse: text unchanged, dicts, lists and tuples as JSON, else `str`."""
     if isinstance(value, ToolResponse):
         return value
     if isinstance(value, str):
@@ -33,9 +33,9 @@ def response_of(value: ToolResult) -> ToolResponse:
 
 
 def normalize_function_tool_return(result: ToolResult) -> Answer:
-    """What a function tool returned; a tuple is (answer, reward[, metrics]) where it looks like one.
+    """Converts the result of a function tool; a tuple may be (answer, reward[, metrics]).
 
-    A pair of numbers or texts is data, not a reward. Tuples of no or more than 3 entries are refused.
+    A pair of numbers or strings is data, not a reward. Tuples with 0 or more than 3 items are refused.
     """
     if isinstance(result, tuple) and not 1 <= len(result) <= 3:
         raise TypeError(
@@ -62,7 +62,7 @@ def _is_number(value: Shown) -> bool:
 
 
 def tool_answer(result: ToolResult) -> Answer:
-    """What `BaseTool.execute` returned: (answer, reward, metrics), or the first one or two of them."""
+    """Converts the result of `BaseTool.execute`: (answer, reward, metrics), or the first one or two."""
     parts = result if isinstance(result, tuple) else (result,)
     given = parts[1] if len(parts) > 1 else None
     facts = parts[2] if len(parts) > 2 else None
@@ -73,6 +73,6 @@ def tool_answer(result: ToolResult) -> Answer:
 
 
 def text_of(response: ToolResponse) -> str:
-    """The text that the model reads."""
+    """Returns the text that the model reads."""
     text = response.text
     return clean_text(text if isinstance(text, str) else "" if text is None else str(text))

@@ -1,4 +1,4 @@
-"""`calculator`: arithmetic that the model asks for, evaluated without running any code."""
+"""`calculator`: evaluates arithmetic without running any code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.types import JsonObject, JsonValue, Row
 
 
 class CalculatorTool(BaseTool):
-    """Answers with the value of its first parameter; + - * / // ** and parentheses."""
+    """Returns the value of its first parameter; supports + - * / // ** and parentheses."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return function_schema(

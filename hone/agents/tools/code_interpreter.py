@@ -1,8 +1,8 @@
-"""`python`, `code_interpreter`: the model's Python, in the sandbox; it sees what its code printed.
+"""`python`, `code_interpreter`: runs the model's Python in the sandbox and returns what it printed.
 
-Names stay between the calls of a trajectory (`stateful`, true): a call runs the earlier cells again,
-silently and with the same random numbers, and then its own. Further config: `timeout_s` (wall seconds of
-one call) and `memory_mb`. `SandboxFusionTool` has verl's config, and runs programs in a remote service.
+Variables persist between the calls of a trajectory (`stateful`, default true): a call first reruns the
+earlier cells, silently and with the same random numbers. Other config: `timeout_s` (wall-clock seconds
+per call) and `memory_mb`. `SandboxFusionTool` has verl's config and runs programs in a remote service.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ except Exception as error:
     traceback.print_exception(type(error), error, inside and inside.tb_next)
     sys.exit(1)
 """
-"""The program of a call in the sandbox: earlier cells, then this one with the value of its last line."""
+"""The sandbox program of a call: runs the earlier cells, then this one with its last line's value."""
 
 
 class CodeInterpreterTool(BaseTool):
@@ -83,7 +83,7 @@ class CodeInterpreterTool(BaseTool):
         self._cells.pop(instance_id, None)
 
     def run(self, code: str) -> SandboxResult:
-        """What became of one program."""
+        """Runs one program and returns its result."""
         limits = {
             name: self.config[name] for name in ("timeout_s", "memory_mb") if name in self.config
         }
@@ -91,7 +91,7 @@ class CodeInterpreterTool(BaseTool):
 
 
 class SandboxFusionTool(CodeInterpreterTool):
-    """verl's tool of that name: `sandbox_fusion_url`, `rate_limit`, `default_timeout`, `memory_limit_mb`."""
+    """verl's SandboxFusionTool: `sandbox_fusion_url`, `rate_limit`, `default_timeout`, `memory_limit_mb`."""
 
     stateful = False
 

@@ -1,7 +1,7 @@
-"""The tool contract: what a tool shows the model (an OpenAI function schema) and what it promises.
+"""The tool contract: the OpenAI function schema that the model sees, and the methods of a tool.
 
-One instance of state a trajectory: `create`, `execute` as often as the model calls, `calc_reward` at the
-end, `release`. How calls are bounded and answered is the tool loop's business, not a tool's.
+A tool has one state per trajectory: `create`, `execute` once per call, `calc_reward` at the end, then
+`release`. The tool loop, not the tool, enforces limits on calls and formats the answers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hone.types import JsonObject, JsonValue, Row, Settings
 
 
 class ToolError(ValueError):
-    """A tool that cannot be listed or called; the message says which and what to write."""
+    """A tool that cannot be loaded or called; the message names the tool and the fix."""
 
 
 @dataclass(frozen=True)
 class ToolResponse:
-    """What the model sees of a call."""
+    """The result of a call as the model sees it."""
 
     text: str | None = None
     image: list[Row] | None = None
@@ -36,7 +36,7 @@ class ToolResponse:
 
 @dataclass(frozen=True)
 class OpenAIFunctionPropertySchema:
-    """One parameter; keys of JSON Schema beyond these stay in `more`."""
+    """One parameter; other JSON Schema keys are stored in `more`."""
 
     type: str | list[str] | None = None
     description: str | None = None
@@ -56,7 +56,7 @@ class OpenAIFunctionPropertySchema:
 
 @dataclass(frozen=True)
 class OpenAIFunctionParametersSchema:
-    """The parameters of a function: always an object."""
+    """The parameters of a function, always an object."""
 
     properties: Mapping[str, OpenAIFunctionPropertySchema] = field(default_factory=dict)
     required: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class OpenAIFunctionParametersSchema:
 
 @dataclass(frozen=True)
 class OpenAIFunctionSchema:
-    """A function as the chat template shows it."""
+    """A function as the chat template renders it."""
 
     name: str
     description: str = ""
@@ -128,7 +128,7 @@ class OpenAIFunctionToolSchema:
 def function_schema(
     name: str, description: str, **properties: JsonObject
 ) -> OpenAIFunctionToolSchema:
-    """The schema of a function that needs all its parameters."""
+    """Returns the schema of a function whose parameters are all required."""
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     function = {"name": name, "description": description, "parameters": parameters}
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
@@ -153,7 +153,7 @@ class OpenAIFunctionCallSchema:
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """The call, and whether its arguments could not be read; then it has none."""
+        """Returns the call, and whether parsing its arguments failed; they are empty then."""
         try:
             arguments = read_json(parsed_schema.arguments, strict=True)
         except BadText:
@@ -166,7 +166,7 @@ class OpenAIFunctionCallSchema:
 
 @dataclass(frozen=True)
 class OpenAIFunctionToolCall:
-    """A call with its id, as messages of an assistant hold it."""
+    """A call with its id, as in an assistant message."""
 
     id: str
     function: OpenAIFunctionCallSchema
@@ -174,7 +174,7 @@ class OpenAIFunctionToolCall:
 
 
 class BaseTool:
-    """Base of every tool. One object serves all trajectories; what differs hangs on `instance_id`."""
+    """Base of every tool. One object serves all trajectories; `instance_id` identifies their state."""
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
@@ -184,7 +184,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema where the list gives none."""
+        """Returns the schema for an entry of the tool list without one."""
         raise ToolError(
             f"{type(self).__name__} has no schema of its own; give `tool_schema` in the tool list, or "
             "override get_openai_tool_schema"
@@ -193,18 +193,18 @@ class BaseTool:
     async def create(
         self, instance_id: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Begin the state of one trajectory; `kwargs` are the row's `create_kwargs`."""
+        """Creates the state of one trajectory; `kwargs` are the row's `create_kwargs`."""
         return instance_id or uuid4().hex, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Row]:
-        """One call: the answer, its reward, and facts to keep."""
+        """Runs one call and returns the answer, its reward, and metrics."""
         raise NotImplementedError(f"{type(self).__name__} does not say what a call does (execute)")
 
     async def calc_reward(self, instance_id: str, **kwargs: JsonValue) -> float:
-        """The trajectory's score by this tool, at its end."""
+        """Returns this tool's score of the finished trajectory."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: JsonValue) -> None:
-        """Forget the trajectory's state."""
+        """Releases the trajectory's state."""

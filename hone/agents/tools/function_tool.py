@@ -1,4 +1,4 @@
-"""Plain functions as tools: `@function_tool` reads the schema off signature and docstring.
+"""Plain functions as tools: `@function_tool` derives the schema from the signature and the docstring.
 
     @function_tool
     def add(a: float, b: float = 1.0) -> str:
@@ -10,7 +10,7 @@
         return str(a + b)
 
 A function returns text, JSON data or a ToolResponse, alone or as (answer, reward[, metrics]).
-Leaves out state: a tool that needs it is a `BaseTool`.
+A function tool has no state; a tool that needs state is a `BaseTool`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FunctionTool:
-    """A function and what the model is shown of it. It has no state, so nothing is created or released."""
+    """A function and its schema. It has no state, so nothing is created or released."""
 
     name: str
     fn: Function
@@ -47,14 +47,14 @@ class FunctionTool:
     is_async: bool = False
 
     async def call(self, parameters: JsonObject) -> ToolResult:
-        """What the function returns; a plain one runs in a thread, so that other trajectories go on."""
+        """Calls the function; a synchronous one runs in a thread, so that other trajectories continue."""
         call = functools.partial(self.fn, **parameters)
         result = await call() if self.is_async else await in_thread(call)
         return await result if inspect.isawaitable(result) else result
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
-"""The tools by name; of two files' tools of one name the later. A run uses those of its own file."""
+"""The tools by name; a later file's tool replaces one of the same name. A run uses its file's tools."""
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
@@ -74,7 +74,7 @@ def function_tool(
     description: str | None = None,
     schema: Schema | None = None,
 ) -> F | Callable[[F], F]:
-    """Decorator: the function is a tool when its file is `multi_turn.function_tool_path`.
+    """Decorator that makes a function a tool when its file is `multi_turn.function_tool_path`.
 
     `@function_tool`, `@function_tool()`, `@function_tool("name")` and
     `@function_tool(name=…, description=…, schema=…)` all work.
@@ -105,7 +105,7 @@ def tool_of(
     description: str | None = None,
     schema: Schema | None = None,
 ) -> FunctionTool:
-    """A tool of a function; name, description and schema that are not given are read off it."""
+    """Makes a tool from a function, and derives the name, description and schema that are not given."""
     if isinstance(schema, OpenAIFunctionToolSchema) and name in (None, schema.function.name):
         read = schema
     else:
@@ -147,7 +147,7 @@ def _file_of(function: Function) -> str | None:
 
 
 def get_function_tool(name: str) -> FunctionTool:
-    """The tool of a name; KeyError where no loaded file has it."""
+    """Returns the tool with this name; raises KeyError if no loaded file defines it."""
     if name not in FUNCTION_TOOL_REGISTRY:
         raise KeyError(
             f"there is no function tool {name!r}; name its file in multi_turn.function_tool_path"
@@ -156,7 +156,7 @@ def get_function_tool(name: str) -> FunctionTool:
 
 
 def load_function_tools_from_path(path: str) -> list[FunctionTool]:
-    """The tools of a Python file, which is run once per process."""
+    """Returns the tools of a Python file, which is executed once per process."""
     file = Path(path).expanduser()
     if file.suffix == ".py" and not file.is_file():
         raise MissingFile(f"function_tool_path does not exist: {path!r} (looked in {Path.cwd()})")

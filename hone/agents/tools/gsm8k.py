@@ -1,4 +1,4 @@
-"""`calc_gsm8k_reward`: the model asks whether its answer is right before it gives it.
+"""`calc_gsm8k_reward`: lets the model check its answer before the final one.
 
 A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
 """
@@ -15,11 +15,11 @@ from hone.rewards.scores.gsm8k import compute_score
 from hone.types import JsonObject, JsonValue, Row, Settings
 
 NO_BETTER = -0.05
-"""Reward of a call whose answer scores no better than the best before it."""
+"""Reward of a call whose score does not exceed the best earlier one."""
 
 
 class Gsm8kTool(BaseTool):
-    """Says `score` of the answer given; asking again without improving costs a little."""
+    """Returns the `score` of an answer; a call without improvement gets a small penalty."""
 
     def __init__(self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
@@ -48,8 +48,8 @@ class Gsm8kTool(BaseTool):
         score = await self.calc_reward(instance_id)
         reward = 0.0 if score > state["best"] else NO_BETTER
         state["best"] = max(score, state["best"])
-        said = f"Current parsed answer={answer!r} score={score}"
-        return ToolResponse(text=said), reward, {"score": score}
+        message = f"Current parsed answer={answer!r} score={score}"
+        return ToolResponse(text=message), reward, {"score": score}
 
     async def calc_reward(self, instance_id: str, **kwargs: JsonValue) -> float:
         state = self._asked[instance_id]

@@ -4,7 +4,7 @@ tools:
   - class_name: hone.agents.tools.gsm8k.Gsm8kTool
     config: {type: native}
     tool_schema: {type: function, function: {name: …, description: …, parameters: …}}
-  - name: calculator        # a tool that is built in, described in your own words
+  - name: calculator        # a built-in tool with your description
     description: …
     parameters: {expression: {type: string, description: …}}
 
@@ -31,19 +31,19 @@ BUILT_IN = {
     "python": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
     "search": "hone.agents.tools.search.SearchTool",
 }
-"""Classes of entries that give only a `name`."""
+"""The classes of the built-in tools, for entries with only a `name`."""
 _SHORT = {"name", "description", "parameters", "config"}
 _MCP = "hone.agents.tools.mcp.MCPBaseTool"
 _GYM = "reasoning_gym:"
 _GYM_CLASS = "hone.agents.interactions.environment.ReasoningGymEnvironment"
 Tool: TypeAlias = BaseTool | FunctionTool
-"""What a run may call: an object with state per trajectory, or a plain function."""
+"""A tool: an object with state per trajectory, or a plain function."""
 
 
 def load_all_tools(
     tool_config_path: str | None = None, function_tool_path: str | None = None
 ) -> list[Tool]:
-    """The tools of a YAML list and those of a Python file; each has a name of its own."""
+    """Returns the tools of a YAML list and of a Python file; their names must be unique."""
     listed = initialize_tools_from_config(tool_config_path) if tool_config_path else []
     functions = load_function_tools_from_path(function_tool_path) if function_tool_path else []
     if function_tool_path and not functions:
@@ -60,7 +60,7 @@ def load_all_tools(
 
 
 def read_entries(path: str, section: str) -> list[Row]:
-    """The list under `section` of a YAML file, each entry with the class that it names."""
+    """Returns the list under `section` of a YAML file, each entry with its class."""
     try:
         loaded = read_yaml(path)
     except BadText as error:
@@ -74,7 +74,7 @@ def read_entries(path: str, section: str) -> list[Row]:
 
 
 def _with_class(entry: JsonValue, path: str, section: str) -> Row:
-    """An entry with its `class_name`; a short one names a tool that is built in."""
+    """Returns an entry with its `class_name`, which may be omitted for a built-in tool."""
     if isinstance(entry, dict) and entry.get("class_name"):
         return entry
     name = entry.get("name") if isinstance(entry, dict) else None
@@ -108,7 +108,7 @@ def _with_class(entry: JsonValue, path: str, section: str) -> Row:
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
-    """The tools of a YAML list, made anew."""
+    """Creates the tools of a YAML list."""
     path = tools_config_file
     tools: dict[str, BaseTool] = {}
     for entry in read_entries(path, "tools"):

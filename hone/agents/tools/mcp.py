@@ -1,12 +1,12 @@
 """Tools of MCP servers, over stdio or streamable HTTP, with the official client (`hone-rl[mcp]`).
 
-The servers stand in a JSON file (`mcp_servers_config_path`), as MCP clients usually write it:
+The servers are listed in a JSON file (`mcp_servers_config_path`), in the usual format of MCP clients:
 
     {"mcpServers": {"files": {"command": "python", "args": ["server.py"]},
                     "web": {"url": "http://localhost:8000/mcp", "auth_token": "…"}}}
 
-A server's session lives in a thread of its own, since the loops of several event loops share it. A
-session that broke is opened again at the next call.
+Each server's session runs in a separate thread, since several event loops share it. A session that
+failed is reopened at the next call.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ T = TypeVar("T")
 CONNECT_S = 60.0
 """Seconds for a server to start and list its tools."""
 _REFUSALS = (-32600, -32601, -32602, -32603)
-"""Errors of JSON-RPC after which the session goes on."""
+"""JSON-RPC error codes that do not end the session."""
 
 
 class MCPBaseTool(BaseTool):
-    """One tool of an MCP server; a class of your own may read its result otherwise."""
+    """One tool of an MCP server; override `_parse_tool_result` to change how its result is read."""
 
     server: McpServer
 
@@ -50,13 +50,13 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text), 0.0, facts
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Row]:
-        """The text of a result's parts, and facts to keep."""
+        """Returns the text of a result's parts, and metrics."""
         parts = [getattr(part, "text", None) or f"({part.type})" for part in content]
         return "\n".join(parts), {}
 
 
 class McpServer:
-    """A session with one server, in the event loop of a thread of its own."""
+    """A session with one server, in the event loop of a separate thread."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         self._name, self._settings = name, settings
@@ -67,7 +67,7 @@ class McpServer:
         threading.Thread(target=self._loop.run_forever, name=f"mcp-{name}", daemon=True).start()
 
     def tools(self) -> list[Any]:
-        """What the server offers; ToolError where it cannot be reached."""
+        """Returns the server's tools; raises ToolError if the server cannot be reached."""
         work = asyncio.run_coroutine_threadsafe(self._tools(), self._loop)
         try:
             return work.result(CONNECT_S)
@@ -78,7 +78,7 @@ class McpServer:
             ) from error
 
     async def call(self, tool: str, arguments: JsonObject) -> Any:
-        """What a tool answers; from any event loop."""
+        """Calls a tool; may be awaited in any event loop."""
         work = self._asked(lambda session: session.call_tool(tool, arguments))
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -96,10 +96,10 @@ class McpServer:
             if not cursor:
                 return tools
 
-    # -- in the server's own event loop --------------------------------------------------------
+    # -- in the server's event loop ------------------------------------------------------------
 
     async def _asked(self, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-        """One request; a session that has ended is opened again."""
+        """Sends one request; reopens a session that has ended."""
         from mcp import MCPError
 
         session = await self._open()
@@ -113,7 +113,7 @@ class McpServer:
 
     async def _open(self) -> Any:
         async with self._lock:
-            if self._session is None or self._session.done():  # it has ended
+            if self._session is None or self._session.done():
                 ready: asyncio.Future[Any] = self._loop.create_future()
                 self._closing = asyncio.Event()
                 self._session = self._loop.create_task(self._hold(ready))
@@ -121,7 +121,7 @@ class McpServer:
         return await asyncio.shield(self._ready)
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
-        """Open a session and hold it: its context must end in the task that entered it."""
+        """Opens a session and keeps it open: its context must exit in the task that entered it."""
         from mcp import ClientSession
 
         try:
@@ -156,7 +156,7 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
 def mcp_tools(
     cls: type[MCPBaseTool], config: Settings, mcp: JsonValue, path: str
 ) -> list[MCPBaseTool]:
-    """The tools of the servers that an entry of the tool list names, each as an object of `cls`."""
+    """Returns the tools of the servers named by an entry of the tool list, as objects of `cls`."""
     try:
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:
@@ -168,16 +168,16 @@ def mcp_tools(
         raise ToolError(
             f"{path}: `mcp` names servers by mcp_servers_config_path, or in mcpServers; got {shown(mcp)}"
         )
-    chosen = entry.get("tool_selected_list")
+    selected_names = entry.get("tool_selected_list")
     tools = []
     for name, settings in servers.items():
         if not isinstance(settings, dict) or not {"url", "command"} & settings.keys():
             raise ToolError(f"{path}: the MCP server {name!r} needs a `url` or a `command`")
         server = McpServer(str(name), settings)
         for offer in server.tools():
-            if chosen is None or offer.name in chosen:
+            if selected_names is None or offer.name in selected_names:
                 tools.append(_tool(cls, config, offer, server))
-    missing = sorted({*(chosen or ())} - {tool.name for tool in tools})
+    missing = sorted({*(selected_names or ())} - {tool.name for tool in tools})
     if missing:
         raise ToolError(f"{path}: no MCP server has the tool {missing[0]!r} of tool_selected_list")
     return tools

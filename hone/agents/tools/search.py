@@ -1,7 +1,7 @@
-"""`search`: the model's questions, answered by a retrieval service such as `hone retrieve serve`.
+"""`search`: sends the model's queries to a retrieval service such as `hone retrieve serve`.
 
-Its config has verl's names: `retrieval_service_url`, `topk`, `timeout` (seconds) and `rate_limit`
-(requests at a time).
+The config has verl's names: `retrieval_service_url`, `topk`, `timeout` (seconds) and `rate_limit`
+(concurrent requests).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hone.types import JsonObject, JsonValue, Row, Settings
 
 
 class SearchTool(BaseTool):
-    """Answers `{"result": passages}`, the passages of each question numbered, questions apart by ---."""
+    """Returns `{"result": passages}`: the numbered passages of each query, with --- between queries."""
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
@@ -46,11 +46,11 @@ class SearchTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Row]:
-        asked = parameters.get("query_list")
+        value = parameters.get("query_list")
         queries = (
-            [text for text in asked if isinstance(text, str)] if isinstance(asked, list) else []
+            [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
         )
-        if not queries or queries != asked:
+        if not queries or queries != value:
             raise ToolError("query_list must be a list of questions")
         found = await in_thread(self._passages, queries=queries)
         text = "\n---\n".join(_as_text(passages) for passages in found)
@@ -59,14 +59,14 @@ class SearchTool(BaseTool):
         return ToolResponse(text=shown), 0.0, facts
 
     def _passages(self, queries: list[str]) -> list[list[str]]:
-        asked = {"queries": queries, "topk": self.config.get("topk", 3), "return_scores": True}
+        body = {"queries": queries, "topk": self.config.get("topk", 3), "return_scores": True}
         request = urllib.request.Request(
-            self._url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         wait_s = self.config.get("timeout", 30)
         with self._slots, urllib.request.urlopen(request, timeout=wait_s) as answer:
-            found = json.load(answer)["result"]
-        return [[str(hit["document"]["contents"]) for hit in hits] for hits in found]
+            results = json.load(answer)["result"]
+        return [[str(hit["document"]["contents"]) for hit in hits] for hits in results]
 
 
 def _as_text(passages: list[str]) -> str:

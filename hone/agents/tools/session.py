@@ -1,7 +1,7 @@
-"""One trajectory's dealings with its tools: every call gets an answer, within the limits.
+"""Runs the tool calls of one trajectory: every call gets an answer within the limits.
 
-A tool that raises, hangs or does not exist never stops a run: the model reads a sentence about it, and
-the failure is counted. Leaves out a tool that blocks the event loop: tools wait with `await`.
+A tool that raises, hangs or does not exist never stops a run: the model reads an error message, and the
+failure is counted. A tool that blocks the event loop cannot be interrupted; tools must use `await`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CallLimits:
-    """How many calls, and how long each."""
+    """Limits on the number of calls and on the time of each call."""
 
     a_turn: int
     a_trajectory: int | None
     timeout_s: float
     cut: Callable[[str], str]
-    """Shortens an answer to what the model may read."""
+    """Truncates an answer to the length limit."""
 
 
 @dataclass
 class ToolFacts:
-    """What is kept of a trajectory's calls."""
+    """The recorded calls and failures of one trajectory."""
 
     outputs: list[Row] = field(default_factory=list)
     timeouts: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class _Answer:
 
 
 class _ToolFailed(Exception):
-    """A verb of a tool raised or was late; the message is what the model reads."""
+    """A tool's method raised or timed out; the model reads the message."""
 
     def __init__(self, sentence: str, late: bool = False) -> None:
         super().__init__(sentence)
@@ -67,7 +67,7 @@ class _ToolFailed(Exception):
 
 
 class ToolSession:
-    """Makes calls for one trajectory; state is created at a tool's first call."""
+    """Makes the calls of one trajectory; a tool's state is created at its first call."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ToolSession:
         self.facts = ToolFacts()
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[str]:
-        """One text a call, in order; calls of one turn run at the same time."""
+        """Returns one text per call, in order; the calls of one turn run concurrently."""
         calls = [_cleaned(call) for call in calls]
         refusals = [self._allowed(place, call) for place, call in enumerate(calls)]
         refused = [self._error(text) if text is not None else None for text in refusals]
@@ -93,7 +93,7 @@ class ToolSession:
         answers = await asyncio.gather(
             *(self._one(call, error) for call, error in zip(calls, refused, strict=True))
         )
-        # Kept in the order of the calls, not of their ends: a replay must read the same.
+        # Recorded in call order, not in finish order, so that a replay records the same.
         for call, answer in zip(calls, answers, strict=True):
             self._keep(call, answer)
         return [answer.text for answer in answers]
@@ -116,7 +116,7 @@ class ToolSession:
         )
 
     def _allowed(self, place: int, call: ToolCall) -> str | None:
-        """Why a call is not made, or None."""
+        """Returns why a call is refused, or None."""
         most = self._limits.a_trajectory
         if place >= self._limits.a_turn:
             return f"not run: at most {self._limits.a_turn} tool calls a turn"
@@ -132,14 +132,14 @@ class ToolSession:
         return f"{call.name} needs {', '.join(missing)}" if missing else None
 
     async def _create(self, name: str) -> _Answer | None:
-        """Begin a tool's state; what the model reads where it cannot be, or None."""
+        """Creates a tool's state; returns an error answer on failure, else None."""
         tool = self._tools[name]
         if name in self._instances or isinstance(tool, FunctionTool):
             return None
 
         async def work() -> str:
             given = dict(self._kwargs_of(name, "create_kwargs"))
-            # verl hands these over both spread out and as one argument.
+            # verl passes these both as keyword arguments and as one dict.
             if _takes(tool.create, "create_kwargs"):
                 given["create_kwargs"] = dict(given)
             created = await tool.create(uuid4().hex, **given)
@@ -175,14 +175,14 @@ class ToolSession:
         return tool_answer(await tool.execute(self._instances[call.name], arguments, **given))
 
     async def _bounded(self, name: str, work: Coroutine[None, None, T]) -> T:
-        """What a verb of a tool gives, within the time of a call."""
+        """Returns the result of a tool's method; raises _ToolFailed on an error or a timeout."""
         try:
             return await bounded(work, self._limits.timeout_s)
         except Overdue:
             late = f"{name} took longer than {self._limits.timeout_s:g} s"
             logger.warning("tool %s", late)
             raise _ToolFailed(late, late=True) from None
-        except Exception as error:  # a tool is the user's code: whatever it raises is an answer
+        except Exception as error:  # a tool is user code: any exception becomes an answer
             sentence = f"{name} failed: {described(error)}"
             logger.warning("tool %s", sentence)
             raise _ToolFailed(sentence) from error
@@ -194,7 +194,7 @@ class ToolSession:
         return (self.agent_data.tools_kwargs.get(name) or {}).get(kind) or {}
 
     async def scores(self) -> dict[str, float]:
-        """Each tool's score of the trajectory; 0, and a failure, where it gives no finite number."""
+        """Returns each tool's score; a score that is not finite becomes 0 and counts as a failure."""
         scores: dict[str, float] = {}
         for name, instance in self._instances.items():
             try:
@@ -212,7 +212,7 @@ class ToolSession:
         return score
 
     async def release(self) -> None:
-        """Forget the state of every tool; whatever happened before."""
+        """Releases the state of every tool, also after failures."""
         while self._instances:
             name, instance = self._instances.popitem()
             try:
@@ -243,7 +243,7 @@ def _takes(function: Function, name: str) -> bool:
 
 
 def _cleaned(call: ToolCall) -> ToolCall:
-    """The call as data that can be shown, kept and written: the model wrote it."""
+    """Cleans a call, which is untrusted model output, so that it can be shown and stored."""
     error = call.error
     if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
         error = error or "a call has a name and an object of arguments"

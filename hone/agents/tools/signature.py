@@ -1,7 +1,7 @@
-"""A function's signature and docstring as a JSON schema of its parameters.
+"""Converts a function's signature and docstring to a JSON schema of its parameters.
 
 Types come from annotations, descriptions from an `Args:` section, `:param name:` lines or `Annotated`.
-Leaves out classes and enums as parameters: a model writes JSON.
+Parameters cannot be classes or enums, because a model writes JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIELD = re.compile(r"^\s*:(?:param|parameter|arg)\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*
 
 
 def parameters_of(function: Function) -> Row:
-    """The JSON schema of the function's parameters."""
+    """Returns the JSON schema of the function's parameters."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         called = function if inspect.isroutine(function) else type(function).__call__
@@ -71,7 +71,7 @@ def parameters_of(function: Function) -> Row:
 
 
 def schema_of_type(hint: Any) -> Row:
-    """The JSON schema of one annotation; what JSON has no word for is a string."""
+    """Returns the JSON schema of one annotation; a type that JSON lacks becomes a string."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         texts = [extra for extra in inner[1:] if isinstance(extra, str)]
@@ -95,7 +95,7 @@ def _one_of(hints: Sequence[Any]) -> Row:
 
 
 def description_of(function: Function) -> str:
-    """The docstring without what it says of arguments and results."""
+    """Returns the docstring without its sections on arguments and results."""
     lines: list[str] = []
     for line in _docstring(function):
         if _ARGUMENTS.match(line) or _SECTION.match(line) or line.lstrip().startswith(":"):
@@ -105,7 +105,7 @@ def description_of(function: Function) -> str:
 
 
 def _argument_texts(function: Function) -> dict[str, str]:
-    """Parameter → what the docstring says of it, from an `Args:` section or `:param` lines."""
+    """Returns the description of each parameter, from an `Args:` section or `:param` lines."""
     texts: dict[str, list[str]] = {}
     name: str | None = None
     indent: int | None = None

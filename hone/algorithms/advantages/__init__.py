@@ -2,7 +2,7 @@
 
 An entry is an `Estimator` in verl's form, a user's `Estimator` class, or a user's function
 `fn(token_level_rewards, response_mask, index, config, **columns)`. Each returns `(advantages, returns)`,
-both [B, T] and 0 outside response_mask, and says which further columns it reads.
+both [B, T] and 0 outside response_mask, and declares which further columns it reads.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TABLE: Table[Function] = Table(
 
 
 def get_estimator(name: str, config: Settings | None = None, **options: JsonValue) -> Estimator:
-    """The estimator of that name, or of "pkg.mod:object", with the options of `config` (`algorithm`).
+    """Returns the estimator of a name or of "pkg.mod:object", with the options of `config` (`algorithm`).
 
-    `options` are those that stand elsewhere in the configuration; an estimator takes the ones it has.
+    `options` come from other parts of the configuration; an estimator uses the ones it declares.
     """
     from hone.algorithms.advantages.estimator import estimator_of
 
@@ -48,18 +48,18 @@ def get_estimator(name: str, config: Settings | None = None, **options: JsonValu
 
 
 def groups_of(name: str) -> str | None:
-    """Whether that estimator compares the responses of one prompt, as `Estimator.groups` says."""
+    """Returns `Estimator.groups`: whether the estimator compares the responses of one prompt."""
     entry = TABLE.get(name)
     return getattr(getattr(entry, "estimator", entry), "groups", None)
 
 
 def get_adv_estimator_fn(name: str) -> Function:
-    """The estimator as a function with verl's arguments; an unknown name is an error."""
+    """Returns the estimator as a function with verl's arguments; raises on an unknown name."""
     return TABLE.get(name)
 
 
 def register_adv_est(name: str, needs: tuple[str, ...] = ()) -> Callable[[T], T]:
-    """Decorator that adds a user's estimator to the table; `needs` are columns that a function reads."""
+    """Decorator that registers a custom estimator; `needs` are the columns that a function reads."""
 
     def add(estimator: T) -> T:
         TABLE.add(name, estimator)

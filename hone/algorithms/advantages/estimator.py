@@ -1,7 +1,7 @@
-"""What an advantage estimator is: a frozen dataclass that says which columns it reads.
+"""The base class of advantage estimators: a frozen dataclass that declares which columns it reads.
 
-Its fields are its options, read from `algorithm` by name. `verl_form` makes one callable as verl calls
-estimators; `FunctionEstimator` makes one of a user's function.
+Its fields are its options, read from `algorithm` by name. `verl_form` gives an estimator verl's
+signature; `FunctionEstimator` wraps a user's function.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ T = TypeVar("T", bound="Estimator")
 
 TRAJECTORY = "trajectory_id"
 CALL_ONLY = {"read from": "the call alone"}
-"""Metadata of an option that has the name of a key of `algorithm` and does not follow it."""
+"""Metadata of an option that shares its name with a key of `algorithm` but is not read from it."""
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """What an estimator sees of a batch."""
+    """The part of a batch that an estimator reads."""
 
     rewards: Tensor  # [B, T] token_level_rewards
     mask: Tensor  # [B, T] response_mask
     uid: Labels | None = None  # [B] equal for the responses of one prompt
-    columns: Settings = field(default_factory=dict)  # those it requires and uses
+    columns: Settings = field(default_factory=dict)  # the columns in `requires` and `uses`
 
     @property
     def trajectory_id(self) -> Labels | None:
         return self.columns.get(TRAJECTORY)
 
     def column(self, name: str) -> Tensor:
-        """A column that the estimator requires."""
+        """Returns a column that the estimator requires."""
         if self.columns.get(name) is None:
             raise TypeError(
                 f"the estimator reads the column {name!r} and was not given it; pass it by that name"
@@ -54,17 +54,17 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class Estimator:
-    """From token rewards to advantages and returns."""
+    """Computes advantages and returns from token rewards."""
 
     uses: ClassVar[tuple[str, ...]] = ()
-    """Columns it takes where the batch has them, besides `trajectory_id`."""
+    """Optional columns, in addition to `trajectory_id`."""
     groups: ClassVar[Groups | None] = None
-    """Whether it compares the responses of one prompt: ignored, compared (one response keeps its raw
-    score), required (one response teaches nothing); None where it does not say."""
+    """Whether it compares the responses of one prompt: ignored, compared (a single response keeps its raw
+    score), required (a single response has advantage 0); None if unknown."""
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """Columns it cannot do without, beyond rewards, mask and uid."""
+        """Required columns, in addition to rewards, mask and uid."""
         return ()
 
     def __call__(self, batch: Trajectories) -> Pair:
@@ -72,7 +72,7 @@ class Estimator:
 
     @classmethod
     def of(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
-        """Each option from the keyword, else from the config's key of that name, else its default."""
+        """Takes each option from the keyword, else from the config key of that name, else its default."""
         values: Row = {}
         for option in dataclasses.fields(cls):
             name = option.name
@@ -94,7 +94,7 @@ class Estimator:
 class FunctionEstimator(Estimator):
     """A user's function `fn(token_level_rewards, response_mask, index, config, **columns)`.
 
-    Its attribute `needs` names the columns it requires. It is given what its signature takes.
+    Its attribute `needs` lists the columns it requires. It is called with the arguments that it accepts.
     """
 
     function: Function
@@ -114,8 +114,8 @@ class FunctionEstimator(Estimator):
         else:
             positions = tuple(first.values())
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            taken = {*parameters, *self.requires}
-            values = {name: value for name, value in values.items() if name in taken}
+            accepted = {*parameters, *self.requires}
+            values = {name: value for name, value in values.items() if name in accepted}
         result = self.function(*positions, **values)
         if not isinstance(result, tuple) or len(result) != 2:
             raise PluginError(
@@ -128,7 +128,7 @@ class FunctionEstimator(Estimator):
 class VerlForm:
     """An estimator as a function with verl's arguments: options and columns are keywords.
 
-    A column that another estimator reads may be handed to any of them; a misspelt keyword is an error.
+    Every estimator accepts the columns of all estimators; an unknown keyword is an error.
     """
 
     def __init__(self, name: str, estimator: type[Estimator]) -> None:
@@ -146,13 +146,13 @@ class VerlForm:
         **keywords: Any,
     ) -> Pair:
         if isinstance(index, Mapping) or isinstance(config, int | float):
-            raise TypeError(  # these positions mean something else in verl and would be ignored here
+            raise TypeError(  # these positions have another meaning in verl and would be ignored here
                 f"{self.__name__} takes (token_level_rewards, response_mask, index, config); got "
                 f"{type(index).__name__} as index and {type(config).__name__} as config. Name the "
                 "arguments, or call verl's form in hone.trainer.ppo.core_algos"
             )
         options = {name: keywords.pop(name) for name in self._options if name in keywords}
-        # A column may be handed to any estimator, and so may verl's two forms of a whole batch.
+        # Every estimator accepts all columns and verl's two forms of a whole batch.
         columns = {*COLUMNS, "non_tensor_batch", "batch"}
         unknown = [n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)]
         known = ("token_level_rewards", "response_mask", "index", "config", *self._options)
@@ -162,11 +162,11 @@ class VerlForm:
 
 
 Entry = type[Estimator] | VerlForm | Function
-"""What the table of estimators holds."""
+"""An entry of the table of estimators."""
 
 
 def needs_of(function: Function) -> tuple[str, ...]:
-    """The columns that a user's function names in its attribute `needs`."""
+    """Returns the columns that a user's function lists in its attribute `needs`."""
     needs = getattr(function, "needs", ())
     return (needs,) if isinstance(needs, str) else tuple(needs)
 
@@ -176,7 +176,7 @@ def _name_of(entry: Entry) -> str:
 
 
 def estimator_of(entry: Entry, config: Settings | None, **options: JsonValue) -> Estimator:
-    """The estimator of an entry of the table: an estimator class, its verl form, or a function."""
+    """Makes the estimator of a table entry: an estimator class, its verl form, or a function."""
     if isinstance(entry, VerlForm):
         entry = entry.estimator
     if isinstance(entry, type) and issubclass(entry, Estimator):

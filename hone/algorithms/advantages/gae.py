@@ -1,7 +1,7 @@
-"""Generalised advantage estimation over the tokens the policy wrote (1506.02438).
+"""Generalised advantage estimation over the policy tokens (1506.02438).
 
-Tool and padding tokens are skipped: the token before them looks at the next token of the policy.
-Advantages are whitened over the batch; returns are taken before that.
+Tool and padding tokens are skipped: the next token of a policy token is the next policy token.
+Advantages are whitened over the batch; returns are computed before whitening.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class GAE(Estimator):
 def _scan(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, beyond: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, all rows at once; `beyond` [B, 2] is what follows the last token."""
+    """Computes the recurrence for all rows; `beyond` [B, 2] is the state after the last token."""
     policy_token, r, v = (
         x.T.contiguous() for x in (mask, rewards, values)
-    )  # [T, B]: one step lies together
+    )  # [T, B]: each step is contiguous
     next_value, carried = beyond.unbind(-1)
     out = torch.zeros_like(r)
     for t in range(len(r) - 1, -1, -1):

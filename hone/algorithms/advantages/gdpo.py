@@ -1,6 +1,6 @@
-"""GDPO (2601.05242): normalise each part of the reward by itself, then add them up.
+"""GDPO (2601.05242): normalises each reward component separately and sums them.
 
-A part with a large scale then cannot drown the others.
+So a component with a large scale cannot dominate the others.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hone.types import Settings
 
 @dataclass(frozen=True)
 class GDPO(Estimator):
-    """A = whiten(Σ_k w_k·grpo(R_k)). A part is a column [B, T], or one number per row [B].
+    """A = whiten(Σ_k w_k·grpo(R_k)). A component is a column [B, T], or one number per row [B].
 
-    Parts are columns `reward/<key>`, or `non_tensor_batch[<key>]`, as verl hands them over.
+    Components are columns `reward/<key>`, or `non_tensor_batch[<key>]` as in verl.
     """
 
     gdpo_reward_keys: tuple[str, ...] | None
@@ -70,7 +70,7 @@ class GDPO(Estimator):
 
 
 def _part(name: str, columns: Settings) -> Tensor:
-    """The reward part: a column `reward/<key>`, else the object column `<key>` of the batch."""
+    """Returns the column `reward/<key>`, else the object column `<key>` of the batch."""
     if name in columns:
         return torch.as_tensor(columns[name])
     key, rows = name.removeprefix(REWARD_PREFIX), columns.get("non_tensor_batch") or {}

@@ -1,4 +1,4 @@
-"""Estimators with another baseline or scale of the group: OPO, GPG, Pass@k, MaxRL, Lite-PPO."""
+"""Estimators with other group baselines or scales: OPO, GPG, Pass@k, MaxRL, Lite-PPO."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GPG(OutcomeEstimator):
 class PassK(OutcomeEstimator):
     """Pass@k: A_best = (R_best − R_second) / (std_g + ε), others 0.
 
-    A group of one has no second and gets 0; a batch with nothing but such groups is an error.
+    A group of one has no second-best score and gets 0; a batch of only such groups is an error.
     """
 
     norm_adv_by_std_in_grpo: bool
@@ -63,7 +63,7 @@ class PassK(OutcomeEstimator):
                 "prompt of this batch has two responses; set actor_rollout_ref.rollout.n to 2 or "
                 "more"
             )
-        # Sorted by group, best first: the first two places of each group are its best and second.
+        # Sorted by group, best first: the first two entries of each group are its best and second.
         order = torch.argsort(scores, descending=True, stable=True)
         order = order[torch.argsort(groups.ids[order], stable=True)]
         first = (groups.sizes.cumsum(0) - groups.sizes).long()[compared]
@@ -71,15 +71,15 @@ class PassK(OutcomeEstimator):
         margin = scores[best] - scores[second]
         if self.norm_adv_by_std_in_grpo:
             divisor = groups.std(scores)[compared] + self.epsilon
-            margin = torch.where(divisor > 0, margin / divisor, 0.0)  # 0/0 where epsilon is 0
+            margin = torch.where(divisor > 0, margin / divisor, 0.0)  # 0/0 if epsilon is 0
         return torch.zeros_like(scores).index_copy_(0, best, margin)
 
 
 @dataclass(frozen=True)
 class MaxRL(OutcomeEstimator):
-    """A = (R − mean_g)/(mean_g + ε) (2602.02710): the rarer success is, the more it counts.
+    """A = (R − mean_g)/(mean_g + ε) (2602.02710): rarer successes get larger advantages.
 
-    The mean stands for a success rate, so scores must not be negative. A group of one gets 0.
+    The mean is a success rate, so scores must not be negative. A group of one gets 0.
     """
 
     groups = "required"

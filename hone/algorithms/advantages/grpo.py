@@ -1,4 +1,4 @@
-"""Scores relative to the group: GRPO, and Dr.GRPO without the division by the deviation.
+"""Scores relative to the group: GRPO, and Dr.GRPO without division by the standard deviation.
 
 A group of one keeps its raw score. A group of equal scores gets 0.
 """
@@ -19,7 +19,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class GRPO(OutcomeEstimator):
-    """A = (R − mean_g) / (std_g + ε), std unbiased; without the division if so configured."""
+    """A = (R − mean_g) / (std_g + ε), std unbiased; the division is optional."""
 
     norm_adv_by_std_in_grpo: bool
     epsilon: float = EPS
@@ -42,13 +42,13 @@ class DrGRPO(OutcomeEstimator):
 
 
 def relative_to_group(groups: Groups, scores: Tensor, by_std: bool, epsilon: float = EPS) -> Tensor:
-    """[N] score minus group mean, over the group's deviation; a group of one: mean 0, deviation 1."""
+    """[N] (score − group mean) / group standard deviation; a group of one has mean 0 and deviation 1."""
     mean = groups.mean(scores)[groups.ids].masked_fill(groups.singleton, 0.0)
     if not by_std:
         return scores - mean
     std = groups.std(scores)[groups.ids].masked_fill(groups.singleton, 1.0)
     divisor = std + epsilon
-    return torch.where(divisor > 0, (scores - mean) / divisor, 0.0)  # 0/0 where epsilon is 0
+    return torch.where(divisor > 0, (scores - mean) / divisor, 0.0)  # 0/0 if epsilon is 0
 
 
 grpo = VerlForm("grpo", GRPO)

@@ -1,7 +1,7 @@
 """The optimal token baseline (2602.07078): a baseline per position, weighted by gradient energy.
 
-`optimal_token_baseline` compares tokens at the same column of the response, `tir_…` (tool-integrated
-reasoning) tokens that are the n-th the policy wrote, whatever tools wrote in between.
+`optimal_token_baseline` compares tokens in the same column of the response; `tir_…` (tool-integrated
+reasoning) compares the n-th policy tokens and does not count tool tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EPS = 1e-8
 class OptimalTokenBaseline(Estimator):
     """B_t = Σ G·W / (Σ W + ε) over the group, W_t = Σ_{s≤t} (1 − 2π_s + Σπ²)·ρ_s²;  A = G − B.
 
-    Where a trajectory is alone at a position (a group of one, or the tail of the longest) there is
-    no baseline: its own return as baseline would always give 0. `handle_zero_tail=False` gives the
-    tail that baseline all the same.
+    There is no baseline if a trajectory is the only one at a position (a group of one, or the tail of
+    the longest), since its own return as baseline would always give 0. `handle_zero_tail=False`
+    nevertheless uses that baseline for the tail.
     """
 
     handle_zero_tail: bool = True
@@ -40,7 +40,7 @@ class OptimalTokenBaseline(Estimator):
         return ("old_log_probs", "sum_pi_squared")
 
     def position(self, mask: Tensor, chain: Chain | None) -> Tensor:
-        """[B, T] which tokens of a group are compared: those in one column of the response."""
+        """[B, T] the position by which tokens of a group are compared: the column of the response."""
         width = mask.shape[-1]
         column = torch.arange(width, device=mask.device).expand_as(mask)
         return column if chain is None else column + width * chain.rank.unsqueeze(-1)
@@ -82,7 +82,7 @@ class OptimalTokenBaseline(Estimator):
 
 @dataclass(frozen=True)
 class TIROptimalTokenBaseline(OptimalTokenBaseline):
-    """The same, with positions counted in tokens the policy wrote."""
+    """The same baseline, with positions counted in policy tokens."""
 
     def position(self, mask: Tensor, chain: Chain | None) -> Tensor:
         written = mask.bool().long()

@@ -1,8 +1,8 @@
-"""One number per trajectory: what every outcome estimator starts from and ends with.
+"""Scores and advantages per trajectory, shared by all outcome estimators.
 
-A trajectory is usually one row. Where `trajectory_id` says that several rows belong to one, their
-rewards and lengths are added up, statistics count the trajectory once, and each of its rows gets
-the trajectory's advantage.
+A trajectory is usually one row. If several rows have the same `trajectory_id`, their rewards and
+lengths are summed, statistics count the trajectory once, and each of its rows gets the trajectory's
+advantage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 256  # rows
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Totals of N trajectories and the groups they form."""
+    """Totals of N trajectories and their groups."""
 
     rewards: Tensor  # [B, T]
     mask: Tensor  # [B, T] bool
@@ -36,11 +36,11 @@ class Outcomes:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[N] float64: tokens the policy wrote."""
+        """[N] float64: number of policy tokens."""
         return self.total(count_kept(self.mask, -1).double())
 
     def total(self, per_row: Tensor) -> Tensor:
-        """[B] → [N]: add up the rows of each trajectory."""
+        """[B] → [N]: sums over the rows of each trajectory."""
         if self.rows is None:
             return per_row
         return per_row.new_zeros(len(self.groups.ids)).index_add_(0, self.rows, per_row)
@@ -51,7 +51,7 @@ class Outcomes:
         return mean.masked_fill(self.groups.singleton, 0.0)
 
     def whiten(self, per_trajectory: Tensor) -> Tensor:
-        """[N] → [N]: what whitening over all tokens does when a trajectory's tokens are equal."""
+        """[N] → [N]: equals whitening over all tokens if the tokens of a trajectory are equal."""
         lengths = self.lengths
         tokens = lengths.sum()
         away = per_trajectory - (per_trajectory * lengths).sum() / tokens.clamp(min=1)
@@ -59,7 +59,7 @@ class Outcomes:
         return away * torch.rsqrt(variance + WHITEN_EPS)
 
     def spread(self, per_trajectory: Tensor) -> Tensor:
-        """[N] → [B, T]: the same value on each token the policy wrote, 0 elsewhere."""
+        """[N] → [B, T]: the trajectory's value on each policy token, 0 elsewhere."""
         per_row = per_trajectory if self.rows is None else per_trajectory[self.rows]
         per_row = per_row.to(self.rewards.dtype).unsqueeze(-1)
         out = torch.empty_like(self.rewards)
@@ -74,7 +74,7 @@ class OutcomeEstimator(Estimator):
     """An estimator with one advantage per trajectory, the same on each of its tokens."""
 
     def advantages(self, outcome: Outcomes) -> Tensor:
-        """[N] from the outcomes of N trajectories."""
+        """[N] advantages from the outcomes of N trajectories."""
         raise NotImplementedError(f"{type(self).__name__} must define advantages")
 
     def __call__(self, batch: Trajectories) -> Pair:
@@ -91,7 +91,7 @@ def outcomes(
     index: Labels | None,
     trajectory_id: Labels | None,
 ) -> Outcomes:
-    """The trajectories of a batch, in groups of equal `index` (the prompt's uid)."""
+    """Returns the trajectories of a batch, grouped by `index` (the prompt's uid)."""
     index, device = labels_of(name, index, len(response_mask)), response_mask.device
     mask = response_mask.bool()
     if trajectory_id is None:
@@ -103,7 +103,7 @@ def outcomes(
 
 
 def labels_of(name: str, index: Labels | None, rows: int) -> Labels:
-    """`index`, when there is one label per row."""
+    """Returns `index` after checking that it has one label per row."""
     if index is None:
         raise ValueError(
             f"{name} compares the responses of one prompt and got index=None; "
@@ -117,12 +117,12 @@ def labels_of(name: str, index: Labels | None, rows: int) -> Labels:
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] → [B] float64: the sum over the mask."""
     sums = x.new_empty(len(x))
-    # Block by block through one buffer, which so stays in the cache; torch reads bools one by one.
+    # Blocks share one buffer, which stays in the CPU cache; torch is slow on bool masks.
     buffer = x.new_empty(_BLOCK, x.shape[-1])
     for start in range(0, len(x), _BLOCK):
         block = slice(start, min(start + _BLOCK, len(x)))
         masked = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
         torch.sum(masked.mul_(x[block]), -1, out=sums[block])
-    if not sums.isfinite().all():  # 0 · NaN is NaN: leave out what the mask leaves out
+    if not sums.isfinite().all():  # 0 · NaN is NaN, so masked entries are replaced
         sums = masked_sum(x, mask, -1)
     return sums.double()

@@ -1,7 +1,7 @@
-"""Returns from token to token, and their estimators: REINFORCE++ and ReMax.
+"""Token returns and the estimators that use them: REINFORCE++ and ReMax.
 
-The rows of one trajectory follow each other in batch order: the last token of a row looks to the first
-token of the next. Returns are carried unchanged across tool tokens.
+The rows of one trajectory continue in batch order: the last token of a row precedes the first token of
+the next row. Returns are carried unchanged across tool tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.ops.masked import masked_fill_zero, masked_whiten
 
 @dataclass(frozen=True)
 class Chain:
-    """Which row continues which."""
+    """The order of the rows of each trajectory."""
 
     owner: Tensor  # [B] trajectory of each row
     rank: Tensor  # [B] 0 for the first row of a trajectory, 1 for the next …
@@ -29,7 +29,7 @@ class Chain:
 
     @classmethod
     def of(cls, index: Labels | None, trajectory_id: Labels | None, like: Tensor) -> Chain | None:
-        """None when every row is a trajectory of its own."""
+        """Returns None if every row is a separate trajectory."""
         if trajectory_id is None:
             return None
         rows = len(like)
@@ -47,7 +47,7 @@ class Chain:
         return cls(*(torch.from_numpy(part).to(like.device) for part in parts))
 
     def backwards(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows, their successors or -1), last rows first, so that successors are always done."""
+        """Yields (rows, their successors or -1), last rows first, so that successors are done first."""
         for rank in range(int(self.rank.max()) if len(self.rank) else -1, -1, -1):
             rows = (self.rank == rank).nonzero().squeeze(1)
             yield rows, self.after[rows]
@@ -68,9 +68,9 @@ class Chain:
 def rewards_to_go(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float, chain: Chain | None
 ) -> Tensor:
-    """[B, T] discounted sum of the rewards from here on; 0 outside the mask.
+    """[B, T] discounted sum of the rewards from each token on; 0 outside the mask.
 
-    Only the policy's own tokens count as time: a discount is not paid for a tool's tokens.
+    The discount applies per policy token, not per tool token.
     """
     rewards = masked_fill_zero(token_level_rewards, response_mask)
     if gamma == 1:
@@ -86,7 +86,7 @@ def rewards_to_go(
 
 
 def starts(chain: Chain | None, state: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """(rows, what lies beyond their last token) in an order in which `state` is filled in time."""
+    """Yields (rows, the state after their last token), ordered so that successors come first."""
     if chain is None:
         yield slice(None), torch.zeros_like(state)
         return
@@ -122,7 +122,7 @@ class ReinforcePlusPlus(Estimator):
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaseline(OutcomeEstimator):
-    """A = whiten(R − mean_g) over all tokens of the batch; a group of one enters with its raw R."""
+    """A = whiten(R − mean_g) over all tokens of the batch; a group of one keeps its raw R."""
 
     groups = "compared"
 

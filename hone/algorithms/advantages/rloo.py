@@ -17,9 +17,9 @@ from hone.ops.masked import masked_fill_zero
 class RLOOToken(Estimator):
     """A_t = G_t − Σ_{j≠i} Σ_t G_j / Σ_{j≠i} len_j (PURE, 2504.15275); a group of one has no baseline.
 
-    `credit_assignment` is reward_model.credit_assignment where a process reward model judges steps;
+    `credit_assignment` is reward_model.credit_assignment if a process reward model scores steps;
     the strict minimum reads the columns `reward/process` and `step_mask`. Otherwise G is the
-    (discounted) sum of rewards to come.
+    (discounted) sum of future rewards.
     """
 
     gamma: float
@@ -43,7 +43,7 @@ class RLOOToken(Estimator):
         else:
             chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
             returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
-        # Outcomes of the returns: per trajectory, their sum over tokens and the number of tokens.
+        # Per trajectory: the sum of returns over tokens and the number of tokens.
         outcome = outcomes("rloo_token", returns, batch.mask, batch.uid, batch.trajectory_id)
         groups, totals, lengths = outcome.groups, outcome.scores, outcome.lengths
         others = groups.sum(totals)[groups.ids] - totals
@@ -58,7 +58,7 @@ class RLOOToken(Estimator):
 class RLOO(Estimator):
     """A = R − mean of the group's other scores = (R − mean_g)·n/(n−1); a group of one keeps its raw R.
 
-    The strict minimum of process rewards is a return of tokens: there it is `rloo_token`.
+    With the strict minimum of process rewards, which is a token return, it equals `rloo_token`.
     """
 
     credit_assignment: float | str | None = None

@@ -29,10 +29,10 @@ TABLE: Table[Function] = Table(
 
 
 def get_policy_loss_fn(name: str) -> Function:
-    """The loss of that name, or of "pkg.mod:object"; an unknown name is an error."""
+    """Returns the loss of a name or of "pkg.mod:object"; raises on an unknown name."""
     return TABLE.get(name)
 
 
 def register_policy_loss(name: str) -> Callable[[T], T]:
-    """Decorator that adds a user's loss to the table."""
+    """Decorator that registers a custom loss."""
     return TABLE.register(name)

@@ -1,8 +1,8 @@
-"""Training against the rollout's own log-probs: the old policy is the one that sampled.
+"""Losses that use the rollout's log-probs as the old log-probs.
 
-No pass recomputes old log-probs; the distance between the rollout engine and the policy being
-trained is corrected inside the loss, with the current log-probs. Rejected tokens stay in the
-denominator, so the loss does not depend on how the mini-batch is cut.
+Old log-probs are not recomputed; the loss corrects the difference between the rollout engine and the
+trained policy with the current log-probs. Rejected tokens stay in the denominator, so the loss does not
+depend on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _KEYWORD = "rollout_correction"
 
 
 def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """`ppo_clip`: PPO on the tokens rejection keeps; `reinforce`: −A·log π·w on them.
+    """`ppo_clip`: PPO on the tokens that are not rejected; `reinforce`: −A·log π·w on them.
 
     Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),
-    or from the place where verl's trainer puts them, `config.policy_loss.rollout_correction`.
+    or from `config.policy_loss.rollout_correction`, where verl's trainer puts them.
     """
     option = partial(setting, _settings(tokens), defaults=RolloutCorrectionConfig)
     if option("rollout_is_batch_normalize"):
@@ -48,7 +48,7 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     if kind == "reinforce":
         loss, metrics = policy_gradient(tokens)
         loss = loss if weights is None else loss * weights
-    elif kind == "ppo_clip":  # the ratio already is the importance weight
+    elif kind == "ppo_clip":  # the ratio is already the importance weight
         loss, metrics = ppo_clip(replace(tokens, weights=None))
     else:
         raise ValueError(
@@ -61,7 +61,7 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def _settings(tokens: Tokens) -> Settings | None:
-    """From one of the two places; both at once is an error, as one of them would be ignored."""
+    """Returns the settings from either place; setting both is an error, as one would be ignored."""
     by_keyword = tokens.extras.get(_KEYWORD)
     in_config = given(tokens.config, f"policy_loss.{_KEYWORD}")
     if by_keyword is not None and in_config is not None and by_keyword != in_config:

@@ -1,8 +1,8 @@
-"""Clip-Cov and KL-Cov (2505.22617): hold back the few tokens that drive entropy down.
+"""Clip-Cov and KL-Cov (2505.22617): restrain the few tokens that reduce entropy most.
 
-Those are the tokens where advantage and log-probability are both far above the mini-batch's means,
-so both rules first look at the whole mini-batch. Clip-Cov's random choice is a hash of the token's
-place: the same batch always gives the same choice.
+For these tokens, advantage and log-probability are both far above the mini-batch means, so both rules
+first process the whole mini-batch. Clip-Cov's random choice is a hash of the token's position, so the
+same batch always gives the same choice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _surrogates(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def choose_to_clip(tokens: Tokens) -> Columns:
-    """A few tokens, drawn among those of high covariance that PPO does not clip already."""
+    """Samples a few tokens of high covariance that PPO does not already clip."""
     plain, clipped = _surrogates(tokens)
     covariance = _covariance(tokens)
     lower = tokens.setting("policy_loss.clip_cov_lb")
@@ -43,7 +43,7 @@ def choose_to_clip(tokens: Tokens) -> Columns:
 
 
 def choose_to_penalise(tokens: Tokens) -> Columns:
-    """The tokens of highest covariance."""
+    """Selects the tokens of highest covariance."""
     covariance = torch.where(tokens.mask, _covariance(tokens), -torch.inf)
     return {
         _CHOSEN: _smallest(-covariance, _share(tokens, "policy_loss.kl_cov_ratio")) & tokens.mask
@@ -55,7 +55,7 @@ def _share(tokens: Tokens, key: str) -> int:
 
 
 def _smallest(x: Tensor, count: int) -> Tensor:
-    """Mask of the `count` smallest entries; of equal ones the first."""
+    """Returns a mask of the `count` smallest entries; the first ones in a tie."""
     selected = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
     selected[torch.sort(x.flatten(), stable=True).indices[:count]] = True
     return selected.view_as(x)
@@ -72,14 +72,14 @@ def _hash_of_place(mask: Tensor) -> Tensor:
 
 
 def clipped_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """max(−A·r, −A·clip(r)), and nothing for the chosen tokens."""
+    """max(−A·r, −A·clip(r)); 0 for the chosen tokens."""
     selected = tokens.prepared[_CHOSEN]
     loss = torch.where(selected, 0.0, torch.maximum(*_surrogates(tokens)))
     return loss, standard_metrics(tokens, selected)
 
 
 def penalised_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−A·r, and ppo_kl_coef·|log-ratio| more for the chosen tokens."""
+    """−A·r, plus ppo_kl_coef·|log-ratio| for the chosen tokens."""
     distance = tokens.log_ratio.abs()
     loss = -tokens.advantages * tokens.log_ratio.exp()
     penalty = tokens.setting("policy_loss.ppo_kl_coef") * distance

@@ -1,7 +1,7 @@
-"""What all policy losses share: clean inputs, weights, aggregation, token-mean metrics.
+"""The base of all policy losses: masked inputs, weights, aggregation, token-mean metrics.
 
-A loss itself is one function from per-token inputs to per-token values. It never sees NaN from
-outside the mask, and it does not know how the mini-batch is cut.
+A loss is a function from per-token inputs to per-token values. It gets no NaN from outside the mask,
+and does not depend on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Tokens:
-    """One batch as a loss sees it. Every tensor is [B, T] and 0 outside the mask."""
+    """The inputs of a loss; every tensor is [B, T] and 0 outside the mask."""
 
     old_log_prob: Tensor
     log_prob: Tensor
@@ -34,8 +34,8 @@ class Tokens:
     mask: Tensor  # bool
     config: Settings | None
     weights: Tensor | None = None  # rollout importance weights
-    prepared: Columns = field(default_factory=dict)  # this batch's rows of what `prepare` made
-    extras: Mapping[str, Settings] = field(default_factory=dict)  # the loss's own keyword arguments
+    prepared: Columns = field(default_factory=dict)  # this batch's rows of the result of `prepare`
+    extras: Mapping[str, Settings] = field(default_factory=dict)  # further keyword arguments
 
     @property
     def log_ratio(self) -> Tensor:
@@ -45,7 +45,7 @@ class Tokens:
         return setting(self.config, key, ActorConfig)
 
     def clip_bounds(self) -> tuple[float, float]:
-        """How far the ratio may fall and rise: clip_ratio_low and _high, each else clip_ratio."""
+        """Returns clip_ratio_low and clip_ratio_high; each defaults to clip_ratio."""
         low, high = given(self.config, "clip_ratio_low"), given(self.config, "clip_ratio_high")
         return (
             self.setting("clip_ratio") if low is None else low,
@@ -65,17 +65,17 @@ class PolicyLoss:
 
     name: str
     per_token: PerToken
-    """Tokens → per-token loss and per-token metrics."""
+    """Maps Tokens to per-token loss and per-token metrics."""
     agg_mode: str | None = None
-    """Set where the aggregation is part of the loss's definition and `loss_agg_mode` has no say."""
+    """Set if the aggregation is part of the loss's definition, so that `loss_agg_mode` is ignored."""
     default_agg_mode: str = "token-mean"
-    """The aggregation of a call that names none; a trainer always names the configured one."""
+    """The aggregation of a call without `loss_agg_mode`; a trainer always passes the configured one."""
     extra_keywords: tuple[str, ...] = ()
-    """Further keyword arguments the loss takes; it finds them in `Tokens.extras`."""
+    """Further keyword arguments of the loss, passed in `Tokens.extras`."""
     weighs_itself: bool = False
-    """The loss applies the rollout importance weights in its own way."""
+    """Whether the loss applies the rollout importance weights itself."""
     prepare_tokens: Prepare | None = None
-    """Set where the rule needs statistics of the whole mini-batch."""
+    """Set if the loss needs statistics of the whole mini-batch."""
 
     @property
     def needs_batch_statistics(self) -> bool:
@@ -90,7 +90,7 @@ class PolicyLoss:
         response_mask: Tensor,
         config: Settings | None = None,
     ) -> Columns:
-        """Run once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
+        """Runs once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
         if self.prepare_tokens is None:
             return {}
         return self.prepare_tokens(
@@ -110,7 +110,7 @@ class PolicyLoss:
         prepared: Columns | None = None,
         **extras: Settings,
     ) -> tuple[Tensor, Columns]:
-        """The micro-batch share of the loss, and token means over the mask of this call."""
+        """Returns the micro-batch's share of the loss, and token means over the mask of this call."""
         tokens = self.tokens(
             old_log_prob,
             log_prob,
@@ -135,7 +135,7 @@ class PolicyLoss:
         prepared: Columns | None = None,
         **extras: Settings,
     ) -> Tokens:
-        """What `per_token` reads; an unknown keyword is an error."""
+        """Returns the inputs of `per_token`; raises on an unknown keyword."""
         known = (*_KEYWORDS, *self.extra_keywords)
         refuse_unknown(f"policy loss {self.name}", set(extras) - set(known), known)
         if self.prepare_tokens is not None and prepared is None:
@@ -149,7 +149,7 @@ class PolicyLoss:
     def reduce(
         self, tokens: Tokens, losses: Tensor, measured: Columns, loss_agg_mode: str | None
     ) -> tuple[Tensor, Columns]:
-        """The aggregated loss, and the token means of what `per_token` measured."""
+        """Returns the aggregated loss, and the token means of the metrics of `per_token`."""
         if tokens.weights is not None and not self.weighs_itself:
             losses = losses * tokens.weights
         mode = self.agg_mode or loss_agg_mode or self.default_agg_mode
@@ -175,7 +175,7 @@ def _clean(
 
 
 def clipped_log_ratio(tokens: Tokens) -> Tensor:
-    """log π/π_old bounded so that its exponential stays finite."""
+    """Returns log π/π_old, bounded so that its exponential is finite."""
     return tokens.log_ratio.clamp(-RATIO_EXPONENT_BOUND, RATIO_EXPONENT_BOUND)
 
 
@@ -185,7 +185,7 @@ def standard_metrics(
     clipped_below: Tensor | None = None,
     log_ratio: Tensor | None = None,
 ) -> Columns:
-    """The three metrics every loss reports, still per token; `log_ratio` as the loss bounded it."""
+    """Returns the three per-token metrics of every loss; `log_ratio` is the bounded one of the loss."""
     none = torch.zeros_like(tokens.mask)
     clipped = none if clipped is None else clipped
     clipped_below = none if clipped_below is None else clipped_below

@@ -12,7 +12,7 @@ _EXPONENT_CEILING = 10.0
 
 
 def sequence_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """max(−A·s, −A·clip(s)), s = exp of the mean log-ratio; each token carries its own gradient."""
+    """max(−A·s, −A·clip(s)), s = exp of the mean log-ratio; each token has its own gradient."""
     low, high = tokens.clip_bounds()
     mean = masked_mean(tokens.log_ratio, tokens.mask, -1).unsqueeze(-1).detach()
     log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
@@ -23,7 +23,7 @@ def sequence_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def geometric_mean(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−mean(A)·exp(mean of log-ratios clipped in log space, on the side the advantage pushes to).
+    """−mean(A)·exp(mean of log-ratios, clipped in log space on the side of the advantage's sign).
 
     pg_clipfrac counts tokens outside the band on either side where A > 0, _lower where A < 0.
     """

@@ -1,4 +1,4 @@
-"""Losses over token ratios other than PPO's clip: CISPO, SAPO, DPPO, DRO, and the plain policy gradient."""
+"""Token-level losses other than PPO's clip: CISPO, SAPO, DPPO, DRO, and the plain policy gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TINY = 1e-8
 
 
 def policy_gradient(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−A·log π (GPG, 2504.02546); no ratio, so the data must be close to on-policy or weighted."""
+    """−A·log π (GPG, 2504.02546); without a ratio, the data must be nearly on-policy or weighted."""
     return -tokens.advantages * tokens.log_prob, standard_metrics(tokens)
 
 
 def clipped_weight(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−sg(clip(r))·A·log π (2506.13585). Tokens clipped on either side count in pg_clipfrac."""
+    """−sg(clip(r))·A·log π (2506.13585); pg_clipfrac counts tokens clipped on either side."""
     low, high = tokens.clip_bounds()
     log_ratio = clipped_log_ratio(tokens).detach()
     ratio = log_ratio.exp()
@@ -32,7 +32,7 @@ def clipped_weight(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def soft_gate(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−A·σ(τ(r−1))·4/τ (2511.20347); τ is larger where the advantage is not positive."""
+    """−A·σ(τ(r−1))·4/τ (2511.20347); τ is larger if the advantage is not positive."""
     positive, negative = tokens.setting("tau_pos"), tokens.setting("tau_neg")
     if positive <= 0 or negative <= 0:
         raise ValueError(f"sapo: tau_pos={positive} and tau_neg={negative} must both be above 0")
@@ -44,7 +44,7 @@ def soft_gate(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def quadratic_pull(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−(A·log π − β/2·(log π/π_old)²) (2405.19107): no clip, a quadratic pull to the old policy."""
+    """−(A·log π − β/2·(log π/π_old)²) (2405.19107): a quadratic penalty instead of a clip."""
     beta = tokens.setting("policy_loss.dro_beta")
     if beta is None or beta <= 0:
         raise ValueError(
@@ -57,7 +57,7 @@ def quadratic_pull(tokens: Tokens) -> tuple[Tensor, Columns]:
 def _masked_gradient(tokens: Tokens, keep: Tensor) -> tuple[Tensor, Columns]:
     """−A·sg(min(r, c))·log π on the kept tokens (DPPO, 2602.04879).
 
-    pg_clipfrac counts the dropped tokens, pg_clipfrac_lower the kept ones whose ratio was cut at c.
+    pg_clipfrac counts dropped tokens, pg_clipfrac_lower kept tokens whose ratio was truncated at c.
     """
     log_ratio = clipped_log_ratio(tokens).detach()
     ratio, ceiling = log_ratio.exp(), tokens.setting("clip_ratio_c")
@@ -67,7 +67,7 @@ def _masked_gradient(tokens: Tokens, keep: Tensor) -> tuple[Tensor, Columns]:
 
 
 def total_variation(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """Keep while π − π_old ≤ high where A > 0, ≥ −low elsewhere."""
+    """Keeps tokens with π − π_old ≤ high if A > 0, ≥ −low otherwise."""
     low, high = tokens.clip_bounds()
     moved = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
     keep = torch.where(tokens.advantages > 0, moved <= high, moved >= -low)
@@ -75,7 +75,7 @@ def total_variation(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def binary_kl(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """Keep while KL of (π_old, 1−π_old) from (π, 1−π) is in bounds, or the token moves back."""
+    """Keeps tokens whose binary KL between π_old and π is in bounds, or that move back to π_old."""
     low, high = tokens.clip_bounds()
     new = tokens.log_prob.detach().exp()
     old = tokens.old_log_prob.exp()

@@ -15,7 +15,7 @@ from hone.algorithms.policy_losses.policy_loss import (
 
 
 def ppo_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """max(−A·r, −A·clip(r)); for A < 0 never more than −A·c."""
+    """max(−A·r, −A·clip(r)); for A < 0 at most −A·c."""
     low, high = tokens.clip_bounds()
     dual = tokens.setting("clip_ratio_c")
     if dual <= 1:
